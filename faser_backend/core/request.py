@@ -1,0 +1,177 @@
+"""What a client asks for (`Request`, `SamplingParams`) and what it gets back (`RequestOutput`).
+
+Pure data and its validation; knows nothing of text, Triton or engines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from faser_backend.core.errors import RequestError
+
+MAX_STOP_SEQUENCES = 64
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    END_ID = "end_id"  # an end token was emitted (it is part of the output tokens)
+    LENGTH = "length"  # max_tokens were emitted
+    STOP_WORDS = "stop_words"  # a stop sequence was emitted
+    CANCELLED = "cancelled"  # the client cancelled or went away
+    STOPPED = "stopped"  # a stop request: a normal, shorter answer
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from a row of logits. Defaults decode greedily.
+
+    temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off. Penalties act on the row's own
+    prefix: repetition on prompt + output, presence and frequency on the output alone.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    seed: int = 0
+    logit_bias: dict[int, float] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never to complete
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises RequestError for the first field out of range."""
+        _check_real("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_real("min_p", self.min_p, 0.0, 1.0)
+        _check_real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_real("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _check_real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_int("seed", self.seed, 0, MAX_SEED)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
+            if math.isnan(bias) or bias == math.inf:
+                raise RequestError(f"logit_bias[{token_id}]", bias, "must be a number below +inf")
+        for word in self.bad_words:
+            _check_token_sequence("bad_words", word, vocab_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One generation. `prompt_ids` [num_prompt_tokens] int64; ids are the model's."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    end_ids: tuple[int, ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    max_draft_tokens: int | None = None  # per-request cap on speculation; 0 opts out
+    wants_log_probs: bool = False
+
+    def validate(self, limits: Limits) -> None:
+        """Raises RequestError for the first field out of range."""
+        ids = self.prompt_ids
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError("input_ids", f"{ids.dtype}{list(ids.shape)}", "must be a 1-D integer array")
+        if ids.size == 0:
+            raise RequestError("input_ids", [], "prompt is empty; at least 1 token is needed")
+        if ids.size >= limits.max_context:
+            raise RequestError(
+                "input_ids length", int(ids.size), f"must be below the context length of {limits.max_context} tokens"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limits.vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError("input_ids", bad, f"token ids must lie in [0, {limits.vocab_size - 1}]")
+        room = limits.max_context - int(ids.size)
+        if not 1 <= self.max_tokens <= room:
+            raise RequestError(
+                "max_tokens",
+                self.max_tokens,
+                f"must lie in [1, {room}] (context length {limits.max_context} - prompt of {ids.size} tokens)",
+            )
+        for end_id in self.end_ids:
+            _check_int("end_id", end_id, 0, limits.vocab_size - 1)
+        if len(self.stop_sequences) > MAX_STOP_SEQUENCES:
+            raise RequestError("stop_words", len(self.stop_sequences), f"at most {MAX_STOP_SEQUENCES} are allowed")
+        for word in self.stop_sequences:
+            _check_token_sequence("stop_words", word, limits.vocab_size)
+        if self.max_draft_tokens is not None:
+            _check_int("num_draft_tokens", self.max_draft_tokens, 0, limits.max_context)
+        self.sampling.validate(limits.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the served model can take. `max_context` counts prompt + output tokens."""
+
+    vocab_size: int
+    max_context: int
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counters of one request's life; times in nanoseconds of the engine's clock."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_allocated_blocks: int = 0
+    num_reused_blocks: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0  # excludes bonus and recovered tokens
+    num_pruned: int = 0
+    num_steps: int = 0  # verifications that this request took part in
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """New tokens of one request after one step; `finish_reason` is set on the last one."""
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stats: RequestStats | None = None  # set on the last output
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish_reason is not None
+
+
+def _check_real(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if math.isnan(value) or value > high or value < low or (open_low and value == low):
+        raise RequestError(name, value, f"must lie in {'(' if open_low else '['}{low:g}, {high:g}]")
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RequestError(name, value, f"must lie in [{low}, {high}]")
+
+
+def _check_token_sequence(name: str, word: tuple[int, ...], vocab_size: int) -> None:
+    if not word:
+        raise RequestError(name, word, "a word must hold at least 1 token")
+    for token_id in word:
+        _check_int(f"{name} token id", token_id, 0, vocab_size - 1)

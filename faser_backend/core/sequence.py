@@ -1,0 +1,70 @@
+"""A `Sequence` is a request inside the engine: its tokens, and how far each KV cache has come.
+
+`slot` is the row that the sequence keeps in every persistent per-sequence array (block table,
+sampler state) from admission until it leaves; steps gather rows by slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from faser_backend.core.request import Request, RequestStats
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt and output tokens of one request.
+
+    A sequence is ready to decode when the target has seen every token but the last (the anchor);
+    until then its missing tokens are prefilled in chunks. Preemption sets both lengths to 0.
+    """
+
+    request: Request
+    token_ids: np.ndarray  # [num_prompt_tokens + max_tokens] int64, first num_tokens are valid
+    num_tokens: int
+    slot: int = -1  # -1 while waiting
+    target_len: int = 0  # leading tokens whose KV is in the target's pool
+    draft_len: int = 0  # leading tokens whose KV is in the draft's pool
+    log_probs: list[float] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    @classmethod
+    def from_request(cls, request: Request, arrival_ns: int) -> Sequence:
+        num_prompt = int(request.prompt_ids.size)
+        token_ids = np.zeros(num_prompt + request.max_tokens, np.int64)
+        token_ids[:num_prompt] = request.prompt_ids
+        stats = RequestStats(arrival_ns=arrival_ns, num_prompt_tokens=num_prompt)
+        return cls(request, token_ids, num_prompt, stats=stats)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.stats.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.stats.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that may still be emitted, >= 1 while the sequence runs."""
+        return self.token_ids.size - self.num_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens before the anchor that the target has not seen."""
+        return self.num_tokens - 1 - self.target_len
+
+    @property
+    def is_ready(self) -> bool:
+        return self.target_len == self.num_tokens - 1
+
+    def append(self, tokens: list[int]) -> None:
+        self.token_ids[self.num_tokens : self.num_tokens + len(tokens)] = tokens
+        self.num_tokens += len(tokens)
+
+    def check_integrity(self) -> None:
+        assert 1 <= self.num_tokens <= self.token_ids.size
+        assert 0 <= self.target_len < self.num_tokens, "the anchor's KV is never committed"
+        assert 0 <= self.draft_len < self.num_tokens

@@ -1,0 +1,171 @@
+"""A Llama decoder in plain PyTorch, with the parameter names of the Hugging Face layout.
+
+Small enough to read, quick enough to train on one core; `tests` of the pair compare it
+with `transformers`. Knows nothing of data or of training.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD_DIM = 64
+ROPE_THETA = 10000.0
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the demo models differ in; the rest is fixed (head dim 64, tied embeddings)."""
+
+    num_layers: int
+    hidden_size: int
+    mlp_size: int
+    vocab_size: int = 2048
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden_size // HEAD_DIM
+
+    @property
+    def flops_per_token(self) -> int:
+        """Multiply-adds x 2 of one token's forward pass with its head, without attention scores."""
+        per_layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.mlp_size
+        return 2 * (self.num_layers * per_layer + self.vocab_size * self.hidden_size)
+
+
+TARGET_SHAPE = ModelShape(num_layers=6, hidden_size=256, mlp_size=704)
+DRAFT_SHAPE = ModelShape(num_layers=2, hidden_size=128, mlp_size=352)
+
+
+def rope_table(num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[num_positions, HEAD_DIM]`, the two halves alike (Llama's layout)."""
+    inv_freq = ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
+    angles = torch.arange(num_positions).double()[:, None] * inv_freq
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `x` `[batch, heads, seq, HEAD_DIM]` by `cos`, `sin` `[seq, HEAD_DIM]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, NORM_EPS)
+
+
+class KVCache:
+    """Keys and values of one layer `[batch, heads, max_len, HEAD_DIM]`; the owner moves the length."""
+
+    def __init__(self, batch: int, heads: int, max_len: int, dtype: torch.dtype):
+        self.keys = torch.zeros(batch, heads, max_len, HEAD_DIM, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+
+    def append(self, k: Tensor, v: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        end = position + k.shape[2]
+        self.keys[:, :, position:end] = k
+        self.values[:, :, position:end] = v
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.num_heads = shape.num_heads
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(shape.hidden_size, shape.hidden_size, bias=False))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, position: int) -> Tensor:
+        batch, seq, size = x.shape
+        split = (batch, seq, self.num_heads, HEAD_DIM)
+        q, k, v = (p(x).view(split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        if cache is not None:
+            k, v = cache.append(k, v, position)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=seq > 1)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, size))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.mlp_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.mlp_size, bias=False)
+        self.down_proj = nn.Linear(shape.mlp_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, position: int) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, position)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm: the `model.` part of the Hugging Face layout."""
+
+    def __init__(self, shape: ModelShape, max_len: int):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size)
+        cos, sin = rope_table(max_len)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, ids: Tensor, caches: list[KVCache] | None = None, position: int = 0) -> Tensor:
+        """Final hidden states `[batch, seq, hidden_size]` of `ids` `[batch, seq]`.
+
+        With `caches`, `ids` are the tokens from `position` on; more than one only at position 0.
+        """
+        x = self.embed_tokens(ids)
+        cos, sin = (t[position : position + ids.shape[1]] for t in (self.cos, self.sin))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, caches[i] if caches else None, position)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """A causal language model whose head is the embedding matrix."""
+
+    def __init__(self, shape: ModelShape, max_len: int = 1024):
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape, max_len)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=0.02)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(weight)
+
+    def forward(self, ids: Tensor, caches: list[KVCache] | None = None, position: int = 0) -> Tensor:
+        """Logits `[batch, seq, vocab_size]`."""
+        return F.linear(self.model(ids, caches, position), self.model.embed_tokens.weight)
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean cross-entropy (nats per token) of `windows` `[batch, seq + 1]`."""
+        logits = self(windows[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+    def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[KVCache]:
+        return [KVCache(batch, self.shape.num_heads, max_len, dtype) for _ in self.model.layers]
+
+    def shape_dict(self) -> dict:
+        return asdict(self.shape)
