@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Streams one completion from a running server over gRPC, then prints what speculation did for it.
+
+A plain client of the `ensemble` model: it knows the wire names and nothing of the project's code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+
+PROMPTS = Path(__file__).resolve().parents[1] / "models" / "demo" / "prompts.jsonl"
+OUTPUTS = ["text_output", "num_output_tokens", "total_draft_tokens", "total_accepted_draft_tokens"]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="127.0.0.1:8001", help="gRPC address of the server")
+    parser.add_argument("--prompt", help="text to complete; default: one of the held-out prompts")
+    parser.add_argument("--prompt-index", type=int, default=3, help="which held-out prompt")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def request_inputs(prompt: str, args: argparse.Namespace) -> list[triton.InferInput]:
+    fields = {
+        "text_input": np.array([[prompt]], dtype=object),
+        "max_tokens": np.array([[args.max_tokens]], dtype=np.int32),
+        "temperature": np.array([[args.temperature]], dtype=np.float32),
+        "seed": np.array([[args.seed]], dtype=np.uint64),
+        "stream": np.array([[True]]),
+        "exclude_input_in_output": np.array([[True]]),
+        "return_perf_metrics": np.array([[True]]),
+        "return_num_output_tokens": np.array([[True]]),
+    }
+    types = {"O": "BYTES", "i": "INT32", "f": "FP32", "u": "UINT64", "b": "BOOL"}
+    inputs = []
+    for name, value in fields.items():
+        tensor = triton.InferInput(name, list(value.shape), types[value.dtype.kind])
+        tensor.set_data_from_numpy(value)
+        inputs.append(tensor)
+    return inputs
+
+
+def stream(url: str, inputs: list[triton.InferInput]) -> dict[str, Any]:
+    """Prints text as it comes. Returns the counters of the answer and its times in seconds."""
+    answers: queue.Queue = queue.Queue()
+    found: dict[str, Any] = {}
+    with triton.InferenceServerClient(url) as client:
+        client.start_stream(callback=partial(lambda q, result, error: q.put((result, error)), answers))
+        start = time.perf_counter()
+        client.async_stream_infer(
+            "ensemble",
+            inputs,
+            outputs=[triton.InferRequestedOutput(name) for name in OUTPUTS],
+            enable_empty_final_response=True,
+        )
+        is_final = False
+        while not is_final:
+            result, error = answers.get(timeout=60)
+            if error is not None:
+                sys.exit(f"error: {error}")
+            is_final = result.get_response().parameters["triton_final_response"].bool_param
+            text = result.as_numpy("text_output")
+            if text is None:
+                continue
+            print(b"".join(text.reshape(-1)).decode(), end="", flush=True)
+            found.setdefault("ttft_s", time.perf_counter() - start)
+            for name in OUTPUTS[1:]:
+                value = result.as_numpy(name)
+                if value is not None:
+                    found[name] = int(value.reshape(-1)[0])
+        found["seconds"] = time.perf_counter() - start
+    return found
+
+
+def main() -> None:
+    args = parse_args()
+    prompt = args.prompt
+    if prompt is None:
+        entry = json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[args.prompt_index])
+        prompt = entry["prompt"]
+        print(f"== prompt {entry['id']} from {entry['source']}, which the models never saw:")
+    print(prompt + "\033[32m" * sys.stdout.isatty(), end="", flush=True)
+    found = stream(args.url, request_inputs(prompt, args))
+    print("\033[0m" * sys.stdout.isatty())
+    tokens, drafted, accepted = (found.get(name, 0) for name in OUTPUTS[1:])
+    if not tokens:
+        sys.exit("error: the server answered without tokens")
+    verifications = max(tokens - accepted, 1)  # each verification emits one token beyond those accepted
+    print(f"== {tokens} tokens in {found['seconds']:.2f} s = {tokens / found['seconds']:.0f} tokens/s, ", end="")
+    print(f"the first after {found['ttft_s'] * 1e3:.0f} ms; temperature {args.temperature:g}, seed {args.seed}")
+    print(f"== accepted {accepted} of {drafted} drafted tokens ({accepted / max(drafted, 1):.0%}): ", end="")
+    print(f"{tokens / verifications:.2f} tokens per verification")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The rules of the house: who may import whom, how large a file may be, and that scripts can be run.
+
+Imports are read from the syntax tree, so a rule holds for code that no test happens to execute.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 300
+ANY = frozenset({"*"})
+RUNTIMES = frozenset(
+    [
+        "onnxruntime",
+        "onnx",
+        "torch",
+        "tensorrt",
+        "tensorrt_rtx",
+        "cuda",
+        "tritonclient",
+        "triton_python_backend_utils",
+        "pytriton",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the modules below `name` may import: our own modules by prefix, others by top-level name."""
+
+    name: str
+    own: frozenset[str]
+    third_party: frozenset[str]
+    forbidden_stdlib: frozenset[str] = frozenset()
+
+
+def room(name: str, own: str, third_party: str, forbidden_stdlib: str = "") -> Room:
+    return Room(name, frozenset(own.split()), frozenset(third_party.split()), frozenset(forbidden_stdlib.split()))
+
+
+IMPURE = "time threading multiprocessing concurrent asyncio queue random secrets socket subprocess"
+ROOMS = [
+    room("faser_backend.core", "faser_backend.core", "numpy", IMPURE),
+    room("faser_backend.policy", "faser_backend.core faser_backend.policy faser_backend.config", "numpy", IMPURE),
+    room(
+        "faser_backend.pipeline",
+        "faser_backend.core faser_backend.policy faser_backend.config faser_backend.pipeline",
+        "numpy",
+        "random secrets socket subprocess",
+    ),
+    room(
+        "faser_backend.device",
+        "faser_backend.core faser_backend.manifest faser_backend.config faser_backend.device plugins",
+        "*",
+    ),
+    room(
+        "faser_backend.simulation",
+        "faser_backend.core faser_backend.policy faser_backend.pipeline faser_backend.config faser_backend.simulation",
+        "numpy",
+        "random secrets",
+    ),
+    room("faser_backend.serving", "faser_backend plugins", "*"),
+    room("engines", "engines plugins faser_backend.manifest faser_backend.core.errors", "*"),
+    room("plugins", "plugins", "*"),
+    room("faser_backend.config", "faser_backend.core", "pydantic"),
+    room("faser_backend.manifest", "faser_backend.core", "numpy"),
+]
+# The composition root may build the demo pair's engines on first use.
+EXCEPTIONS = {"faser_backend.serving.compose": frozenset({"engines"})}
+OWN = ("faser_backend", "engines", "plugins")
+
+
+def source_files(*suffixes: str) -> list[Path]:
+    """The project's files with one of these suffixes; not what was built, installed or trained."""
+    skipped = {"build", "dist", "models", "__pycache__"}
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [
+            f for f in folders if f not in skipped and (not f.startswith(".") or f == ".ci") and "egg-info" not in f
+        ]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    return sorted(found)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_below(name: str, prefixes: frozenset[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def imports_of(tree: ast.AST, module: str, *, is_package: bool = False) -> Iterator[str]:
+    """Full names of what a module imports: `from a.b import c` gives a.b.c, as c may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                parents = parents[: len(parents) - node.level + is_package]
+                base = ".".join(parents + ([base] if base else []))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def broken_rules(source: str, module: str) -> list[str]:
+    """What a module imports against its room's rule, or uses of global randomness where none may be."""
+    rule = next((r for r in ROOMS if is_below(module, frozenset({r.name}))), None)
+    if rule is None:
+        return []
+    tree = ast.parse(source)
+    broken = []
+    for name in imports_of(tree, module):
+        top = name.partition(".")[0]
+        if top in OWN:
+            if not is_below(name, rule.own | EXCEPTIONS.get(module, frozenset())):
+                broken.append(name)
+        elif top in sys.stdlib_module_names:
+            if top in rule.forbidden_stdlib:
+                broken.append(name)
+        elif rule.third_party != ANY and top not in rule.third_party:
+            broken.append(name)
+    if "random" in rule.forbidden_stdlib:
+        broken += global_randomness(tree)
+    return broken
+
+
+def global_randomness(tree: ast.AST) -> Iterator[str]:
+    """Uses of np.random.NAME, except the constructors of generators that carry their own state."""
+    seeded = {"default_rng", "Generator", "SeedSequence", "Philox", "PCG64", "BitGenerator"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr not in seeded and isinstance(node.value, ast.Attribute):
+            owner = node.value
+            if owner.attr == "random" and isinstance(owner.value, ast.Name) and owner.value.id in {"np", "numpy"}:
+                yield f"np.random.{node.attr}"
+
+
+@pytest.mark.parametrize("top", OWN)
+def test_modules_import_only_what_their_room_may(top):
+    files = [f for f in source_files(".py") if f.is_relative_to(ROOT / top)]
+    assert files
+    broken = {module_name(f): rules for f in files if (rules := broken_rules(f.read_text(), module_name(f)))}
+    assert broken == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("faser_backend.core.x", "import onnxruntime"),
+        ("faser_backend.core.x", "from faser_backend.policy import scheduler"),
+        ("faser_backend.core.x", "from ..policy.scheduler import Scheduler"),
+        ("faser_backend.policy.x", "import time"),
+        ("faser_backend.policy.x", "from concurrent.futures import Future"),
+        ("faser_backend.policy.x", "import numpy as np\ndef f():\n    return np.random.rand()"),
+        ("faser_backend.pipeline.x", "def late():\n    from faser_backend.device import sampler"),
+        ("faser_backend.device.x", "from faser_backend import policy"),
+        ("faser_backend.simulation.x", "import faser_backend.device.noise"),
+        ("faser_backend.serving.x", "from engines.build import build_engines"),
+        ("engines.x", "from faser_backend.core.request import Request"),
+    ],
+)
+def test_import_rules_catch_what_they_forbid(module, source):
+    assert broken_rules(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("faser_backend.core.x", "import numpy as np\nfrom .errors import FaserError"),
+        ("faser_backend.policy.x", "import numpy as np\ndef f(seed):\n    return np.random.default_rng(seed)"),
+        ("faser_backend.pipeline.x", "import time\nfrom faser_backend.config import EngineConfig"),
+        ("faser_backend.serving.compose", "from engines.build import build_engines"),
+        ("faser_backend.cli", "from engines.build import build_engines"),
+    ],
+)
+def test_import_rules_pass_what_they_allow(module, source):
+    assert broken_rules(source, module) == []
+
+
+def runtimes_loaded_by(modules: list[str]) -> set[str]:
+    """Runtime libraries in sys.modules of a fresh process that imported `modules`."""
+    code = "import importlib, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stdout.split()} & RUNTIMES
+
+
+def test_logic_rooms_load_no_runtime():
+    rooms = [ROOT / "faser_backend" / name for name in ("core", "policy", "pipeline")]
+    modules = [module_name(f) for f in source_files(".py") if any(f.is_relative_to(r) for r in rooms)]
+    assert len(modules) > len(rooms)
+    assert runtimes_loaded_by(modules) == set()
+
+
+def test_the_check_sees_a_runtime_that_is_loaded():
+    assert runtimes_loaded_by(["onnxruntime"]) >= {"onnxruntime"}
+
+
+def test_files_stay_small_or_say_why():
+    reason = re.compile(r"^# size: \S+", re.MULTILINE)
+    large = {}
+    for path in source_files(".py", ".sh"):
+        text = path.read_text()
+        if text.count("\n") > MAX_LINES and not reason.search(text):
+            large[str(path.relative_to(ROOT))] = text.count("\n")
+    assert large == {}
+
+
+def test_package_init_files_are_empty():
+    full = [f for f in source_files("__init__.py") if f.read_text().strip()]
+    assert full == []
+
+
+def test_no_file_names_a_place_on_one_machine():
+    place = re.compile(r"(?<![\w.~$}])/(work|home|root|tmp|Users|opt/wheels)/[\w.]")
+    named = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in source_files(".py", ".sh", ".md", ".toml", ".pbtxt", ".json", ".ci/run")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if place.search(line)
+    }
+    assert named == set()
+
+
+SHELL_SCRIPTS = [f for f in source_files(".sh") if f.parent == ROOT / "scripts"] + [ROOT / ".ci" / "run"]
+
+
+@pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_parse(path):
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_with_a_shebang_can_be_run():
+    candidates = [*SHELL_SCRIPTS, *(f for f in source_files(".py") if f.is_relative_to(ROOT / "scripts"))]
+    with_shebang = [f for f in candidates if f.read_text().startswith("#!")]
+    assert {ROOT / ".ci" / "run", ROOT / "scripts" / "test.sh", ROOT / "scripts" / "demo.sh"} <= set(with_shebang)
+    assert [f for f in with_shebang if not os.access(f, os.X_OK)] == []
+
+
+def test_readme_names_the_scripts():
+    readme = (ROOT / "README.md").read_text()
+    runnable = [f for f in SHELL_SCRIPTS if f.suffix == ".sh" and f.read_text().startswith("#!")]
+    assert [f.name for f in runnable if f"scripts/{f.name}" not in readme] == []
