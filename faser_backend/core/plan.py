@@ -44,6 +44,11 @@ class Frontier:
     num_drafted: np.ndarray  # [B] int64
     draft_probs: np.ndarray | None = None  # [B, K, V] float32, rejection sampling only
 
+    @classmethod
+    def empty(cls, num_sequences: int) -> Frontier:
+        """Nothing drafted: verification is plain decoding."""
+        return cls(np.zeros((num_sequences, 0), np.int64), np.zeros(num_sequences, np.int64))
+
 
 @dataclass(slots=True, eq=False)
 class Verification:

@@ -1,0 +1,61 @@
+"""The commit phase: accepted tokens enter their sequence, both KV caches are cut to what is true."""
+
+from __future__ import annotations
+
+from faser_backend.core.request import FinishReason, Request, RequestOutput
+from faser_backend.core.sequence import Sequence
+
+
+def commit_tokens(sequence: Sequence, tokens: list[int], num_drafted: int, num_accepted: int) -> FinishReason | None:
+    """Appends tokens (cut in place at the first stop) and advances both KV lengths.
+
+    The target has run the anchor and all drafts, the draft all drafts but its last one; of these
+    only the rows of accepted tokens are true.
+    """
+    old = sequence.num_tokens
+    finish = _cut_at_stop(sequence, tokens)
+    sequence.append(tokens)
+    sequence.target_len = min(old + num_accepted, sequence.num_tokens - 1)
+    if num_drafted:
+        sequence.draft_len = min(old + min(num_accepted, num_drafted - 1), sequence.num_tokens - 1)
+    stats = sequence.stats
+    stats.num_drafted += num_drafted
+    stats.num_accepted += num_accepted
+    stats.num_steps += 1
+    return finish
+
+
+def final_output(
+    sequence: Sequence, reason: FinishReason, tokens: list[int] | None = None, error: str | None = None
+) -> RequestOutput:
+    return RequestOutput(
+        sequence.request.request_id, tokens or [], finish_reason=reason, error=error, stats=sequence.stats
+    )
+
+
+def _cut_at_stop(sequence: Sequence, tokens: list[int]) -> FinishReason | None:
+    """Finds the first token that ends the request, and drops what follows it from `tokens`."""
+    request = sequence.request
+    reason: FinishReason | None = None
+    num_kept = len(tokens)
+    if num_kept >= sequence.num_remaining_tokens:
+        num_kept = sequence.num_remaining_tokens
+        reason = FinishReason.LENGTH
+    for index in range(num_kept if request.end_ids or request.stop_sequences else 0):
+        if tokens[index] in request.end_ids:
+            num_kept, reason = index + 1, FinishReason.END_ID
+            break
+        if request.stop_sequences and _ends_with_stop(sequence, tokens, index + 1):
+            num_kept, reason = index + 1, FinishReason.STOP_WORDS
+            break
+    del tokens[num_kept:]
+    return reason
+
+
+def _ends_with_stop(sequence: Sequence, tokens: list[int], count: int) -> bool:
+    """Whether the output followed by tokens[:count] ends with a stop sequence."""
+    request: Request = sequence.request
+    longest = max(map(len, request.stop_sequences))
+    start = max(sequence.num_prompt_tokens, sequence.num_tokens - longest)
+    tail = sequence.token_ids[start : sequence.num_tokens].tolist() + tokens[:count]
+    return any(tail[-len(stop) :] == list(stop) for stop in request.stop_sequences)

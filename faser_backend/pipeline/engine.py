@@ -1,0 +1,214 @@
+"""The engine that requests enter and responses leave: an inbox in front of the step.
+
+`submit`, `cancel` and `stop` may be called from any thread; everything else belongs to the one
+thread that calls `step`. Commands take effect at the start of the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.plan import StepPlan
+from faser_backend.core.ports import Clock
+from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
+from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.commit import final_output
+from faser_backend.pipeline.step import Stepper
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """A snapshot. Blocks and requests are gauges, the rest are totals since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 0
+    num_scheduled: int = 0  # in the last step
+    num_context_tokens: int = 0  # prefilled in the last step
+    num_paused: int = 0  # waiting after a preemption
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free or evictable
+    num_cached_blocks: int = 0
+    num_reused_blocks: int = 0
+    kv_block_size: int = 0
+    num_steps: int = 0
+    num_requests: int = 0
+    num_finished: int = 0
+    num_failed_steps: int = 0
+    num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    num_pruned: int = 0
+    phase_times_ns: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Continuous batching over one draft/target pair. `close` frees what the runners hold."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        limits: Limits,
+        clock: Clock,
+        *,
+        max_queue_size: int,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.limits = limits
+        self._stepper = stepper
+        self._scheduler = stepper.scheduler
+        self._clock = clock
+        self._max_queue_size = max_queue_size
+        self._on_close = on_close
+        self._inbox: deque[Sequence] = deque()
+        self._endings: deque[tuple[str, FinishReason]] = deque()
+        self._live: set[str] = set()  # submitted and not yet ended, guarded by _condition
+        self._condition = threading.Condition()
+        self._sequences: dict[str, Sequence] = {}  # inside the engine, owned by the step thread
+        self._metrics = EngineMetrics()
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Validates and queues a request. Raises RequestError or QueueFullError; nothing else moves."""
+        request.validate(self.limits)
+        sequence = Sequence.from_request(request, self._clock.now_ns())
+        with self._condition:
+            if request.request_id in self._live:
+                raise RequestError("request_id", request.request_id, "is already in use by a running request")
+            if self._max_queue_size and self.num_waiting >= self._max_queue_size:
+                raise QueueFullError(self._max_queue_size)
+            self._live.add(request.request_id)
+            self._inbox.append(sequence)
+            self._metrics.num_requests += 1
+            self._condition.notify()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request as CANCELLED. Returns whether it was alive."""
+        return self._end(request_id, FinishReason.CANCELLED)
+
+    def stop(self, request_id: str) -> bool:
+        """Ends a request as STOPPED, a normal shorter answer. Returns whether it was alive."""
+        return self._end(request_id, FinishReason.STOPPED)
+
+    def _end(self, request_id: str, reason: FinishReason) -> bool:
+        with self._condition:
+            is_live = request_id in self._live
+            if is_live:
+                self._endings.append((request_id, reason))
+                self._condition.notify()
+            return is_live
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox) + len(self._scheduler.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox or self._endings or self._sequences)
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Blocks until there is work or the time is up. Returns has_work."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.has_work, timeout_s)
+
+    # -- the step thread ----------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step. A step that raises fails the requests in it, and nobody else."""
+        outputs = self._take_commands()
+        plan = self._stepper.plan()
+        if plan.is_empty:
+            return outputs
+        try:
+            stepped = self._stepper.run(plan)
+        except Exception as error:
+            _log.exception("a step failed; its requests fail, the others go on")
+            return outputs + self._fail(plan, error)
+        self._count(plan, stepped)
+        self._forget(output.request_id for output in stepped if output.is_final)
+        return outputs + stepped
+
+    def _take_commands(self) -> list[RequestOutput]:
+        """New sequences reach the scheduler, ended ones leave it and give back their blocks."""
+        if not (self._inbox or self._endings):
+            return []
+        with self._condition:
+            arrived, endings = list(self._inbox), list(self._endings)
+            for sequence in arrived:
+                self._sequences[sequence.request.request_id] = sequence
+                self._scheduler.add(sequence)
+            self._inbox.clear()
+            self._endings.clear()
+        outputs = []
+        for request_id, reason in endings:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:  # it may have finished in between
+                self._stepper.release(sequence)
+                outputs.append(final_output(sequence, reason))
+                self._forget([request_id])
+        return outputs
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        self._metrics.num_failed_steps += 1
+        outputs = []
+        for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.prefills)]:
+            request_id = sequence.request.request_id
+            if request_id in self._sequences:
+                if sequence in self._scheduler.running or sequence.slot < 0:
+                    self._stepper.release(sequence)
+                message = f"the step of this request failed: {type(error).__name__}: {error}"
+                outputs.append(final_output(sequence, FinishReason.ERROR, error=message))
+                self._forget([request_id])
+        return outputs
+
+    def _forget(self, request_ids) -> None:
+        ended = list(request_ids)
+        if ended:
+            with self._condition:
+                self._live.difference_update(ended)
+            for request_id in ended:
+                del self._sequences[request_id]
+            self._metrics.num_finished += len(ended)
+
+    def _count(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
+        metrics = self._metrics
+        metrics.num_steps += 1
+        metrics.num_scheduled = len(plan.decodes) + len(plan.prefills)
+        metrics.num_context_tokens = sum(chunk.num_tokens for chunk in plan.prefills)
+        metrics.num_preemptions += len(plan.preempted)
+        metrics.num_drafted += sum(plan.num_draft_tokens)
+        metrics.num_emitted += sum(len(output.token_ids) for output in outputs)
+        metrics.num_reused_blocks += sum(sequence.stats.num_reused_blocks for sequence in plan.admitted)
+        metrics.num_accepted = self._stepper.num_accepted
+
+    def metrics(self) -> EngineMetrics:
+        """The live snapshot; read it from the step thread, or accept that it is a step old."""
+        metrics, blocks = self._metrics, self._scheduler.blocks
+        metrics.num_running = len(self._scheduler.running)
+        metrics.num_waiting = self.num_waiting
+        metrics.num_paused = sum(sequence.stats.num_preemptions > 0 for sequence in list(self._scheduler.waiting))
+        metrics.max_num_seqs = self._scheduler.max_num_seqs
+        metrics.num_blocks = blocks.num_blocks
+        metrics.num_free_blocks = blocks.num_free_blocks
+        metrics.num_cached_blocks = blocks.num_cached_blocks
+        metrics.kv_block_size = blocks.block_size
+        metrics.phase_times_ns = dict(self._stepper.times.total_ns)
+        return metrics
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of every owner of state. For tests and failing steps."""
+        self._scheduler.check_integrity()
+        held = {*self._scheduler.running, *self._scheduler.waiting}
+        assert held == set(self._sequences.values())
+
+    def close(self) -> None:
+        self._on_close()
