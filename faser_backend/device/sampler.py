@@ -1,0 +1,207 @@
+"""`NumpySampler`: logits to tokens on the CPU, with parameters kept per slot in persistent arrays.
+
+Three classes of rows, so that none pays for another: greedy (argmax), random (temperature alone: scaled
+logits plus noise) and special (rules or filters: processed in one vectorised sub-batch). A row's token is
+the same, bit for bit, in every batch. Ties go to the lowest id. Knows nothing of models or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from faser_backend.core.batch import SamplingRows
+from faser_backend.core.errors import FaserError
+from faser_backend.core.request import SamplingParams
+from faser_backend.device import noise
+from faser_backend.device.logit_rules import LogitRules
+from faser_backend.device.logits import keep_min_p, keep_top_k, keep_top_p, log_softmax_at, softmax
+
+MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
+
+
+class NumpySampler:
+    """core.ports.Sampler for up to max_num_seqs slots. Not thread-safe."""
+
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
+        self._vocab_size = vocab_size
+        self._noise = noise.GumbelNoise(vocab_size)
+        self._rules = LogitRules(vocab_size)
+        self._is_active = np.zeros(max_num_seqs, np.bool_)
+        self._is_random = np.zeros(max_num_seqs, np.bool_)
+        self._is_special = np.zeros(max_num_seqs, np.bool_)
+        self._has_rules = np.zeros(max_num_seqs, np.bool_)
+        self._keys = np.zeros(max_num_seqs, np.uint64)
+        self._inverse_temperature = np.ones(max_num_seqs, np.float32)  # 1 where greedy
+        self._top_k = np.zeros(max_num_seqs, np.int64)  # 0 = off
+        self._top_p = np.ones(max_num_seqs, np.float64)  # 1 = off
+        self._min_p = np.zeros(max_num_seqs, np.float64)  # 0 = off
+        # Counts over active slots decide the path of a whole batch without looking at its rows.
+        self._num_active = 0
+        self._num_random = 0
+        self._num_special = 0
+
+    def add(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        token_ids: np.ndarray,
+        num_prompt_tokens: int,
+        end_ids: tuple[int, ...],
+    ) -> None:
+        """See core.ports.Sampler. The parameters are valid (SamplingParams.validate)."""
+        if self._is_active[slot]:
+            raise ValueError(f"slot {slot} is in use; remove it first")
+        is_random = sampling.temperature >= MIN_TEMPERATURE
+        top_k = 0 if sampling.top_k >= self._vocab_size else sampling.top_k
+        has_filter = top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        has_rules = self._rules.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
+        self._is_active[slot] = True
+        self._is_random[slot] = is_random
+        self._has_rules[slot] = has_rules
+        # Filters keep the largest logit, so a greedy row without rules needs none of them.
+        self._is_special[slot] = has_rules or (is_random and has_filter)
+        self._keys[slot] = noise.seed_keys(np.array([sampling.seed], np.uint64))[0]
+        self._inverse_temperature[slot] = 1.0 / sampling.temperature if is_random else 1.0
+        self._top_k[slot] = top_k if is_random else 0
+        self._top_p[slot] = sampling.top_p if is_random else 1.0
+        self._min_p[slot] = sampling.min_p if is_random else 0.0
+        self._count()
+
+    def remove(self, slot: int) -> None:
+        if not self._is_active[slot]:
+            raise ValueError(f"slot {slot} is not in use")
+        self._rules.remove(slot)
+        self._is_active[slot] = self._is_random[slot] = self._is_special[slot] = self._has_rules[slot] = False
+        self._count()
+
+    def append(self, slot: int, tokens: list[int]) -> None:
+        if self._has_rules[slot]:
+            self._rules.append(slot, tokens)
+
+    def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """logits [R, V] float32 (unchanged) -> token ids [R] int64.
+
+        Raises FaserError naming the first row whose logits hold NaN or +inf, or nothing but -inf.
+        """
+        slots = rows.slots
+        if not self._num_special:
+            return self._pick(self._perturbed(logits, slots, rows.positions), rows)
+        is_special = self._is_special[slots]
+        special = np.flatnonzero(is_special)
+        if special.size == 0:
+            return self._pick(self._perturbed(logits, slots, rows.positions), rows)
+        scores = self._processed(logits, rows, special)
+        random = np.flatnonzero(self._is_random[slots[special]])
+        self._subtract_noise(scores, random, slots[special], rows.positions[special])
+        if special.size == slots.size:
+            return self._pick(scores, rows)
+        token_ids = np.empty(slots.shape, np.int64)
+        token_ids[special] = self._pick(scores, rows, special)
+        plain = np.flatnonzero(~is_special)
+        token_ids[plain] = self._pick(self._perturbed(logits[plain], slots[plain], rows.positions[plain]), rows, plain)
+        return token_ids
+
+    def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """logits [R, V] float32 -> processed probabilities [R, V] float32, one-hot where greedy.
+
+        Raises as `sample` does.
+        """
+        scores = self._processed(logits, rows, np.arange(rows.slots.size))
+        token_ids = self._pick(scores, rows)
+        probs = softmax(scores)
+        greedy = np.flatnonzero(~self._is_random[rows.slots])
+        probs[greedy] = 0.0
+        probs[greedy, token_ids[greedy]] = 1.0
+        return probs
+
+    def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
+        """See core.ports.Sampler; float64 [R]."""
+        return noise.uniforms(self._keys[rows.slots], rows.positions, purpose, num_steps)
+
+    def log_probs(self, logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """See core.ports.Sampler; float32 [R]."""
+        return log_softmax_at(logits, token_ids)
+
+    def check_integrity(self) -> None:
+        active = set(np.flatnonzero(self._is_active).tolist())
+        self._rules.check_integrity(active)
+        for flags in (self._is_random, self._is_special, self._has_rules):
+            assert not (flags & ~self._is_active).any(), "a free slot keeps state"
+        assert not (self._has_rules & ~self._is_special).any()
+        counts = (self._num_active, self._num_random, self._num_special)
+        self._count()
+        assert counts == (self._num_active, self._num_random, self._num_special)
+
+    def _count(self) -> None:
+        self._num_active = int(np.count_nonzero(self._is_active))
+        self._num_random = int(np.count_nonzero(self._is_random))
+        self._num_special = int(np.count_nonzero(self._is_special))
+
+    def _perturbed(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Scores [R, V] of plain rows; `logits` itself where all are greedy."""
+        if self._num_random == 0:
+            return logits
+        if self._num_random == self._num_active:
+            random = None
+        else:
+            random = np.flatnonzero(self._is_random[slots])
+            if random.size == 0:
+                return logits
+        scores = logits * self._inverse_temperature[slots, None]
+        self._subtract_noise(scores, random, slots, positions)
+        return scores
+
+    def _subtract_noise(
+        self, scores: np.ndarray, random: np.ndarray | None, slots: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """In place on scores [n, V] of slots [n]; `random` lists the rows to perturb, None = all."""
+        if random is None or random.size == slots.size:
+            scores -= self._noise.log_exponentials(self._keys[slots], positions)
+        elif random.size:
+            scores[random] -= self._noise.log_exponentials(self._keys[slots[random]], positions[random])
+
+    def _processed(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> np.ndarray:
+        """Logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
+        scores = logits[index]
+        slots = rows.slots[index]
+        if self._has_rules[slots].any():
+            self._rules.apply(scores, rows, index)
+            all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
+            scores[all_forbidden] = logits[index[all_forbidden]]
+        scores *= self._inverse_temperature[slots, None]
+        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
+        _filter(keep_top_k, scores, top_k, top_k > 0)
+        _filter(keep_top_p, scores, top_p, top_p < 1.0)
+        _filter(keep_min_p, scores, min_p, min_p > 0.0)
+        return scores
+
+    @staticmethod
+    def _pick(scores: np.ndarray, rows: SamplingRows, index: np.ndarray | None = None) -> np.ndarray:
+        """argmax [n] of scores [n, V], which belong to rows `index` (None = all, in order)."""
+        token_ids = scores.argmax(axis=1)
+        best = scores[np.arange(token_ids.size), token_ids]
+        # argmax stops at the first NaN, so the chosen score tells whether a row is sound.
+        if not np.isfinite(best).all():
+            bad = int(np.flatnonzero(~np.isfinite(best))[0])
+            row = bad if index is None else int(index[bad])
+            held = "only -inf" if best[bad] == -np.inf else "NaN" if np.isnan(best[bad]) else "+inf"
+            raise FaserError(
+                f"logits of row {row} (slot {int(rows.slots[row])}, position {int(rows.positions[row])}) "
+                f"hold {held}: no token can be drawn"
+            )
+        return token_ids
+
+
+def _filter(
+    keep: Callable[[np.ndarray, np.ndarray], None], scores: np.ndarray, values: np.ndarray, is_on: np.ndarray
+) -> None:
+    """Applies `keep` in place to the rows of scores [n, V] where is_on [n]."""
+    on = np.flatnonzero(is_on)
+    if on.size == scores.shape[0]:
+        keep(scores, values)
+    elif on.size:
+        kept = scores[on]
+        keep(kept, values[on])
+        scores[on] = kept

@@ -1,0 +1,114 @@
+"""Acceptance: which drafted tokens survive the target's verification, and what follows them.
+
+Two laws: sample-and-match (a drafted token survives iff the target draws the same token), and rejection
+sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318). Both follow "prune rows, never tests": row j
+processes drafted token x_j and yields the law of position j + 1, so when rows N and later were pruned,
+x_1..x_N are still tested, and where all of these survive they are emitted without a bonus token.
+Pure and vectorised over ragged batches; randomness is an argument.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.plan import Acceptance, Frontier
+
+
+def accept_matches(
+    frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray, *, num_kept: np.ndarray | None = None
+) -> Acceptance:
+    """Sample-and-match. sampled [R] are the target's draws; row j of sequence b is cu_rows[b] + j.
+
+    cu_rows [B + 1]; num_kept [B], in [1, num_drafted + 1], counts the rows that were computed whole
+    (default: all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend
+    on what was drafted or pruned.
+    """
+    num_kept = _kept_rows(cu_rows, num_kept)
+    rows = _padded_rows(cu_rows, num_kept, frontier.drafted.shape[1] + 1)
+    tokens = sampled[rows]  # [B, K + 1]
+    num_tested = np.minimum(frontier.num_drafted, num_kept)
+    num_accepted = _leading(tokens[:, :-1] == frontier.drafted, num_tested)
+    num_emitted = np.minimum(num_accepted + 1, num_kept)
+    return _acceptance(tokens, num_accepted, num_emitted)
+
+
+def accept_by_rejection(
+    frontier: Frontier,
+    target_probs: np.ndarray,
+    cu_rows: np.ndarray,
+    accept_uniforms: np.ndarray,
+    sample_uniforms: np.ndarray,
+    *,
+    num_kept: np.ndarray | None = None,
+) -> Acceptance:
+    """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K, V] are processed probabilities.
+
+    Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own. It is tested by row j:
+    accepted iff accept_uniforms[row] * q < p. The token after the accepted ones is drawn with
+    sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
+    (0, 1). cu_rows and num_kept as in accept_matches.
+    """
+    num_sequences, num_columns = frontier.drafted.shape
+    draft_probs = frontier.draft_probs
+    if draft_probs is None:
+        if num_columns:
+            raise ValueError("frontier.draft_probs = None: rejection sampling needs the draft's probabilities")
+        draft_probs = np.zeros((num_sequences, 0, target_probs.shape[1]), np.float32)
+    num_kept = _kept_rows(cu_rows, num_kept)
+    rows = _padded_rows(cu_rows, num_kept, num_columns + 1)
+    sequences = np.arange(num_sequences)
+    p = target_probs[rows[:, :-1], frontier.drafted]  # [B, K]
+    q = draft_probs[sequences[:, None], np.arange(num_columns), frontier.drafted]
+    num_tested = np.minimum(frontier.num_drafted, num_kept)
+    num_accepted = _leading(accept_uniforms[rows[:, :-1]] * q < p, num_tested)
+    num_emitted = np.minimum(num_accepted + 1, num_kept)
+
+    tokens = np.concatenate([frontier.drafted, np.zeros((num_sequences, 1), np.int64)], axis=1)
+    drawing = np.flatnonzero(num_emitted > num_accepted)  # rejected, or all accepted and nothing pruned
+    column = num_accepted[drawing]
+    last_rows = rows[drawing, column]
+    weights = target_probs[last_rows].astype(np.float64)
+    rejected = np.flatnonzero(column < num_tested[drawing])
+    weights[rejected] = _residual(weights[rejected], draft_probs[drawing[rejected], column[rejected]])
+    tokens[drawing, column] = draw(weights, sample_uniforms[last_rows])
+    return _acceptance(tokens, num_accepted, num_emitted)
+
+
+def draw(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """Ids [n] int64 drawn from weights [n, V] >= 0 (not all 0), inverse distribution at uniforms [n] in (0, 1)."""
+    cumulative = np.cumsum(weights, axis=1, dtype=np.float64)
+    totals = cumulative[:, -1]
+    # Strictly below the total, or rounding could run past the last token of positive weight.
+    targets = np.minimum(uniforms * totals, np.nextafter(totals, 0.0))
+    return np.count_nonzero(cumulative <= targets[:, None], axis=1)
+
+
+def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """max(p - q, 0) [n, V], unnormalised; p where rounding left nothing of it (p = q up to rounding)."""
+    residual = np.maximum(p - q, 0.0)
+    is_empty = ~residual.any(axis=1)
+    residual[is_empty] = p[is_empty]
+    return residual
+
+
+def _kept_rows(cu_rows: np.ndarray, num_kept: np.ndarray | None) -> np.ndarray:
+    return np.diff(cu_rows) if num_kept is None else num_kept
+
+
+def _padded_rows(cu_rows: np.ndarray, num_kept: np.ndarray, width: int) -> np.ndarray:
+    """[B, width] row of each (sequence, j); past the kept rows it repeats the last one."""
+    return cu_rows[:-1, None] + np.minimum(np.arange(width), num_kept[:, None] - 1)
+
+
+def _leading(passes: np.ndarray, num_tested: np.ndarray) -> np.ndarray:
+    """[B]: length of the leading run of True in passes [B, K], at most num_tested [B]."""
+    columns = np.arange(passes.shape[1] + 1)
+    fails = np.ones((passes.shape[0], passes.shape[1] + 1), np.bool_)
+    np.logical_not(passes, out=fails[:, :-1])
+    fails |= columns >= num_tested[:, None]
+    return fails.argmax(axis=1)
+
+
+def _acceptance(tokens: np.ndarray, num_accepted: np.ndarray, num_emitted: np.ndarray) -> Acceptance:
+    tokens = np.where(np.arange(tokens.shape[1]) < num_emitted[:, None], tokens, 0)
+    return Acceptance(tokens, num_accepted, num_emitted)
