@@ -1,0 +1,142 @@
+"""Streaming text: joined deltas equal the whole, whatever the tokens and however they are cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from faser_backend.serving.text_stream import StopMatcher, TextStream
+from faser_backend.serving.tokenizer import TextTokenizer
+
+CORPUS = ["def f(x):\n    return x + 1\n", "Größe - naïve café 東京 🙂👍🏽", "the quick brown fox"] * 4
+
+
+def make_byte_level() -> TextTokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["<tool 🙂>"])
+    return TextTokenizer(tokenizer)
+
+
+def make_sentencepiece_like() -> TextTokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁fox", "a", "e", "fo", "x", "é", "京"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return TextTokenizer(tokenizer)
+
+
+TOKENIZERS = {"byte_level": make_byte_level(), "sentencepiece_like": make_sentencepiece_like()}
+
+
+def stream_in_cuts(stream: TextStream, token_ids: list[int], rng: random.Random) -> str:
+    parts, position = [], 0
+    while position < len(token_ids):
+        size = rng.randint(1, 6)
+        parts.append(stream.push(token_ids[position : position + size]).text)
+        position += size
+    return "".join([*parts, stream.finish()])
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("includes_stop", [True, False])
+def test_random_tokens_stream_to_the_unary_text(kind, includes_stop):
+    tokenizer = TOKENIZERS[kind]
+    for seed in range(150):
+        rng = random.Random(seed)
+        token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 60))]
+        stops = ["ab", "\ufffd\ufffd", "e f"][: rng.randint(0, 3)]
+        options = {"stop_strings": stops, "includes_stop": includes_stop}
+        whole = TextStream(tokenizer, **options)
+        unary = whole.push(token_ids).text + whole.finish()
+        assert stream_in_cuts(TextStream(tokenizer, **options), token_ids, rng) == unary
+
+
+def test_byte_level_stream_equals_the_library_for_random_tokens():
+    tokenizer = TOKENIZERS["byte_level"]
+    for seed in range(300):
+        rng = random.Random(seed)
+        token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 80))]
+        assert stream_in_cuts(TextStream(tokenizer), token_ids, rng) == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("text", ["Größe - naïve café", "東京🙂👍🏽", "  two leading spaces", "\n\ttab", ""])
+def test_text_survives_one_token_at_a_time(text):
+    tokenizer = TOKENIZERS["byte_level"]
+    stream = TextStream(tokenizer)
+    deltas = [stream.push([token_id]).text for token_id in tokenizer.encode(text)]
+    assert all("\ufffd" not in delta for delta in deltas)
+    assert "".join([*deltas, stream.finish()]) == text
+
+
+def test_an_incomplete_character_at_the_end_is_one_replacement():
+    tokenizer = TOKENIZERS["byte_level"]
+    token_ids = [tokenizer.encode("a")[0], tokenizer.token_bytes.index(b"\xf0"), tokenizer.token_bytes.index(b"\x9f")]
+    stream = TextStream(tokenizer)
+    assert stream.push(token_ids).text == "a"
+    assert stream.finish() == "\ufffd"
+    assert tokenizer.decode(token_ids) == "a\ufffd"
+
+
+def test_leading_space_survives_after_a_prompt_in_a_space_stripping_vocabulary():
+    tokenizer = TOKENIZERS["sentencepiece_like"]
+    the, fox = 258, 259
+    assert tokenizer.decode([fox]) == "fox", "the vocabulary strips the first space"
+    stream = TextStream(tokenizer, context_ids=[the])
+    assert stream.push([fox]).text == " fox"
+
+
+def test_stop_string_across_token_borders():
+    tokenizer = TOKENIZERS["byte_level"]
+    table = tokenizer.token_bytes
+    token_ids = [table.index(bytes([byte])) for byte in b"one END two"]
+    kept = TextStream(tokenizer, stop_strings=["END"], includes_stop=True)
+    delta = kept.push(token_ids)
+    assert (delta.text, delta.num_tokens, delta.is_stopped) == ("one END", 7, True)
+    cut = TextStream(tokenizer, stop_strings=["END"], includes_stop=False)
+    assert "".join(cut.push([token_id]).text for token_id in token_ids) + cut.finish() == "one "
+
+
+def test_text_that_only_looked_like_a_stop_is_given_back():
+    matcher = StopMatcher(["END"], includes_stop=False)
+    assert matcher.push("the EN") == ("the ", False)
+    assert matcher.push("T") == ("ENT", False)
+    assert matcher.push(" E") == (" ", False)
+    assert matcher.finish() == "E"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 5), max_size=30),
+    includes_stop=st.booleans(),
+)
+def test_matcher_finds_the_match_that_ends_first(text, stops, cuts, includes_stop):
+    ends = [(end, -len(s)) for s in stops for end in range(len(s), len(text) + 1) if text[:end].endswith(s)]
+    expected = text
+    if ends:
+        end, negative_length = min(ends)
+        expected = text[: end if includes_stop else end + negative_length]
+    matcher, parts, position, stopped = StopMatcher(stops, includes_stop=includes_stop), [], 0, False
+    for size in [*cuts, len(text)]:
+        if not stopped:
+            part, stopped = matcher.push(text[position : position + size])
+            parts.append(part)
+            position += size
+    tail = "" if stopped else matcher.finish()
+    assert "".join(parts) + tail == expected
+    assert stopped == bool(ends)
