@@ -23,7 +23,7 @@ OUTPUTS = ["text_output", "num_output_tokens", "total_draft_tokens", "total_acce
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Streams one completion and prints its acceptance.")
     parser.add_argument("--url", default="127.0.0.1:8001", help="gRPC address of the server")
     parser.add_argument("--prompt", help="text to complete; default: one of the held-out prompts")
     parser.add_argument("--prompt-index", type=int, default=3, help="which held-out prompt")

@@ -1,0 +1,72 @@
+"""Where figures were measured: device, versions, commit. Every results file carries this."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("faser-backend", "numpy", "onnxruntime", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
+
+
+def describe(seed: int) -> dict[str, object]:
+    """Meta data of a run: plain values for JSON."""
+    return {
+        "device": cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in PACKAGES},
+        "commit": commit(),
+        "seed": seed,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def installed_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def commit() -> str:
+    """The checkout's commit, with + where tracked files differ from it."""
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "not a git checkout"
+    return head + "+" * bool(changed)
+
+
+def as_lines(meta: dict[str, object]) -> list[str]:
+    """One line for people: what a table's reader must know."""
+    versions = meta["versions"]
+    assert isinstance(versions, dict)
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return [
+        f"Measured on {meta['device']}, {meta['num_cores']} cores (load average at the start {meta['load_average']}), "
+        f"{meta['date']}, commit {meta['commit']}, seed {meta['seed']}.",
+        f"Python {meta['python']}; {packages}.",
+    ]

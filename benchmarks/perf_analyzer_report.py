@@ -1,0 +1,109 @@
+"""perf_analyzer's input file, and a table made of the profiles that it exports.
+
+`python -m benchmarks.perf_analyzer_report inputs|table`: called by scripts/perf_analyzer.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def make_inputs(max_tokens: int, max_prompt_chars: int = 1000) -> dict[str, Any]:
+    """--input-data: one entry per held-out prompt, greedy; end_id -1 is no token, so lengths are fixed."""
+    lines = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    return {
+        "data": [
+            {
+                "text_input": [prompt],
+                "max_tokens": [max_tokens],
+                "end_id": [-1],
+                "stream": [True],
+                "exclude_input_in_output": [True],
+            }
+            for prompt in lines
+            if len(prompt) <= max_prompt_chars
+        ]
+    }
+
+
+def summarise_profile(path: Path, max_tokens: int) -> dict[str, Any]:
+    """Figures of one exported profile: requests wholly inside the measured windows; times are ns."""
+    experiment = json.loads(path.read_text())["experiments"][0]
+    windows = experiment["window_boundaries"]
+    low, high = min(windows), max(windows)
+    requests = [
+        (r["timestamp"], r["response_timestamps"])
+        for r in experiment["requests"]
+        if r["response_timestamps"] and low <= r["response_timestamps"][-1] <= high
+    ]
+    first = np.array([times[0] - start for start, times in requests]) / 1e6
+    gaps = np.concatenate([np.diff(times) for _, times in requests]) / 1e6
+    total = np.array([times[-1] - start for start, times in requests]) / 1e6
+    return {
+        "concurrency": int(experiment["experiment"]["value"]),
+        "num_requests": len(requests),
+        "tokens_per_s": len(requests) * max_tokens / ((high - low) / 1e9),
+        "responses_per_s": sum(len(times) for _, times in requests) / ((high - low) / 1e9),
+        "ttft_ms_p50": float(np.percentile(first, 50)),
+        "ttft_ms_p99": float(np.percentile(first, 99)),
+        "itl_ms_p50": float(np.percentile(gaps, 50)),
+        "itl_ms_p99": float(np.percentile(gaps, 99)),
+        "e2e_ms_p50": float(np.percentile(total, 50)),
+    }
+
+
+def write_table(name: str, rows: list[dict[str, Any]], max_tokens: int, serve_options: str) -> None:
+    meta = environment.describe(seed=0) | {"serve_options": serve_options, "max_tokens": max_tokens}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    server = f"`faser serve {serve_options}`".replace(" `", "`")
+    lines = [
+        "# perf_analyzer on `ensemble`",
+        "",
+        *environment.as_lines(meta),
+        "",
+        f"{server}; `perf_analyzer -m ensemble -i grpc --async --streaming`, greedy {max_tokens}-token completions of "
+        "held-out prompts, no end token. itl: gap between two responses, which may carry several tokens.",
+        "",
+        "| in flight | requests | tokens/s | responses/s | ttft p50 ms | p99 | itl p50 ms | p99 | whole p50 ms |",
+        "|" + "---|" * 9,
+    ]
+    lines += [
+        f"| {r['concurrency']} | {r['num_requests']} | {r['tokens_per_s']:.0f} | {r['responses_per_s']:.0f} "
+        f"| {r['ttft_ms_p50']:.1f} | {r['ttft_ms_p99']:.1f} | {r['itl_ms_p50']:.2f} | {r['itl_ms_p99']:.2f} "
+        f"| {r['e2e_ms_p50']:.0f} |"
+        for r in rows
+    ]
+    text = "\n".join(lines) + "\n"
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Inputs for perf_analyzer, and a table of its profiles.")
+    parser.add_argument("action", choices=["inputs", "table"])
+    parser.add_argument("profiles", nargs="*", type=Path)
+    parser.add_argument("--name", default="perf_analyzer")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--serve-options", default="")
+    args = parser.parse_args()
+    if args.action == "inputs":
+        print(json.dumps(make_inputs(args.max_tokens)))
+        return
+    rows = sorted((summarise_profile(p, args.max_tokens) for p in args.profiles), key=lambda r: r["concurrency"])
+    write_table(args.name, rows, args.max_tokens, args.serve_options)
+
+
+if __name__ == "__main__":
+    main()

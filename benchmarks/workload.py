@@ -1,0 +1,87 @@
+"""What a serving benchmark asks for and what it learns: jobs, traces of their answers, and summaries.
+
+Knows nothing of who answers: the engine in this process and a Triton server give the same traces.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One completion. Exactly max_tokens are decoded: no end token ends it."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(slots=True)
+class Trace:
+    """One answer. Times in seconds of the client's clock; a response may carry several tokens."""
+
+    start_s: float
+    response_s: list[float]
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+    digest: str  # of the answer's text or ids: equal answers, equal digests
+
+
+def load_jobs(
+    prompts: Path, num_jobs: int, *, max_tokens: int, temperature: float, seed: int, max_prompt_chars: int
+) -> list[Job]:
+    """num_jobs jobs over the prompts of a file, in its order, from the start again when it ends.
+
+    Each line of the file is {"id", "source", "prompt"}. Job i draws with seed + i.
+    """
+    lines = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    texts = [text for text in lines if len(text) <= max_prompt_chars]
+    return [Job(texts[i % len(texts)], max_tokens, temperature, seed + i) for i in range(num_jobs)]
+
+
+def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
+    """Figures of one closed loop. A verification emits one token beyond those that it accepts, so
+    num_tokens - num_accepted of them made an answer (the first token of an answer included)."""
+    tokens = sum(trace.num_tokens for trace in traces)
+    accepted = sum(trace.num_accepted for trace in traces)
+    drafted = sum(trace.num_drafted for trace in traces)
+    first_ms = [(trace.response_s[0] - trace.start_s) * 1e3 for trace in traces]
+    gaps_ms = np.concatenate([np.diff(trace.response_s) for trace in traces]) * 1e3
+    per_token_ms = [
+        (trace.response_s[-1] - trace.response_s[0]) * 1e3 / max(trace.num_tokens - 1, 1) for trace in traces
+    ]
+    return {
+        "tokens_per_s": tokens / seconds,
+        "ttft_ms_p50": float(np.percentile(first_ms, 50)),
+        "ttft_ms_p99": float(np.percentile(first_ms, 99)),
+        "itl_ms_p50": float(np.percentile(gaps_ms, 50)) if gaps_ms.size else 0.0,
+        "itl_ms_p99": float(np.percentile(gaps_ms, 99)) if gaps_ms.size else 0.0,
+        "tpot_ms_p50": float(np.percentile(per_token_ms, 50)),
+        "mean_accepted": accepted / max(tokens - accepted, 1),
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+    }
+
+
+def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:
+    """The median of each figure, and the lowest and highest throughput."""
+    merged: dict[str, Any] = {key: statistics.median(r[key] for r in repeats) for key in repeats[0]}
+    throughput = [r["tokens_per_s"] for r in repeats]
+    return merged | {
+        "tokens_per_s_min": min(throughput),
+        "tokens_per_s_max": max(throughput),
+        "repeats": len(repeats),
+    }
+
+
+def count_different(traces: list[Trace], reference: list[Trace]) -> int:
+    """Answers that differ from the reference policy's to the same job."""
+    return sum(a.digest != b.digest for a, b in zip(traces, reference, strict=True))
