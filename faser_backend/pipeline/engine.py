@@ -126,6 +126,8 @@ class Engine:
         """Runs one step. A step that raises fails the requests in it, and nobody else."""
         outputs = self._take_commands()
         plan = self._stepper.plan()
+        self._metrics.num_preemptions += len(plan.preempted)
+        self._metrics.num_reused_blocks += sum(sequence.stats.num_reused_blocks for sequence in plan.admitted)
         if plan.is_empty:
             return outputs
         try:
@@ -163,7 +165,7 @@ class Engine:
         for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.prefills)]:
             request_id = sequence.request.request_id
             if request_id in self._sequences:
-                if sequence in self._scheduler.running or sequence.slot < 0:
+                if sequence.slot >= 0:  # not if commit had already released it
                     self._stepper.release(sequence)
                 message = f"the step of this request failed: {type(error).__name__}: {error}"
                 outputs.append(final_output(sequence, FinishReason.ERROR, error=message))
@@ -184,10 +186,8 @@ class Engine:
         metrics.num_steps += 1
         metrics.num_scheduled = len(plan.decodes) + len(plan.prefills)
         metrics.num_context_tokens = sum(chunk.num_tokens for chunk in plan.prefills)
-        metrics.num_preemptions += len(plan.preempted)
         metrics.num_drafted += sum(plan.num_draft_tokens)
         metrics.num_emitted += sum(len(output.token_ids) for output in outputs)
-        metrics.num_reused_blocks += sum(sequence.stats.num_reused_blocks for sequence in plan.admitted)
         metrics.num_accepted = self._stepper.num_accepted
 
     def metrics(self) -> EngineMetrics:

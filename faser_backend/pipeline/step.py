@@ -11,7 +11,7 @@ from faser_backend.core.ports import Clock, ModelRunner, Sampler
 from faser_backend.core.request import RequestOutput
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import commit_tokens, final_output
-from faser_backend.pipeline.draft import prefill_draft, propose
+from faser_backend.pipeline.draft import Proposer
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -34,11 +34,13 @@ class Stepper:
     ) -> None:
         self.scheduler = scheduler
         self.target = target
-        self.draft = draft
         self.sampler = sampler
         self.clock = clock
-        self.uses_rejection = uses_rejection
         self.times = PhaseTimes(clock)
+        self.proposer = None
+        if draft is not None:
+            tables = scheduler.blocks.block_tables
+            self.proposer = Proposer(draft, sampler, self.times, tables, keeps_probs=uses_rejection)
         self.num_accepted = 0  # draft tokens since the start, without bonus
 
     def plan(self) -> StepPlan:
@@ -78,23 +80,18 @@ class Stepper:
         self.times.lap("prefill_rows")
         run_model(self.target, rows)
         self.times.lap("prefill_model")
-        if self.draft is not None:
+        if self.proposer is not None:
             drafting = [i for i, sequence in enumerate(sequences) if sequence.request.max_draft_tokens != 0]
-            prefill_draft(
-                self.draft, self.times, [sequences[i] for i in drafting], [stops[i] for i in drafting], tables
-            )
+            self.proposer.prefill([sequences[i] for i in drafting], [stops[i] for i in drafting])
         for sequence, stop in zip(sequences, stops, strict=True):
             sequence.target_len = stop
             self.scheduler.blocks.publish(sequence.slot, sequence.token_ids, stop, sequence.draft_len)
         self.times.lap("commit")
 
     def _propose(self, batch: DecodeBatch, plan: StepPlan) -> Frontier:
-        tables = self.scheduler.blocks.block_tables
-        if self.draft is None or not any(plan.num_draft_tokens):
+        if self.proposer is None or not any(plan.num_draft_tokens):
             return Frontier.empty(len(batch))
-        return propose(
-            self.draft, self.sampler, self.times, batch, plan.num_draft_tokens, tables, with_probs=self.uses_rejection
-        )
+        return self.proposer.propose(batch, plan.num_draft_tokens)
 
     def _commit(
         self, batch: DecodeBatch, frontier: Frontier, verification: Verification, acceptance: Acceptance

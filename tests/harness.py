@@ -1,0 +1,95 @@
+"""Builds an engine on fake runners, and drives it with arrivals, cancellations and checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
+from faser_backend.device.sampler import NumpySampler
+from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.step import Stepper
+from faser_backend.policy.block_manager import BlockManager
+from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.speculative_length import parse_policy
+from tests.fakes import CountingClock, HashRunner
+
+VOCAB, CONTEXT, BLOCK = 24, 96, 4
+
+
+def fake_engine(
+    policy: str = "none",
+    *,
+    num_blocks: int = 200,
+    max_num_seqs: int = 8,
+    max_prefill_tokens: int = 16,
+    max_queue_size: int = 0,
+    never_evicts: bool = False,
+    can_reuse: bool = True,
+    uses_rejection: bool = False,
+) -> tuple[Engine, HashRunner]:
+    """The real scheduler, pipeline and sampler on fake models. Returns the engine and its target."""
+    length_policy = parse_policy(policy)
+    target = HashRunner(num_blocks, BLOCK, VOCAB)
+    draft = HashRunner(num_blocks, BLOCK, VOCAB, memory=6, noise=0.3) if length_policy.is_drafting else None
+    blocks = BlockManager(num_blocks, BLOCK, max_num_seqs, CONTEXT, can_reuse=can_reuse)
+    scheduler = Scheduler(
+        blocks,
+        length_policy,
+        max_num_seqs=max_num_seqs,
+        max_prefill_tokens=max_prefill_tokens,
+        never_evicts=never_evicts,
+    )
+    clock = CountingClock()
+    sampler = NumpySampler(VOCAB, max_num_seqs)
+    stepper = Stepper(scheduler, target, draft, sampler, clock, uses_rejection=uses_rejection)
+    return Engine(stepper, Limits(VOCAB, CONTEXT), clock, max_queue_size=max_queue_size), target
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options) -> Request:
+    sampling = options.pop("sampling", SamplingParams())
+    return Request(request_id, np.array(prompt, np.int64), max_tokens, sampling, **options)
+
+
+@dataclass
+class Driven:
+    """What every request of a run ended with."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    log_probs: dict[str, list[float]] = field(default_factory=dict)
+    final: dict[str, RequestOutput] = field(default_factory=dict)
+
+
+def drive(
+    engine: Engine,
+    requests: list[Request],
+    *,
+    seed: int | None = None,
+    cancel: dict[str, int] | None = None,
+    check: bool = True,
+) -> Driven:
+    """Submits all at once, or at random times if a seed is given; steps until all have ended.
+
+    cancel: request id -> number of output tokens after which it is cancelled.
+    """
+    rng = np.random.default_rng(seed)
+    pending, result = list(requests), Driven()
+    while pending or engine.has_work:
+        while pending and (seed is None or rng.random() < 0.4):
+            engine.submit(pending.pop(0))
+        for output in engine.step():
+            collected = result.tokens.setdefault(output.request_id, [])
+            assert output.request_id not in result.final, "output after the final one"
+            collected.extend(output.token_ids)
+            result.log_probs.setdefault(output.request_id, []).extend(output.log_probs or [])
+            if output.is_final:
+                result.final[output.request_id] = output
+            elif cancel and len(collected) >= cancel.get(output.request_id, 10**9):
+                engine.cancel(output.request_id)
+        if check:
+            engine.check_integrity()
+    metrics = engine.metrics()
+    assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
+    assert set(result.final) == {r.request_id for r in requests}
+    return result

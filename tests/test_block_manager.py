@@ -1,0 +1,119 @@
+"""Block bookkeeping under random operations, and reuse of shared prefixes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser_backend.policy.block_manager import BlockManager
+
+SIZE = 4
+
+
+def manager(num_blocks: int = 12, num_slots: int = 4, max_context: int = 40) -> BlockManager:
+    return BlockManager(num_blocks, SIZE, num_slots, max_context)
+
+
+def admit(blocks: BlockManager, slot: int, tokens: np.ndarray) -> int:
+    match = blocks.match(tokens, tokens.size)
+    blocks.admit(slot, match, tokens, tokens.size)
+    return match.num_target_tokens
+
+
+def test_grow_takes_nothing_when_blocks_are_short():
+    blocks = manager(num_blocks=3)
+    assert blocks.grow(0, 8)
+    assert not blocks.grow(1, 5 + SIZE)
+    assert blocks.num_blocks_of(1) == 0
+    assert blocks.num_free_blocks == 1
+    blocks.check_integrity()
+
+
+def test_published_prefix_is_shared_and_survives_its_owner():
+    blocks = manager()
+    tokens = np.arange(10)
+    assert admit(blocks, 0, tokens) == 0
+    blocks.publish(0, tokens, 9, 9)
+    assert admit(blocks, 1, tokens) == 8
+    assert blocks.block_tables[0, 0] == blocks.block_tables[1, 0]
+    blocks.free(0)
+    blocks.free(1)
+    blocks.check_integrity()
+    assert blocks.num_free_blocks == blocks.num_blocks
+    assert admit(blocks, 2, tokens) == 8
+
+
+def test_the_anchor_is_never_reused():
+    blocks = manager()
+    tokens = np.arange(8)
+    admit(blocks, 0, tokens)
+    blocks.publish(0, tokens, 8, 8)
+    assert blocks.match(tokens, 8).num_target_tokens == 4
+
+
+def test_a_different_first_block_shares_nothing():
+    blocks = manager()
+    tokens = np.arange(12)
+    admit(blocks, 0, tokens)
+    blocks.publish(0, tokens, 12, 12)
+    other = tokens.copy()
+    other[0] = 99
+    assert blocks.match(other, 12).blocks == []
+
+
+def test_draft_coverage_of_a_reused_prefix_is_told_apart():
+    blocks = manager()
+    tokens = np.arange(13)
+    admit(blocks, 0, tokens)
+    blocks.publish(0, tokens, 12, 5)
+    match = blocks.match(tokens, 13)
+    assert (match.num_target_tokens, match.num_draft_tokens) == (12, 4)
+
+
+def test_eviction_takes_the_end_of_the_oldest_prefix_first():
+    blocks = manager(num_blocks=4)
+    tokens = np.arange(12)
+    admit(blocks, 0, tokens)
+    blocks.publish(0, tokens, 12, 12)
+    blocks.free(0)
+    assert blocks.num_cached_blocks == 3
+    assert blocks.grow(1, 2 * SIZE)
+    assert blocks.match(tokens, 12).num_target_tokens == 8
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_operations_keep_every_block_accounted_for(seed: int):
+    rng = np.random.default_rng(seed)
+    blocks = manager(num_blocks=14)
+    held: dict[int, np.ndarray] = {}
+    content: dict[int, tuple[int, ...]] = {}  # what each published block was filled with
+    for _ in range(400):
+        slot = int(rng.integers(4))
+        if slot not in held:
+            tokens = rng.integers(0, 2, size=int(rng.integers(1, 33)))  # two ids: prefixes often meet
+            match = blocks.match(tokens, tokens.size)
+            for index, block in enumerate(match.blocks):
+                assert content[block] == tuple(tokens[: (index + 1) * SIZE])
+            if blocks.num_needed_blocks(match, tokens.size) <= blocks.num_free_blocks:
+                blocks.admit(slot, match, tokens, tokens.size)
+                held[slot] = tokens
+        else:
+            tokens = held[slot]
+            action = rng.integers(4)
+            if action == 0:
+                blocks.free(slot)
+                del held[slot]
+            elif action == 1:
+                blocks.publish(slot, tokens, tokens.size, tokens.size)
+                for index in range(tokens.size // SIZE):
+                    content[int(blocks.block_tables[slot, index])] = tuple(tokens[: (index + 1) * SIZE])
+            elif action == 2:
+                blocks.grow(slot, min(40, tokens.size + int(rng.integers(1, 9))))
+            else:
+                blocks.truncate(slot, tokens.size)
+        blocks.check_integrity()
+    for slot in held:
+        blocks.free(slot)
+    blocks.check_integrity()
+    assert blocks.num_free_blocks == blocks.num_blocks

@@ -1,0 +1,136 @@
+"""The scheduler's decisions as data: order, budgets, admission and preemption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.sequence import Sequence
+from faser_backend.policy.block_manager import BlockManager
+from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.speculative_length import parse_policy
+from tests.harness import request
+
+
+def scheduler(num_blocks: int = 20, policy: str = "fixed:4", *, budget: int = 16, never_evicts: bool = False):
+    blocks = BlockManager(num_blocks, 4, 4, 40)
+    return Scheduler(blocks, parse_policy(policy), max_num_seqs=4, max_prefill_tokens=budget, never_evicts=never_evicts)
+
+
+def sequence(name: str, num_prompt: int, max_tokens: int = 8, **options) -> Sequence:
+    prompt = [(hash(name) + i) % 1000 for i in range(num_prompt)]
+    return Sequence.from_request(request(name, prompt, max_tokens, **options), 0)
+
+
+def run(plan, num_emitted: int = 1) -> None:
+    """What the pipeline would do with a plan."""
+    for chunk in plan.prefills:
+        chunk.sequence.target_len = chunk.start + chunk.num_tokens
+    for seq in plan.decodes:
+        seq.append([1] * min(num_emitted, seq.num_remaining_tokens))
+        seq.target_len = seq.num_tokens - 1
+
+
+def test_prefill_is_chunked_beside_decodes():
+    sched = scheduler()
+    first, second = sequence("a", 5), sequence("b", 36, 4)
+    sched.add(first)
+    run(sched.schedule())
+    sched.add(second)
+    chunks = []
+    for _ in range(3):
+        plan = sched.schedule()
+        assert plan.decodes == [first]
+        chunks += [(chunk.start, chunk.num_tokens) for chunk in plan.prefills]
+        run(plan)
+    assert chunks == [(0, 16), (16, 16), (32, 3)]
+    assert second.is_ready
+
+
+def test_one_token_prompt_needs_no_prefill():
+    sched = scheduler()
+    seq = sequence("a", 1)
+    sched.add(seq)
+    plan = sched.schedule()
+    assert plan.admitted == [seq] and plan.prefills == []
+    assert sched.schedule().decodes == [seq]
+
+
+def test_lengths_are_clipped_to_the_request():
+    sched = scheduler(policy="fixed:8")
+    full, capped, ending = sequence("a", 1, 20), sequence("b", 1, 20, max_draft_tokens=2), sequence("c", 1, 3)
+    for seq in (full, capped, ending):
+        sched.add(seq)
+    sched.schedule()
+    plan = sched.schedule()
+    assert dict(zip([s.request.request_id for s in plan.decodes], plan.num_draft_tokens, strict=True)) == {
+        "a": 8, "b": 2, "c": 2}  # fmt: skip
+
+
+def test_drafts_are_given_up_before_anyone_is_preempted():
+    sched = scheduler(num_blocks=10)
+    sched.add(sequence("a", 38, 2))
+    run(sched.schedule())
+    run(sched.schedule())
+    run(sched.schedule())
+    plan = sched.schedule()
+    assert len(plan.decodes) == 1 and not plan.preempted
+
+
+def test_the_newest_is_preempted_and_returns_first():
+    sched = scheduler(num_blocks=10, policy="none")
+    old, new, late = sequence("old", 16, 24), sequence("new", 16, 24), sequence("late", 30, 8)
+    for seq in (old, new, late):
+        sched.add(seq)
+    preempted = []
+    while not preempted:
+        plan = sched.schedule()
+        preempted = [seq for seq, _ in plan.preempted]
+        sched.check_integrity()
+        run(plan)
+    assert preempted == [new]
+    assert list(sched.waiting) == [new, late]
+    assert new.target_len == 0 and new.stats.num_preemptions == 1
+
+
+def test_removal_gives_back_everything_at_once():
+    sched = scheduler()
+    running, waiting = sequence("a", 20), sequence("b", 40)
+    sched.add(running)
+    sched.schedule()
+    sched.add(waiting)
+    sched.remove(waiting)
+    sched.remove(running)
+    sched.check_integrity()
+    assert sched.blocks.num_free_blocks == sched.blocks.num_blocks
+
+
+@pytest.mark.parametrize("never_evicts", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_load_always_finishes(seed: int, never_evicts: bool):
+    rng = np.random.default_rng(seed)
+    sched = scheduler(num_blocks=12, budget=8, never_evicts=never_evicts)
+    everyone = [sequence(f"s{i}", int(rng.integers(1, 30)), int(rng.integers(1, 11))) for i in range(20)]
+    pending, num_steps = list(everyone), 0
+    while pending or sched.waiting or sched.running:
+        if pending and rng.random() < 0.5:
+            sched.add(pending.pop())
+        plan = sched.schedule()
+        sched.check_integrity()
+        assert sum(chunk.num_tokens for chunk in plan.prefills) <= 8
+        assert not (never_evicts and plan.preempted)
+        run(plan, int(rng.integers(1, 6)))
+        for seq in list(sched.running):
+            if seq.num_remaining_tokens == 0 or rng.random() < 0.02:
+                sched.remove(seq)
+        num_steps += 1
+        assert num_steps < 2000, "the scheduler is stuck"
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "fixed", "fixed:0", "fixed:33", "fixed:x", "fixed:-1", "none:3", "eagle", "fixed:²"]
+)
+def test_unknown_policies_are_refused_by_name(spec: str):
+    with pytest.raises(ConfigError, match="policy"):
+        parse_policy(spec)
