@@ -28,11 +28,15 @@ def fake_engine(
     never_evicts: bool = False,
     can_reuse: bool = True,
     uses_rejection: bool = False,
+    vocab_size: int = VOCAB,
+    draft_noise: float = 0.3,
 ) -> tuple[Engine, HashRunner]:
     """The real scheduler, pipeline and sampler on fake models. Returns the engine and its target."""
     length_policy = parse_policy(policy)
-    target = HashRunner(num_blocks, BLOCK, VOCAB)
-    draft = HashRunner(num_blocks, BLOCK, VOCAB, memory=6, noise=0.3) if length_policy.is_drafting else None
+    target = HashRunner(num_blocks, BLOCK, vocab_size)
+    draft = (
+        HashRunner(num_blocks, BLOCK, vocab_size, memory=6, noise=draft_noise) if length_policy.is_drafting else None
+    )
     blocks = BlockManager(num_blocks, BLOCK, max_num_seqs, CONTEXT, can_reuse=can_reuse)
     scheduler = Scheduler(
         blocks,
@@ -42,9 +46,9 @@ def fake_engine(
         never_evicts=never_evicts,
     )
     clock = CountingClock()
-    sampler = NumpySampler(VOCAB, max_num_seqs)
+    sampler = NumpySampler(vocab_size, max_num_seqs)
     stepper = Stepper(scheduler, target, draft, sampler, clock, uses_rejection=uses_rejection)
-    return Engine(stepper, Limits(VOCAB, CONTEXT), clock, max_queue_size=max_queue_size), target
+    return Engine(stepper, Limits(vocab_size, CONTEXT), clock, max_queue_size=max_queue_size), target
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options) -> Request:

@@ -29,6 +29,7 @@ class StepPlan:
     num_draft_tokens: list[int] = field(default_factory=list)  # per decode, 0 = plain decoding
     prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # got a slot in this step
+    num_reused_blocks: int = 0  # by the admissions of this step
     preempted: list[tuple[Sequence, int]] = field(default_factory=list)  # and the slot they gave up
 
     @property

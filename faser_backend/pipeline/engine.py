@@ -127,7 +127,7 @@ class Engine:
         outputs = self._take_commands()
         plan = self._stepper.plan()
         self._metrics.num_preemptions += len(plan.preempted)
-        self._metrics.num_reused_blocks += sum(sequence.stats.num_reused_blocks for sequence in plan.admitted)
+        self._metrics.num_reused_blocks += plan.num_reused_blocks
         if plan.is_empty:
             return outputs
         try:

@@ -105,6 +105,7 @@ class Scheduler:
             stats = sequence.stats
             stats.num_reused_tokens += match.num_target_tokens
             stats.num_reused_blocks += len(match.blocks)
+            plan.num_reused_blocks += len(match.blocks)
             self.running.append(sequence)
             plan.admitted.append(sequence)
 
