@@ -1,0 +1,199 @@
+"""Checkpoints -> engine directory. The directory appears whole or not at all.
+
+Everything is written to a temporary sibling, then renamed, so that an interrupted build leaves
+nothing that a server would load.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from engines.checkpoint import TOKENIZER_FILE, Checkpoint, CheckpointError
+from engines.decoder import build_segment
+from engines.families import read_spec, read_weights
+from engines.graph import WeightStore
+from faser_backend.manifest import (
+    DTYPES,
+    MANIFEST_FILE,
+    RUNTIMES,
+    EngineManifest,
+    FileSpec,
+    ModelEngine,
+    ModelSpec,
+    SegmentSpec,
+    read_vocabulary,
+    vocab_hash,
+)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Counts work done; tells `report` (what is done now, steps done, steps in all)."""
+
+    report: Progress | None
+    total: int
+    done: int = 0
+
+    def begin(self, what: str) -> None:
+        if self.report is not None:
+            self.report(what, self.done, self.total)
+        self.done += 1
+
+
+def build_engines(
+    target_dir: str | Path,
+    draft_dir: str | Path,
+    output_dir: str | Path,
+    *,
+    runtime: str = "onnxruntime",
+    exit_layers: tuple[int, ...] = (),
+    dtype: str = "fp32",
+    kv_block_size: int = 16,
+    progress: Progress | None = None,
+) -> EngineManifest:
+    """Builds both models into output_dir, replacing an engine directory that was there.
+
+    exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
+    progress: called as progress(what, steps_done, steps_total) before each step and once at the end.
+    Raises CheckpointError naming file or field, value and limit; output_dir is then as it was.
+    """
+    output = Path(output_dir).absolute()
+    _check_choices(runtime, dtype, kv_block_size)
+    _check_output(output)
+    checkpoints = {"target": Checkpoint(Path(target_dir)), "draft": Checkpoint(Path(draft_dir))}
+    specs = {name: read_spec(checkpoint) for name, checkpoint in checkpoints.items()}
+    vocabulary_hash = _check_same_vocabulary(checkpoints, specs)
+    _check_exit_layers(exit_layers, specs["target"])
+    end_ids = checkpoints["target"].end_ids()
+    cuts = {"target": (*exit_layers, specs["target"].num_layers), "draft": (specs["draft"].num_layers,)}
+    steps = _Steps(progress, total=len(cuts["target"]) + len(cuts["draft"]) + 3)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    try:
+        models = {
+            name: _build_model(
+                name,
+                checkpoints[name],
+                specs[name],
+                cuts=cuts[name],
+                kv_block_size=kv_block_size,
+                directory=partial,
+                steps=steps,
+            )
+            for name in ("target", "draft")
+        }
+        steps.begin("tokenizer and manifest")
+        tokenizer = shutil.copyfile(checkpoints["target"].tokenizer_file, partial / TOKENIZER_FILE)
+        manifest = EngineManifest(
+            runtime=runtime,
+            dtype=dtype,
+            kv_block_size=kv_block_size,
+            exit_layers=tuple(exit_layers),
+            target=models["target"],
+            draft=models["draft"],
+            vocab_hash=vocabulary_hash,
+            end_ids=end_ids,
+            tokenizer=FileSpec.of(tokenizer),
+            builder_version=_builder_version(),
+        )
+        manifest.save(partial)
+        partial.chmod(0o755)
+        _publish(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    if progress is not None:
+        progress("done", steps.total, steps.total)
+    return manifest
+
+
+def _build_model(
+    name: str,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    *,
+    cuts: tuple[int, ...],
+    kv_block_size: int,
+    directory: Path,
+    steps: _Steps,
+) -> ModelEngine:
+    steps.begin(f"{name}: weights")
+    weights = read_weights(checkpoint, spec)
+    store = WeightStore(directory / f"{name}.weights")
+    segments: list[SegmentSpec] = []
+    first = 0
+    for last in cuts:
+        steps.begin(f"{name}: layers {first} to {last}")
+        has_exit = last < spec.num_layers
+        graph = build_segment(spec, weights, store, first, last, kv_block_size=kv_block_size, has_exit_scores=has_exit)
+        path = directory / f"{name}.{len(segments)}.onnx"
+        path.write_bytes(graph.model.SerializeToString())
+        segments.append(SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs))
+        first = last
+    store.close()
+    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments))
+
+
+def _publish(partial: Path, output: Path) -> None:
+    """Puts the finished directory in place of the old one; a reader sees the old or the new, or none."""
+    if output.exists():
+        retired = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".retired", dir=output.parent))
+        os.rename(output, retired / output.name)
+        os.rename(partial, output)
+        shutil.rmtree(retired, ignore_errors=True)
+    else:
+        os.rename(partial, output)
+
+
+def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
+    for field, value, choices in (("runtime", runtime, RUNTIMES), ("dtype", dtype, DTYPES)):
+        if value not in choices:
+            raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
+    if not 1 <= kv_block_size <= 1024:
+        raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
+
+
+def _check_output(output: Path) -> None:
+    """Refuses to replace anything but an engine directory or an empty one."""
+    if not output.exists():
+        return
+    if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
+        raise CheckpointError(f"output_dir = {output}: exists and is not an engine directory; name another")
+
+
+def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec) -> None:
+    for layer in exit_layers:
+        if not 1 <= layer < spec.num_layers:
+            raise CheckpointError(f"exit_layers = {layer}: must lie in [1, {spec.num_layers - 1}]")
+    if list(exit_layers) != sorted(set(exit_layers)):
+        raise CheckpointError(f"exit_layers = {list(exit_layers)}: must rise")
+
+
+def _check_same_vocabulary(checkpoints: dict[str, Checkpoint], specs: dict[str, ModelSpec]) -> str:
+    """Speculation compares ids: both models must mean the same token by each. Returns the hash."""
+    sizes = {name: spec.vocab_size for name, spec in specs.items()}
+    if sizes["target"] != sizes["draft"]:
+        raise CheckpointError(f"vocab_size of target = {sizes['target']} and of draft = {sizes['draft']} must be equal")
+    target, draft = (read_vocabulary(checkpoints[name].tokenizer_file) for name in ("target", "draft"))
+    hashes = vocab_hash(target), vocab_hash(draft)
+    if hashes[0] != hashes[1]:
+        token = next(token for token in (*target, *draft) if target.get(token) != draft.get(token))
+        raise CheckpointError(
+            f"vocabulary of target = {hashes[0][:12]} ({len(target)} tokens) and of draft = {hashes[1][:12]} "
+            f"({len(draft)} tokens) must be equal; token {token!r} has id {target.get(token)} and {draft.get(token)}"
+        )
+    return hashes[0]
+
+
+def _builder_version() -> str:
+    try:
+        return version("faser-backend")
+    except PackageNotFoundError:
+        return "uninstalled"

@@ -1,0 +1,124 @@
+"""A thin builder for ONNX graphs, and the weight file that the segments of one model share.
+
+Knows protobufs and names; nothing of decoders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from faser_backend.manifest import TensorSpec
+
+OPSET = 23
+IR_VERSION = 11
+WEIGHT_ALIGNMENT = 4096  # runtimes map the file: a weight starts on a page of its own
+_ELEMENT_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+
+
+class WeightStore:
+    """Writes arrays to one file, each name once, and hands out references to them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("wb")
+        self._references: dict[str, TensorProto] = {}
+
+    def add(self, name: str, array: np.ndarray) -> TensorProto:
+        """A tensor whose data lie in the file. A name added before refers to the first array."""
+        if name in self._references:
+            return self._references[name]
+        self._file.write(bytes(-self._file.tell() % WEIGHT_ALIGNMENT))
+        offset = self._file.tell()
+        self._file.write(np.ascontiguousarray(array).data)
+        tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", self.path.name), ("offset", offset), ("length", array.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        self._references[name] = tensor
+        return tensor
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class GraphBuilder:
+    """Collects nodes, inputs, outputs and constants of a graph or of a local function."""
+
+    def __init__(self, store: WeightStore | None = None) -> None:
+        self.inputs: list[TensorSpec] = []
+        self.outputs: list[TensorSpec] = []
+        self.functions: list[onnx.FunctionProto] = []
+        self._store = store
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: dict[str, TensorProto] = {}
+        self._num_values = 0
+
+    def op(self, op_type: str, *inputs: str, domain: str = "", out: str | None = None, **attributes: Any) -> str:
+        """Adds a node with one output and returns the output's name."""
+        return self.ops(op_type, *inputs, domain=domain, outs=[out or self._fresh(op_type)], **attributes)[0]
+
+    def ops(self, op_type: str, *inputs: str, outs: int | list[str], domain: str = "", **attributes: Any) -> list[str]:
+        """Adds a node with several outputs; an output named "" is not computed."""
+        names = [self._fresh(op_type) for _ in range(outs)] if isinstance(outs, int) else outs
+        node_name = f"{op_type}_{len(self._nodes)}"
+        self._nodes.append(helper.make_node(op_type, list(inputs), names, name=node_name, domain=domain, **attributes))
+        return names
+
+    def ints(self, *values: int) -> str:
+        """A 1-D int64 constant, e.g. a shape."""
+        return self._small("i_" + "_".join(map(str, values)).replace("-", "m"), np.array(values, np.int64))
+
+    def scalar(self, value: float) -> str:
+        """A float32 scalar."""
+        return self._small(f"f_{value!r}".replace("-", "m"), np.array(value, np.float32))
+
+    def weight(self, name: str, array: np.ndarray) -> str:
+        """A constant that lies in the shared weight file."""
+        assert self._store is not None, "a function body holds no weights"
+        self._constants[name] = self._store.add(name, array)
+        return name
+
+    def input(self, name: str, shape: tuple[int | str, ...], dtype: str = "int64") -> str:
+        self.inputs.append(TensorSpec(name, dtype, shape))
+        return name
+
+    def output(self, name: str, shape: tuple[int | str, ...], dtype: str = "float32") -> None:
+        self.outputs.append(TensorSpec(name, dtype, shape))
+
+    def function(
+        self, domain: str, name: str, inputs: list[str], outputs: list[str], domains: list[str]
+    ) -> onnx.FunctionProto:
+        """The collected nodes as a local function."""
+        constants = [helper.make_node("Constant", [], [name], value=value) for name, value in self._constants.items()]
+        opsets = _opsets(domains)
+        return helper.make_function(domain, name, inputs, outputs, [*constants, *self._nodes], opsets)
+
+    def model(self, name: str, domains: list[str]) -> onnx.ModelProto:
+        """The collected nodes as a model; constants of `weight` stay in their file."""
+        inputs, outputs = (
+            [helper.make_tensor_value_info(t.name, _ELEMENT_TYPES[t.dtype], t.shape) for t in tensors]
+            for tensors in (self.inputs, self.outputs)
+        )
+        graph = helper.make_graph(self._nodes, name, inputs, outputs, list(self._constants.values()))
+        opsets = _opsets([*domains, *{function.domain for function in self.functions}])
+        return helper.make_model(
+            graph, opset_imports=opsets, ir_version=IR_VERSION, functions=self.functions, producer_name="faser"
+        )
+
+    def _small(self, name: str, array: np.ndarray) -> str:
+        if name not in self._constants:
+            self._constants[name] = numpy_helper.from_array(array, name)
+        return name
+
+    def _fresh(self, op_type: str) -> str:
+        self._num_values += 1
+        return f"{op_type}.{self._num_values}"
+
+
+def _opsets(domains: list[str]) -> list[onnx.OperatorSetIdProto]:
+    return [helper.make_opsetid("", OPSET), *(helper.make_opsetid(domain, 1) for domain in domains)]

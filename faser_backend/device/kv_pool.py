@@ -1,0 +1,53 @@
+"""The paged key/value storage of one model: one array, in blocks, head-major.
+
+Knows nothing of who owns a block; the block manager does. Keys and values stay where they were
+written until the same slot is written again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import ModelSpec
+
+
+class KvPool:
+    """`storage` [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim] float32, zeroed."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int) -> None:
+        """Raises ConfigError where the pool is empty or does not fit into memory."""
+        if num_blocks < 1:
+            raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
+        self.num_blocks = num_blocks
+        self.kv_block_size = kv_block_size
+        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
+        try:
+            self.storage = np.zeros(shape, np.float32)
+        except MemoryError:
+            num_bytes = 4 * int(np.prod(shape))
+            raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
+
+    def keys(self, layer: int) -> np.ndarray:
+        """The keys of a layer, [num_kv_heads, num_blocks, kv_block_size, head_dim]; a view."""
+        return self.storage[layer, 0]
+
+    def values(self, layer: int) -> np.ndarray:
+        """The values of a layer, of the shape of its keys; a view."""
+        return self.storage[layer, 1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.storage.nbytes
+
+    @staticmethod
+    def bytes_per_block(spec: ModelSpec, kv_block_size: int) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        return spec.num_layers * 2 * spec.num_kv_heads * kv_block_size * spec.head_dim * 4
+
+    def check_integrity(self) -> None:
+        """Asserts that layers are contiguous views of the storage and that every value is finite."""
+        for layer in range(self.storage.shape[0]):
+            for view in (self.keys(layer), self.values(layer)):
+                assert view.flags.c_contiguous and np.shares_memory(view, self.storage)
+        assert np.isfinite(self.storage).all(), "a key or value in the pool is not finite"

@@ -1,0 +1,108 @@
+"""`OrtRunner`: a compiled model on ONNX Runtime with its KV pool; implements core.ports.ModelRunner.
+
+A call copies a few small integers into buffers that ONNX Runtime already holds and runs the graph.
+Buffers and bindings of a call shape are kept, so that a steady state allocates nothing; the graph
+writes new keys and values into the pool itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.call_shapes import CallShape, ShapeCache, ShapeKey, bucketed_blocks
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.partition import CorePartition
+from faser_backend.manifest import ModelEngine
+
+ERRORS_ONLY = 3
+
+
+class OrtRunner:
+    """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+
+    def __init__(
+        self,
+        model: ModelEngine,
+        engine_dir: Path,
+        num_blocks: int,
+        block_size: int,
+        partition: CorePartition,
+        *,
+        num_threads: int | None = None,
+        pool: KvPool | None = None,
+    ) -> None:
+        """pool: shared with another runner of the model; None makes one of num_blocks blocks.
+
+        num_threads: at most that many threads, None = one per core of the partition. Raises
+        ConfigError for numbers out of range or where ONNX Runtime refuses a segment.
+        """
+        if num_threads is not None and num_threads < 1:
+            raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
+        self.spec = model.spec
+        self.partition = partition
+        self.num_threads = min(num_threads or partition.num_threads, partition.num_threads)
+        self.pool = pool or KvPool(model.spec, num_blocks, block_size)
+        self.num_segments = len(model.segments)
+        self.vocab_size = model.spec.vocab_size
+        self._block_size = self.pool.kv_block_size
+        sessions = [_open_session(engine_dir / s.file.name, self.num_threads) for s in model.segments]
+        self._shapes = [
+            ShapeCache(session, segment, model.spec, self.pool)
+            for session, segment in zip(sessions, model.segments, strict=True)
+        ]
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        """See core.ports.ModelRunner. The result is a buffer of this call shape: copy what must outlive it."""
+        return self._run(segment, rows, hidden, None).result
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As run_segment, for a segment that ends at an exit layer.
+
+        exit_candidates: [T, K] int64 token ids. Returns (hidden [T, hidden_size], scores [T, K]): the
+        logits that the head would give the candidates if the model ended here.
+        """
+        shape = self._run(segment, rows, hidden, exit_candidates)
+        assert shape.exit_scores is not None, f"segment {segment} was built without exit scores"
+        return shape.result, shape.exit_scores
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+
+    def close(self) -> None:
+        """Frees sessions and buffers; the runner cannot be used afterwards."""
+        self._shapes.clear()
+
+    def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None) -> CallShape:
+        counts = np.diff(rows.cu_rows)
+        num_tokens = int((rows.context_lens + counts).max())
+        key = ShapeKey(
+            num_rows=rows.token_ids.shape[0],
+            num_sequences=counts.shape[0],
+            max_rows=int(counts.max()),
+            num_blocks=bucketed_blocks(-(-num_tokens // self._block_size)),
+            num_logit_rows=rows.logit_rows.shape[0],
+            num_candidates=0 if candidates is None else candidates.shape[1],
+        )
+        shape = self._shapes[segment].get(key)
+        shape.fill(rows, counts, hidden, candidates)
+        shape.run()
+        return shape
+
+
+def _open_session(path: Path, num_threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = ERRORS_ONLY
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads leave the core to others
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's own exceptions share no base class
+        raise ConfigError(f"{path}: ONNX Runtime cannot load this segment ({error})") from error

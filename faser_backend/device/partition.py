@@ -1,0 +1,62 @@
+"""Compute partitions of the CPU: which cores a runner may use, and the menu of splits.
+
+The counterpart of SM partitions on a GPU. A partition is a value; binding threads to it is up to
+whoever owns the threads.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CorePartition:
+    """Cores that one runner computes on, by number."""
+
+    name: str
+    cores: tuple[int, ...]
+
+    @property
+    def num_threads(self) -> int:
+        return len(self.cores)
+
+    def pin_current_thread(self) -> None:
+        """Keeps the calling thread (and threads it starts later) on these cores."""
+        os.sched_setaffinity(0, self.cores)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMenu:
+    """What this machine offers: all cores for each phase in turn, and disjoint draft/target pairs."""
+
+    whole: CorePartition
+    splits: tuple[tuple[CorePartition, CorePartition], ...]  # (draft, target), smallest draft share first
+    note: str
+
+    @property
+    def can_split(self) -> bool:
+        return bool(self.splits)
+
+
+def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu:
+    """The menu over `cores`, by default those that this process may use.
+
+    The draft gets 1, 2, 4, ... cores, at most half; one core cannot be split, and `note` says so.
+    """
+    if cores is None:
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+    if not cores or len(set(cores)) != len(cores):
+        raise ValueError(f"cores = {cores}: must name at least one core, each once")
+    whole = CorePartition("whole", cores)
+    if len(cores) == 1:
+        return PartitionMenu(whole, (), "1 core: draft and target run in turn, nothing can overlap")
+    sizes = [1 << n for n in range(len(cores).bit_length()) if 2 << n <= len(cores)]
+    splits = tuple((CorePartition("draft", cores[:size]), CorePartition("target", cores[size:])) for size in sizes)
+    return PartitionMenu(
+        whole, splits, f"{len(cores)} cores: in turn on all, or split {', '.join(map(_shown, splits))}"
+    )
+
+
+def _shown(split: tuple[CorePartition, CorePartition]) -> str:
+    return f"{len(split[0].cores)}/{len(split[1].cores)}"

@@ -1,0 +1,256 @@
+"""`manifest.json`: the only contract between building engines and serving them.
+
+Plain frozen values, written once by `engines.build` and verified file by file when a server loads
+them. Knows the formats of the directory, nothing of graphs, runtimes or text.
+
+Tensors of a segment file of runtime "onnxruntime" (T rows, B sequences, Q = most rows of one
+sequence, MB = block table columns, R = logit rows, K = exit candidates):
+  in   token_ids [T] or hidden [T, hidden_size]; positions [T]; pad_idx [B, Q], the row of each padded
+       cell (filler cells repeat a valid row); unpad_idx [T], flat index into B * Q; block_table
+       [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...; kv_slots [T, Hkv, 1, 3], the (head, block,
+       offset) that each new key and value is written to; logit_rows [R] (last segment);
+       exit_candidates [T, K] (segments built with exit scores); k_pool.i, v_pool.i
+       [Hkv, num_blocks, kv_block_size, head_dim] for each layer i
+  out  hidden [T, hidden_size] or logits [R, vocab_size]; exit_scores [T, K]; k_pool_out.i,
+       v_pool_out.i: the pools with the new rows. The runner binds them to the buffers of the inputs,
+       so a step writes its rows in place and copies nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from faser_backend.core.errors import ManifestError
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+RUNTIMES = ("onnxruntime",)
+DTYPES = ("fp32",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Dimensions of a decoder. `max_context` counts prompt + output tokens."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context: int
+    rope_theta: float
+    rms_eps: float
+    tie_word_embeddings: bool
+    family: str = "llama"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpec:
+    """A file of the engine directory, by plain name."""
+
+    name: str
+    sha256: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileSpec:
+        return cls(path.name, file_sha256(path), path.stat().st_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output of a segment; a dimension is a number or the name of a dynamic one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """Layers [first_layer, last_layer) of a model as one compiled graph."""
+
+    file: FileSpec
+    first_layer: int
+    last_layer: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def has_exit_scores(self) -> bool:
+        return any(tensor.name == "exit_scores" for tensor in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEngine:
+    """A compiled model: its segments in order, and the one weight file that they share."""
+
+    spec: ModelSpec
+    weights: FileSpec
+    segments: tuple[SegmentSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineManifest:
+    """Everything that a server needs to know of an engine directory."""
+
+    runtime: str
+    dtype: str
+    kv_block_size: int
+    exit_layers: tuple[int, ...]
+    target: ModelEngine
+    draft: ModelEngine
+    vocab_hash: str
+    end_ids: tuple[int, ...]
+    tokenizer: FileSpec
+    builder_version: str
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def files(self) -> tuple[FileSpec, ...]:
+        models = (self.target, self.draft)
+        segments = (segment.file for model in models for segment in model.segments)
+        return (self.tokenizer, *(model.weights for model in models), *segments)
+
+    def save(self, directory: Path) -> None:
+        """Writes manifest.json; the rename makes it appear whole or not at all."""
+        partial = directory / (MANIFEST_FILE + ".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        os.replace(partial, directory / MANIFEST_FILE)
+
+    @classmethod
+    def load(cls, directory: Path) -> EngineManifest:
+        """Reads and verifies a directory. Raises ManifestError naming the file and the reason."""
+        path = Path(directory) / MANIFEST_FILE
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ManifestError(f"{path}: missing; build engines into this directory first") from None
+        except (OSError, ValueError) as error:
+            raise ManifestError(f"{path}: not readable as JSON ({error})") from None
+        version = fields.get("format_version") if isinstance(fields, dict) else None
+        if version != FORMAT_VERSION:
+            raise ManifestError(
+                f"{path}: format_version = {version!r}: this version reads {FORMAT_VERSION}; build again"
+            )
+        try:
+            manifest = _manifest_from(fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ManifestError(f"{path}: malformed ({type(error).__name__}: {error})") from None
+        manifest._check_fields(path)
+        for file in manifest.files:
+            _check_file(path.parent, file)
+        tokenizer_hash = vocab_hash(read_vocabulary(path.parent / manifest.tokenizer.name))
+        if tokenizer_hash != manifest.vocab_hash:
+            raise ManifestError(
+                f"{path.parent / manifest.tokenizer.name}: vocabulary {tokenizer_hash[:12]} "
+                f"is not the one that the engines were built for, {manifest.vocab_hash[:12]}"
+            )
+        return manifest
+
+    def _check_fields(self, path: Path) -> None:
+        _check_choice(path, "runtime", self.runtime, RUNTIMES)
+        _check_choice(path, "dtype", self.dtype, DTYPES)
+        if self.kv_block_size < 1:
+            raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
+        sizes = self.target.spec.vocab_size, self.draft.spec.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ManifestError(f"{path}: vocab_size of target = {sizes[0]} and of draft = {sizes[1]} must be equal")
+        for name, model in (("target", self.target), ("draft", self.draft)):
+            cuts = [0, *(segment.last_layer for segment in model.segments)]
+            starts = [segment.first_layer for segment in model.segments]
+            if cuts[:-1] != starts or cuts[-1] != model.spec.num_layers:
+                raise ManifestError(
+                    f"{path}: {name}.segments do not cover layers 0 to {model.spec.num_layers} in order"
+                )
+        for end_id in self.end_ids:
+            if not 0 <= end_id < sizes[0]:
+                raise ManifestError(f"{path}: end_ids = {end_id}: must lie in [0, {sizes[0] - 1}]")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
+    """Token -> id of a Hugging Face tokenizer.json, added tokens included."""
+    try:
+        content = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+        model_vocab = content["model"]["vocab"]
+        entries = (
+            model_vocab.items() if isinstance(model_vocab, dict) else ((t[0], i) for i, t in enumerate(model_vocab))
+        )
+        vocabulary = {str(token): int(token_id) for token, token_id in entries}
+        vocabulary.update({str(added["content"]): int(added["id"]) for added in content.get("added_tokens", ())})
+    except FileNotFoundError:
+        raise ManifestError(f"{tokenizer_file}: missing") from None
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ManifestError(f"{tokenizer_file}: not a tokenizer.json ({type(error).__name__}: {error})") from None
+    return vocabulary
+
+
+def vocab_hash(vocabulary: dict[str, int]) -> str:
+    """sha256 over (id, token) in order of id: equal exactly where every id means the same token."""
+    ordered = sorted((token_id, token) for token, token_id in vocabulary.items())
+    return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+
+
+def _check_choice(path: Path, field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ManifestError(f"{path}: {field} = {value!r}: must be one of {', '.join(choices)}")
+
+
+def _check_file(directory: Path, file: FileSpec) -> None:
+    path = directory / file.name
+    if Path(file.name).name != file.name or file.name in ("", ".", ".."):
+        raise ManifestError(f"{directory / MANIFEST_FILE}: file name = {file.name!r}: must be a plain name")
+    if not path.is_file():
+        raise ManifestError(f"{path}: missing")
+    num_bytes = path.stat().st_size
+    if num_bytes != file.num_bytes:
+        reason = "truncated" if num_bytes < file.num_bytes else "changed"
+        raise ManifestError(f"{path}: {reason}: {num_bytes} bytes instead of {file.num_bytes}")
+    digest = file_sha256(path)
+    if digest != file.sha256:
+        raise ManifestError(f"{path}: changed since it was built: sha256 {digest[:12]} instead of {file.sha256[:12]}")
+
+
+def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
+    models = {name: _model_from(fields[name]) for name in ("target", "draft")}
+    rest = {key: value for key, value in fields.items() if key not in models}
+    rest["tokenizer"] = _file_from(rest["tokenizer"])
+    rest["exit_layers"] = tuple(int(layer) for layer in rest["exit_layers"])
+    rest["end_ids"] = tuple(int(end_id) for end_id in rest["end_ids"])
+    rest["kv_block_size"] = int(rest["kv_block_size"])
+    return EngineManifest(**models, **rest)
+
+
+def _model_from(fields: dict[str, Any]) -> ModelEngine:
+    segments = tuple(_segment_from(segment) for segment in fields["segments"])
+    spec = ModelSpec(**fields["spec"])
+    counts = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
+    if any(not isinstance(count, int) or count < 1 for count in counts):
+        raise ValueError("dimensions of a model must be whole numbers of at least 1")
+    return ModelEngine(spec, _file_from(fields["weights"]), segments)
+
+
+def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
+    inputs, outputs = (
+        tuple(TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in fields[side])
+        for side in ("inputs", "outputs")
+    )
+    return SegmentSpec(
+        _file_from(fields["file"]), int(fields["first_layer"]), int(fields["last_layer"]), inputs, outputs
+    )
+
+
+def _file_from(fields: dict[str, Any]) -> FileSpec:
+    return FileSpec(str(fields["name"]), str(fields["sha256"]), int(fields["num_bytes"]))
