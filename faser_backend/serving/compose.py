@@ -12,10 +12,11 @@ from pathlib import Path
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
+from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.device.sampler import NumpySampler
-from faser_backend.manifest import EngineManifest, load
+from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
@@ -34,18 +35,18 @@ class SystemClock:
 
 def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     """Loads and checks the directory, opens sessions and pools. Raises ManifestError or ConfigError."""
-    manifest = load(engine_dir)
+    manifest = EngineManifest.load(engine_dir)
     policy = parse_policy(config.policy)
-    max_context = min(manifest.target.max_context, manifest.draft.max_context)
+    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
     num_blocks = choose_num_blocks(manifest, config, max_context)
     block_size = manifest.kv_block_size
-    partition = core_partitions()[0]
+    partition = core_partitions().whole
     threads = config.num_threads
     target = OrtRunner(manifest.target, engine_dir, num_blocks, block_size, partition, num_threads=threads)
     draft = None
     if policy.is_drafting:
         draft = OrtRunner(manifest.draft, engine_dir, num_blocks, block_size, partition, num_threads=threads)
-    vocab_size = manifest.target.vocab_size
+    vocab_size = manifest.target.spec.vocab_size
     blocks = BlockManager(
         num_blocks, block_size, config.max_num_seqs, max_context, can_reuse=config.enable_prefix_reuse
     )
@@ -83,7 +84,7 @@ def choose_num_blocks(manifest: EngineManifest, config: EngineConfig, max_contex
             )
         return config.num_kv_blocks
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    block_bytes = size * (manifest.target.kv_bytes_per_token + manifest.draft.kv_bytes_per_token)
+    block_bytes = sum(KvPool.bytes_per_block(model.spec, size) for model in (manifest.target, manifest.draft))
     fitting = int(free_bytes * KV_MEMORY_SHARE) // block_bytes
     if fitting < one_context:
         raise ConfigError(

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Equality of tokens over all held-out prompts: every policy against plain decoding, alone and mixed.
+
+    python scripts/check_equality.py [--engine-dir DIR] [--num-prompts N] [--max-tokens N]
+
+Greedy and at temperature 1 with seeds; alone, and in continuous batches of 1-16 with random arrivals,
+cancellations and forced preemptions. Differences are counted and explained (benchmarks/equality.py).
+Writes benchmarks/results/equality.{json,md}; exits with 1 if a difference is not a near-tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import environment
+from benchmarks.equality import Comparison, Reference, run_alone, run_mixed
+from benchmarks.workload import load_jobs
+from faser_backend.config import EngineConfig
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.partition import core_partitions
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.compose import build_engine
+from faser_backend.serving.demo_engine import demo_engine_dir
+
+POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8")
+SEED = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine-dir", type=Path, default=None)
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
+    args = parser.parse_args()
+    engine_dir = args.engine_dir or demo_engine_dir()
+    results = []
+    for temperature in (0.0, 1.0):
+        requests = make_requests(engine_dir, args.num_prompts, args.max_tokens, temperature)
+        results += check(engine_dir, requests, f"T={temperature:g}")
+    write(args.output, results, args)
+    return 1 if any(result.unexplained for result in results) else 0
+
+
+def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperature: float) -> list[Request]:
+    prompts = ROOT / "models/demo/prompts.jsonl"
+    jobs = load_jobs(
+        prompts, num_prompts, max_tokens=max_tokens, temperature=temperature, seed=SEED, max_prompt_chars=10**6
+    )
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    return [
+        Request(
+            f"p{index}",
+            np.array(tokenizer.encode(job.prompt).ids, np.int64),
+            job.max_tokens,
+            SamplingParams(temperature=job.temperature, seed=job.seed),
+        )
+        for index, job in enumerate(jobs)
+    ]
+
+
+def check(engine_dir: Path, requests: list[Request], label: str) -> list[Comparison]:
+    """Every policy alone, mixed, and mixed on a pool so small that it must preempt."""
+    manifest = EngineManifest.load(engine_dir)
+    size = manifest.kv_block_size
+    one_context = -(-manifest.target.spec.max_context // size)
+    # Room for about two requests: more than one context, far less than 16 of these requests need.
+    longest = max(-(-(r.prompt_ids.size + r.max_tokens) // size) for r in requests)
+    small_pool = max(one_context, 2 * longest + 2)
+    runner = OrtRunner(manifest.target, engine_dir, one_context, size, core_partitions().whole)
+    plain = build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))
+    expected = run_alone(plain, tqdm(requests, f"{label} reference", leave=False))
+    plain.close()
+    reference = Reference(requests, expected, runner, size)
+    results = []
+    for policy in POLICIES:
+        engine = build_engine(engine_dir, EngineConfig(policy=policy, max_num_seqs=16))
+        small = build_engine(engine_dir, EngineConfig(policy=policy, max_num_seqs=16, num_kv_blocks=small_pool))
+        if policy != "none":
+            tokens = run_alone(engine, tqdm(requests, f"{label} {policy} alone", leave=False))
+            results.append(reference.compare(f"{label} {policy} alone", tokens, set()))
+        for name, chosen in (("mixed", engine), ("mixed, preempting", small)):
+            for concurrency in tqdm((1, 4, 16), f"{label} {policy} {name}", leave=False):
+                tokens, cancelled = run_mixed(
+                    chosen, requests, seed=concurrency, max_concurrency=concurrency, cancelled_share=0.15
+                )
+                result = reference.compare(f"{label} {policy} {name} <= {concurrency}", tokens, cancelled)
+                result.num_preemptions = chosen.metrics().num_preemptions
+                results.append(result)
+        for opened in (engine, small):
+            metrics = opened.metrics()
+            assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
+            opened.close()
+    runner.close()
+    return results
+
+
+def write(output: Path, results: list[Comparison], args: argparse.Namespace) -> None:
+    meta = environment.describe(SEED) | {"num_prompts": args.num_prompts, "max_tokens": args.max_tokens}
+    output.mkdir(parents=True, exist_ok=True)
+    rows = [asdict(result) for result in results]
+    (output / "equality.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    lines = ["# Equality with plain decoding", "", *environment.as_lines(meta), ""]
+    lines += [f"{args.num_prompts} held-out prompts x {args.max_tokens} tokens.", ""]
+    columns = [
+        "way",
+        "answers",
+        "cancelled",
+        "preemptions so far",
+        "tokens compared",
+        "near-ties",
+        "largest margin",
+        "unexplained",
+    ]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [
+        f"| {r.name} | {r.num_answers} | {r.num_cancelled} | {r.num_preemptions} | {r.num_tokens} "
+        f"| {r.num_near_ties} | {r.largest_margin:.1e} | {len(r.unexplained)} |"
+        for r in results
+    ]
+    (output / "equality.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines[-len(results) - 2 :]))
+    for result in results:
+        for line in result.unexplained:
+            print(f"UNEXPLAINED {result.name}: {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
