@@ -1,0 +1,89 @@
+"""The `preprocessing` and `postprocessing` models as functions on arrays, one row per prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.errors import RequestError
+from faser_backend.serving.contract import Tensors, bias_by_words, read_text, read_words, word_ids_array
+from faser_backend.serving.link import Hello
+from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.serving.triton_io import NamedArray
+
+
+def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list[NamedArray]:
+    """QUERY and friends [B, ...] -> token ids, padded to the longest row with the pad id."""
+    if "QUERY" not in tensors:
+        raise RequestError("QUERY", None, "is required")
+    queries = [read_text("QUERY", value) for value in tensors["QUERY"].reshape(-1)]
+    num_rows = len(queries)
+    if "REQUEST_OUTPUT_LEN" not in tensors or tensors["REQUEST_OUTPUT_LEN"].size != num_rows:
+        raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per QUERY, {num_rows}")
+    end_id = _read_id(tensors, "END_ID", hello.end_ids[0] if hello.end_ids else -1)
+    pad_id = _read_id(tensors, "PAD_ID", max(end_id, 0))
+    rows = [tokenizer.encode(query, add_special_tokens=hello.adds_special_tokens) for query in queries]
+    longest = max(map(len, rows))
+    input_ids = np.full((num_rows, longest), pad_id, np.int32)
+    for row, token_ids in enumerate(rows):
+        input_ids[row, : len(token_ids)] = token_ids
+    lengths = np.array([[len(token_ids)] for token_ids in rows], np.int32)
+    return [
+        ("INPUT_ID", input_ids),
+        ("REQUEST_INPUT_LEN", lengths),
+        ("BAD_WORDS_IDS", _words_by_row(tensors, "BAD_WORDS_DICT", num_rows, tokenizer)),
+        ("STOP_WORDS_IDS", _words_by_row(tensors, "STOP_WORDS_DICT", num_rows, tokenizer)),
+        ("EMBEDDING_BIAS", _bias_by_row(tensors, num_rows, hello, tokenizer)),
+        ("REQUEST_OUTPUT_LEN", tensors["REQUEST_OUTPUT_LEN"].reshape(num_rows, 1).astype(np.int32)),
+        ("OUT_END_ID", np.full((num_rows, 1), end_id, np.int32)),
+        ("OUT_PAD_ID", np.full((num_rows, 1), pad_id, np.int32)),
+    ]
+
+
+def postprocess(tensors: Tensors, tokenizer: TextTokenizer) -> list[NamedArray]:
+    """TOKENS_BATCH [B, beams, n] + SEQUENCE_LENGTH [B, beams] -> OUTPUT [B, beams]."""
+    for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH"):
+        if name not in tensors:
+            raise RequestError(name, None, "is required")
+    tokens, lengths = tensors["TOKENS_BATCH"], tensors["SEQUENCE_LENGTH"]
+    if tokens.ndim != 3 or lengths.shape != tokens.shape[:2]:
+        raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"must be the first two of {list(tokens.shape)}")
+    if ((tokens < 0) | (tokens >= tokenizer.vocab_size)).any():
+        raise RequestError("TOKENS_BATCH", int(tokens.min()), f"token ids must lie in [0, {tokenizer.vocab_size - 1}]")
+    output = np.empty(lengths.shape, dtype=object)
+    for index in np.ndindex(*lengths.shape):
+        length = int(lengths[index])
+        if not 0 <= length <= tokens.shape[2]:
+            raise RequestError("SEQUENCE_LENGTH", length, f"must lie in [0, {tokens.shape[2]}]")
+        output[index] = tokenizer.decode(tokens[index][:length].tolist()).encode()
+    return [("OUTPUT", output)]
+
+
+def _read_id(tensors: Tensors, name: str, default: int) -> int:
+    return int(tensors[name].reshape(-1)[0]) if name in tensors and tensors[name].size else default
+
+
+def _words_by_row(tensors: Tensors, name: str, num_rows: int, tokenizer: TextTokenizer) -> np.ndarray:
+    """[B, 2, n]; rows with fewer ids are padded with 0 and end offsets with -1."""
+    rows = []
+    for row in range(num_rows):
+        words = read_words({name: tensors[name][row]}, name) if name in tensors else []
+        rows.append(word_ids_array(tokenizer.encode_words(name, words)))
+    array = np.zeros((num_rows, 2, max(row.shape[1] for row in rows)), np.int32)
+    array[:, 1] = -1
+    for index, words in enumerate(rows):
+        array[index, :, : words.shape[1]] = words
+    return array
+
+
+def _bias_by_row(tensors: Tensors, num_rows: int, hello: Hello, tokenizer: TextTokenizer) -> np.ndarray:
+    """[B, vocab_size], or [B, 0] where no row has a bias."""
+    names = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
+    rows = []
+    for row in range(num_rows):
+        present = {name: tensors[name][row] for name in names if name in tensors}
+        rows.append(bias_by_words(present, *names, tokenizer) or {})
+    array = np.zeros((num_rows, hello.limits.vocab_size if any(rows) else 0), np.float32)
+    for row, bias in enumerate(rows):
+        for token_id, weight in bias.items():
+            array[row, token_id] = weight
+    return array

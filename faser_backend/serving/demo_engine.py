@@ -1,0 +1,56 @@
+"""The demo pair's engines: built on first use into a per-user cache, shared by every later start.
+
+The folder's name is a digest of the checkpoints and the builder's version, so a changed checkpoint
+or an upgrade builds anew. Two processes at once: one builds, the other waits at the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.manifest import FORMAT_VERSION, EngineManifest
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+DEMO_PAIR = PROJECT_ROOT / "models" / "demo"
+_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def demo_engine_dir(
+    progress: Callable[[str, int, int], None] | None = None, *, pair: Path = DEMO_PAIR, cache: Path | None = None
+) -> Path:
+    """The directory of the pair's engines. Raises ConfigError where there is no pair to build from."""
+    cache = cache or cache_folder()
+    directory = cache / f"demo-{_digest(pair)[:16]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when the process dies
+        try:
+            EngineManifest.load(directory)
+        except ManifestError:
+            from engines.build import build_engines  # build-time code: only where it is needed
+
+            build_engines(pair / "target", pair / "draft", directory, progress=progress)
+    return directory
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "faser"
+
+
+def _digest(pair: Path) -> str:
+    digest = hashlib.sha256(f"{version('faser-backend')} {FORMAT_VERSION}".encode())
+    for model in ("target", "draft"):
+        for name in _FILES:
+            path = pair / model / name
+            if not path.is_file():
+                raise ConfigError(f"{path}: the demo pair is missing; give an engine directory (--engine-dir)")
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

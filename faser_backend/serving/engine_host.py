@@ -1,0 +1,46 @@
+"""The engine of one process as the server sees it: built from options, stepped, measured, closed."""
+
+from __future__ import annotations
+
+from faser_backend.config import EngineConfig
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.compose import build_engine
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.link import Hello
+from faser_backend.serving.metrics import MetricReporter
+from faser_backend.serving.parameters import ServingOptions
+from faser_backend.serving.tokenizer import TextTokenizer
+
+
+class EngineHost:
+    """Owns the loop. Raises ManifestError or ConfigError where the engine cannot be served."""
+
+    def __init__(self, options: ServingOptions, config: EngineConfig, reporter: MetricReporter) -> None:
+        engine_dir = options.engine_dir or demo_engine_dir()
+        manifest = EngineManifest.load(engine_dir)
+        if options.max_cached_tokens is not None and config.num_kv_blocks is None:
+            num_blocks = max(1, options.max_cached_tokens // manifest.kv_block_size)
+            config = EngineConfig.from_options(**{**config.model_dump(), "num_kv_blocks": num_blocks})
+        tokenizer_file = engine_dir.resolve() / manifest.tokenizer.name
+        self.tokenizer = TextTokenizer.from_file(tokenizer_file)
+        engine = build_engine(engine_dir, config)
+        self.hello = Hello(
+            tokenizer_file=tokenizer_file,
+            limits=engine.limits,
+            end_ids=manifest.end_ids,
+            max_queue_size=config.max_queue_size,
+            out_of_vocab=options.out_of_vocab,
+            excludes_input=options.excludes_input,
+            cancellation_period_s=options.cancellation_period_s,
+            adds_special_tokens=options.adds_special_tokens,
+        )
+        self.loop = EngineLoop(
+            engine,
+            on_metrics=reporter.report,
+            metrics_period_s=options.metrics_period_s,
+            on_finished=reporter.observe,
+        )
+
+    def close(self) -> None:
+        self.loop.close()

@@ -1,0 +1,175 @@
+"""The thread that owns `Engine.step`, and the hub that routes outputs to whoever submitted.
+
+A subscriber is one front end: the engine's own process or another one behind a socket (link.py).
+Handing over is one queue put per subscriber and step; nothing that a client does can block a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Protocol
+
+from faser_backend.core.errors import FaserError
+from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
+from faser_backend.pipeline.engine import EngineMetrics
+
+_log = logging.getLogger(__name__)
+IDLE_WAIT_S = 0.1
+
+
+class ServedEngine(Protocol):
+    """What the loop needs of pipeline.engine.Engine."""
+
+    limits: Limits
+
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def stop(self, request_id: str) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+    def wait_for_work(self, timeout_s: float) -> bool: ...
+    def metrics(self) -> EngineMetrics: ...
+    def close(self) -> None: ...
+
+
+class Subscription:
+    """One front end's end of the hub. `outputs` yields lists of RequestOutput, then None at the end."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.outputs: SimpleQueue[list[RequestOutput] | None] = SimpleQueue()
+        self._loop = loop
+
+    def submit(self, request: Request, client_id: str) -> None:
+        """Raises RequestError. `client_id` is the id that a stop request will name, "" for none."""
+        self._loop.submit(request, client_id, self)
+
+    def cancel(self, request_id: str) -> None:
+        self._loop.engine.cancel(request_id)
+
+    def stop(self, request_id: str) -> None:
+        self._loop.engine.stop(request_id)
+
+    def stop_client(self, client_id: str) -> None:
+        """Stops every request that was submitted under `client_id`, through any front end."""
+        self._loop.stop_client(client_id)
+
+    def close(self) -> None:
+        """Cancels what is still running and ends `outputs`."""
+        self._loop.unsubscribe(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    subscriber: Subscription
+    client_id: str
+    num_output_tokens: int = 0
+
+
+class EngineLoop:
+    """Runs steps until `close`. Request ids must be unique among all subscribers.
+
+    `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's
+    thread: they hand over and return.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
+        metrics_period_s: float = 0.25,
+        on_finished: Callable[[RequestOutput, int], None] = lambda output, num_output_tokens: None,
+    ) -> None:
+        self.engine = engine
+        self._on_metrics = on_metrics
+        self._on_finished = on_finished
+        self._metrics_period_s = metrics_period_s
+        self._lock = threading.Lock()
+        self._routes: dict[str, _Route] = {}  # by request id
+        self._failure: str | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._thread.start()
+
+    def subscribe(self) -> Subscription:
+        return Subscription(self)
+
+    def submit(self, request: Request, client_id: str, subscriber: Subscription) -> None:
+        with self._lock:
+            if self._failure is not None or self._is_closing:
+                raise FaserError(self._failure or "the server is shutting down")
+            if request.request_id in self._routes:
+                raise FaserError(f"request id {request.request_id} is already in use")
+            self._routes[request.request_id] = _Route(subscriber, client_id)  # before a step can answer
+        try:
+            self.engine.submit(request)
+        except BaseException:
+            with self._lock:
+                del self._routes[request.request_id]
+            raise
+
+    def stop_client(self, client_id: str) -> None:
+        with self._lock:
+            ids = [request_id for request_id, route in self._routes.items() if route.client_id == client_id]
+        for request_id in ids:
+            self.engine.stop(request_id)
+
+    def unsubscribe(self, subscriber: Subscription) -> None:
+        with self._lock:
+            ids = [request_id for request_id, route in self._routes.items() if route.subscriber is subscriber]
+        for request_id in ids:
+            self.engine.cancel(request_id)
+        subscriber.outputs.put(None)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends after the step in flight; what still runs is failed, blocks and sessions are freed."""
+        with self._lock:
+            self._is_closing = True
+        self._thread.join(timeout_s)
+        self._fail_all("the server is shutting down")
+        if not self._thread.is_alive():
+            self.engine.close()
+
+    def _run(self) -> None:
+        next_metrics_s = 0.0
+        while not self._is_closing:
+            try:
+                outputs = self.engine.step() if self.engine.wait_for_work(IDLE_WAIT_S) else []
+            except Exception as error:
+                # Engine.step fails single requests itself: what arrives here has broken the engine.
+                _log.exception("the engine stopped")
+                self._failure = f"the engine stopped: {type(error).__name__}: {error}"
+                self._fail_all(self._failure)
+                return
+            if outputs:
+                self._dispatch(outputs)
+            now_s = time.monotonic()
+            if now_s >= next_metrics_s:
+                next_metrics_s = now_s + self._metrics_period_s
+                self._on_metrics(replace(self.engine.metrics()))
+
+    def _dispatch(self, outputs: list[RequestOutput]) -> None:
+        batches: dict[Subscription, list[RequestOutput]] = {}
+        with self._lock:
+            for output in outputs:
+                route = self._routes.get(output.request_id)
+                if route is None:
+                    continue
+                batches.setdefault(route.subscriber, []).append(output)
+                route.num_output_tokens += len(output.token_ids)
+                if output.is_final:
+                    del self._routes[output.request_id]
+                    self._on_finished(output, route.num_output_tokens)
+        for subscriber, batch in batches.items():
+            subscriber.outputs.put(batch)
+
+    def _fail_all(self, message: str) -> None:
+        with self._lock:
+            routes, self._routes = self._routes, {}
+        for request_id, route in routes.items():
+            failed = RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, error=message)
+            route.subscriber.outputs.put([failed])

@@ -1,0 +1,90 @@
+"""config.pbtxt parameters -> typed options.
+
+The names that users of TensorRT-LLM's backend know, and ours. A value left as `${name}` or empty is
+unset; parameters that mean nothing here (GPU ids on a CPU) are accepted, others are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+
+_UNSET = re.compile(r"\$\{\w+\}")
+_TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
+ENGINE_INTEGERS = ("max_num_seqs", "max_queue_size", "max_prefill_tokens", "num_kv_blocks", "num_threads")
+ENGINE_STRINGS = ("policy", "acceptance")
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """What the served model does besides decoding. `engine_dir` None: the demo pair."""
+
+    engine_dir: Path | None
+    max_cached_tokens: int | None  # bound on the KV pool, in tokens
+    out_of_vocab: Literal["reject", "clamp"] = "reject"
+    excludes_input: bool = False
+    adds_special_tokens: bool = False
+    cancellation_period_s: float = 0.1
+    metrics_period_s: float = 0.25
+
+
+class Parameters:
+    """The `parameters` block of a model configuration as Triton hands it over in JSON."""
+
+    def __init__(self, model_config: dict) -> None:
+        values = {
+            name: entry.get("string_value", "").strip() for name, entry in model_config.get("parameters", {}).items()
+        }
+        self._values = {name: value for name, value in values.items() if value and not _UNSET.fullmatch(value)}
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name)
+
+    def integer(self, name: str, low: int = 0) -> int | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < low:
+            raise ConfigError(f"parameter {name} = {text!r}: must be an integer of at least {low}")
+        return int(text)
+
+    def boolean(self, name: str) -> bool | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        if text.lower() not in _TRUE | _FALSE:
+            raise ConfigError(f"parameter {name} = {text!r}: must be true or false")
+        return text.lower() in _TRUE
+
+
+def read_engine_config(parameters: Parameters) -> EngineConfig:
+    """Raises ConfigError naming the parameter."""
+    options: dict[str, object] = {name: parameters.integer(name) for name in ENGINE_INTEGERS}
+    options |= {name: parameters.text(name) for name in ENGINE_STRINGS}
+    options["admission"] = parameters.text("batch_scheduler_policy")
+    options["enable_prefix_reuse"] = parameters.boolean("enable_kv_cache_reuse")
+    return EngineConfig.from_options(**{name: value for name, value in options.items() if value is not None})
+
+
+def read_serving_options(parameters: Parameters) -> ServingOptions:
+    """Raises ConfigError naming the parameter."""
+    engine_dir = parameters.text("engine_dir")
+    out_of_vocab = parameters.text("out_of_vocab") or "reject"
+    if out_of_vocab not in ("reject", "clamp"):
+        raise ConfigError(f"parameter out_of_vocab = {out_of_vocab!r}: must be reject or clamp")
+    cancellation_ms = parameters.integer("cancellation_check_period_ms", low=1) or 100
+    stats_ms = parameters.integer("stats_check_period_ms", low=1) or 250
+    return ServingOptions(
+        engine_dir=None if engine_dir is None else Path(engine_dir),
+        max_cached_tokens=parameters.integer("max_tokens_in_paged_kv_cache", low=1),
+        out_of_vocab="clamp" if out_of_vocab == "clamp" else "reject",
+        excludes_input=parameters.boolean("exclude_input_in_output") or False,
+        adds_special_tokens=parameters.boolean("add_special_tokens") or False,
+        cancellation_period_s=min(cancellation_ms, 100) / 1e3,
+        metrics_period_s=stats_ms / 1e3,
+    )

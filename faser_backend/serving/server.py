@@ -1,0 +1,235 @@
+"""Launches Triton Inference Server over a launch copy of model_repo/.
+
+The server comes from nvidia-pytriton's wheel, or from PATH (NVIDIA's container). The copy in a
+temporary folder carries the chosen parameters and transaction policy and links to the Python stub,
+so neither site-packages nor the checkout is written to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.serving.demo_engine import PROJECT_ROOT
+
+MODEL_REPO = PROJECT_ROOT / "model_repo"
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+DRAIN_S = 30
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """Where the server listens and what is written into its model configurations."""
+
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    host: str = "127.0.0.1"
+    is_decoupled: bool = True
+    contract: str = "inflight_batcher"
+    parameters: dict[str, str] = field(default_factory=dict)  # of model `faser`
+
+
+@dataclass(frozen=True, slots=True)
+class TritonInstall:
+    """A Triton server on this machine. `backends` and `stub` are None where the server finds its own."""
+
+    binary: Path
+    backends: Path | None = None
+    stub: Path | None = None
+    libraries: tuple[Path, ...] = ()
+
+
+def find_triton() -> TritonInstall:
+    """nvidia-pytriton's server, else one on PATH. Raises ConfigError saying what to install."""
+    spec = importlib.util.find_spec("pytriton")
+    if spec is not None and spec.submodule_search_locations:
+        package = Path(spec.submodule_search_locations[0])
+        home = package / "tritonserver"
+        stub = home / "python_backend_stubs" / PYTHON_VERSION / "triton_python_backend_stub"
+        if not stub.is_file():
+            raise ConfigError(f"{stub}: nvidia-pytriton has no stub for Python {PYTHON_VERSION}")
+        libraries = (package.parent / "nvidia_pytriton.libs", *_python_library_folder())
+        return TritonInstall(home / "bin" / "tritonserver", home / "backends", stub, libraries)
+    for candidate in (shutil.which("tritonserver"), "/opt/tritonserver/bin/tritonserver"):
+        if candidate and Path(candidate).is_file():
+            return TritonInstall(Path(candidate))
+    raise ConfigError("no Triton Inference Server: pip install nvidia-pytriton==0.7.0, or put tritonserver on PATH")
+
+
+def check_libpython() -> None:
+    """Raises ConfigError where the stub could not load the interpreter's library."""
+    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    if any((folder / name).is_file() for folder in _python_library_folder()):
+        return
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        raise ConfigError(f"Triton's Python stub needs {name}: apt-get install libpython{PYTHON_VERSION}") from None
+
+
+def check_ports(host: str, ports: dict[str, int]) -> None:
+    """Raises ConfigError for the first port that is out of range, given twice or already in use."""
+    seen: dict[int, str] = {}
+    for name, port in ports.items():
+        if not 1 <= port <= 65535:
+            raise ConfigError(f"{name} = {port}: must lie in [1, 65535]")
+        if port in seen:
+            raise ConfigError(f"{name} = {port}: is the same as {seen[port]}")
+        seen[port] = name
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ConfigError(f"{name}: port {port} in use on {host} ({error.strerror}); choose another") from None
+
+
+class TritonServer:
+    """One server process and its launch folder. Use as a context manager, or call `stop`."""
+
+    def __init__(self, options: LaunchOptions, *, repository: Path = MODEL_REPO, shows_log: bool = False) -> None:
+        """Starts the process. Raises ConfigError where it cannot be started as asked."""
+        self.options = options
+        ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
+        install = find_triton()
+        check_libpython()
+        check_ports(options.host, ports)
+        self._folder = Path(tempfile.mkdtemp(prefix="faser-serve-"))
+        self.log_file = self._folder / "tritonserver.log"
+        try:
+            write_launch_copy(repository, self._folder / "model_repo", options)
+            command = [*_server_command(install, self._folder, options)]
+            with self.log_file.open("wb") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    stdout=None if shows_log else log,
+                    stderr=None if shows_log else subprocess.STDOUT,
+                    env=_environment(install),
+                    start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
+                    preexec_fn=_die_with_parent,
+                )
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def wait_ready(self, timeout_s: float = 180.0) -> None:
+        """Raises ConfigError with the reason from the log where the server ends or is too slow."""
+        url = f"http://{self.options.host}:{self.options.http_port}/v2/health/ready"
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                raise ConfigError(f"the server did not start: {self.failure_reason()}")
+            try:
+                with urllib.request.urlopen(url, timeout=1):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        raise ConfigError(f"the server was not ready within {timeout_s:.0f} s: {self.failure_reason()}")
+
+    def failure_reason(self) -> str:
+        """The engine's own error if the log has one, else the end of the log."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        for line in lines:
+            if "failed to load 'faser'" in line or "TritonModelException" in line:
+                return line.split("TritonModelException: ")[-1].strip()
+        return "\n".join(lines[-25:]) or "it wrote no log"
+
+    def wait(self) -> int:
+        return self.process.wait()
+
+    def stop(self, timeout_s: float = DRAIN_S + 15.0) -> None:
+        """SIGTERM: the server takes no new requests and answers those in flight; then it ends."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:
+    """Copies the models of one contract and writes policy and parameters into their configurations."""
+    if not (repository / "faser" / "config.pbtxt").is_file():
+        raise ConfigError(f"{repository}: no model repository here; run from a checkout of the project")
+    for model in sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file()):
+        shutil.copytree(model, target / model.name, ignore=shutil.ignore_patterns("__pycache__"))
+        config = target / model.name / "config.pbtxt"
+        text = config.read_text()
+        if not options.is_decoupled:
+            text = text.replace("decoupled: true", "decoupled: false")
+        if model.name == "faser":
+            for name, value in options.parameters.items():
+                if f'"${{{name}}}"' not in text:
+                    raise ConfigError(f"parameter {name}: model faser has no such parameter")
+                escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+                text = text.replace(f'"${{{name}}}"', f'"{escaped}"')
+        config.write_text(text)
+
+
+def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions) -> list[str]:
+    command = [str(install.binary), f"--model-repository={folder / 'model_repo'}"]
+    if install.backends is not None and install.stub is not None:
+        backend = folder / "backends" / "python"
+        backend.mkdir(parents=True)
+        for file in (*(install.backends / "python").glob("[!_]*"), install.stub):
+            (backend / file.name).symlink_to(file)
+        command.append(f"--backend-directory={folder / 'backends'}")
+    for name in ("http", "grpc", "metrics"):
+        command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
+    return [
+        *command,
+        "--exit-on-error=true",
+        f"--exit-timeout-secs={DRAIN_S}",
+        "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
+        "--pinned-memory-pool-byte-size=0",
+        *([] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]),
+    ]
+
+
+def _environment(install: TritonInstall) -> dict[str, str]:
+    """The stub embeds Python: PATH leads it to this interpreter's home, PYTHONPATH to its packages."""
+    environment = dict(os.environ)
+
+    def prepend(name: str, entries: list[str]) -> None:
+        environment[name] = os.pathsep.join([*entries, *filter(None, [environment.get(name)])])
+
+    prepend("PATH", [str(Path(sys.executable).parent)])
+    prepend("PYTHONPATH", [str(PROJECT_ROOT), sysconfig.get_path("purelib")])
+    if install.libraries:
+        prepend("LD_LIBRARY_PATH", [str(folder) for folder in install.libraries])
+    return environment
+
+
+def _python_library_folder() -> tuple[Path, ...]:
+    folder = sysconfig.get_config_var("LIBDIR")
+    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    return (Path(folder),) if folder and (Path(folder) / name).is_file() else ()
+
+
+def _die_with_parent() -> None:
+    # Without it a killed `faser serve` would leave the server behind, holding its ports.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,131 @@
+"""What a request's answer looks like as tensors: `Reply` gathers outputs and renders responses.
+
+Pure: tokens in, (name, array) pairs out. Arrays carry Triton's batch dimension of 1 in front. Only
+outputs that the client requested are made, and of those only what is known at this point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from faser_backend.core.request import RequestOutput, RequestStats
+from faser_backend.serving.contract import ParsedRequest
+from faser_backend.serving.text_stream import TextStream
+from faser_backend.serving.tokenizer import TextTokenizer
+
+NamedArray = tuple[str, np.ndarray]
+_ZERO = np.zeros((1, 1), np.int32)
+_PERF_FIELDS = {
+    "arrival_time_ns": "arrival_ns",
+    "first_scheduled_time_ns": "first_scheduled_ns",
+    "first_token_time_ns": "first_token_ns",
+    "last_token_time_ns": "last_token_ns",
+}
+
+
+class Reply:
+    """The answer to one request as it grows. `add` takes outputs, `render` gives what is new or all."""
+
+    def __init__(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> None:
+        self.parsed = parsed
+        self._requested = frozenset(requested)
+        prompt_ids = parsed.request.prompt_ids
+        self._stream = (
+            TextStream(tokenizer, context_ids=prompt_ids[-16:].tolist(), stop_strings=parsed.stop_strings)
+            if "text_output" in self._requested or parsed.stop_strings
+            else None
+        )
+        self._tokenizer = tokenizer
+        self._text: list[str] = []
+        self._new_ids: list[int] = []
+        self._new_log_probs: list[float] = []
+        self._cum_log_prob = 0.0
+        self._num_output_tokens = 0
+        self._stats: RequestStats | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text; later tokens are dropped."""
+        return self._stream is not None and self._stream.is_stopped
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a streamed response would say anything."""
+        if "output_ids" in self._requested:
+            return bool(self._new_ids)
+        return any(self._text)
+
+    def add(self, output: RequestOutput) -> None:
+        token_ids = output.token_ids
+        if token_ids and not self.is_stopped:
+            if self._stream is not None:
+                delta = self._stream.push(token_ids)
+                self._text.append(delta.text)
+                token_ids = token_ids[: delta.num_tokens]
+            self._new_ids.extend(token_ids)
+            self._num_output_tokens += len(token_ids)
+            if output.log_probs is not None:
+                self._new_log_probs.extend(output.log_probs[: len(token_ids)])
+                self._cum_log_prob += sum(output.log_probs[: len(token_ids)])
+        if output.is_final:
+            self._stats = output.stats
+            if self._stream is not None:
+                self._text.append(self._stream.finish())
+
+    def render(self) -> list[NamedArray]:
+        """Tensors of the next response. Streaming: what came since the last one; else everything.
+
+        output_ids [1, 1, n] comes first where it is requested: clients read tensors by position.
+        """
+        parsed, arrays = self.parsed, []
+        if "output_ids" in self._requested:
+            arrays += self._render_ids()
+        if "text_output" in self._requested:
+            text = "".join(self._text)
+            if not (parsed.is_streaming or parsed.excludes_input):
+                text = self._prompt_text() + text
+            arrays.append(("text_output", np.array([[text.encode()]], dtype=object)))
+        self._text.clear()
+        if parsed.wants_log_probs:
+            arrays.append(("cum_log_probs", np.array([[self._cum_log_prob]], np.float32)))
+            arrays.append(("output_log_probs", np.array([[self._new_log_probs]], np.float32)))
+        arrays += [("batch_index", _ZERO), ("sequence_index", _ZERO)]
+        if parsed.wants_num_input_tokens:
+            arrays.append(("num_input_tokens", _one(parsed.request.prompt_ids.size)))
+        if parsed.wants_num_output_tokens:
+            arrays.append(("num_output_tokens", _one(self._num_output_tokens)))
+        if parsed.wants_perf_metrics and self._stats is not None:
+            arrays += _render_stats(self._stats)
+        self._new_ids, self._new_log_probs = [], []
+        return [(name, array) for name, array in arrays if name in self._requested]
+
+    def _render_ids(self) -> list[NamedArray]:
+        parsed, ids = self.parsed, self._new_ids
+        if not (parsed.is_streaming or parsed.excludes_input):
+            ids = [*parsed.request.prompt_ids.tolist(), *ids]
+        return [("output_ids", np.array([[ids]], np.int32)), ("sequence_length", _one(len(ids)))]
+
+    def _prompt_text(self) -> str:
+        if self.parsed.prompt_text is not None:
+            return self.parsed.prompt_text
+        return self._tokenizer.decode(self.parsed.request.prompt_ids.tolist())
+
+
+def _one(value: int, dtype: type = np.int32) -> np.ndarray:
+    return np.array([[value]], dtype)
+
+
+def _render_stats(stats: RequestStats) -> list[NamedArray]:
+    arrays = [(name, _one(getattr(stats, field), np.int64)) for name, field in _PERF_FIELDS.items()]
+    rate = stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0
+    return [
+        *arrays,
+        ("acceptance_rate", _one(rate, np.float32)),  # pyright: ignore[reportArgumentType]
+        ("total_accepted_draft_tokens", _one(stats.num_accepted)),
+        ("total_draft_tokens", _one(stats.num_drafted)),
+        ("kv_cache_alloc_new_blocks", _one(max(0, stats.num_allocated_blocks - stats.num_reused_blocks))),
+        ("kv_cache_reused_blocks", _one(stats.num_reused_blocks)),
+        ("kv_cache_alloc_total_blocks", _one(stats.num_allocated_blocks)),
+    ]
