@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 VOCAB_SIZE = 2048
 HELD_OUT_EVERY = 25
+# A newline is always a token of its own, so that a prompt that ends in one is cut like the training text.
+PIECES = r"\n| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|[ ]+(?=[ ])|\s"
 SKIPPED_PARTS = frozenset({"pydoc_data", "encodings", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -70,9 +72,13 @@ def listing_digest(files: list[SourceFile]) -> str:
 def train_tokenizer(texts: list[str]) -> Tokenizer:
     """Byte-level BPE with the full byte alphabet: lossless on any UTF-8 text."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT],
@@ -109,13 +115,23 @@ def encode_files(tokenizer: Tokenizer, files: list[SourceFile], seed: int) -> np
 class WindowSampler:
     """Endless batches of windows of a token stream; each epoch sees every window once.
 
-    The stream is cut at a new random offset in every epoch, so that window borders move.
+    The stream is cut at a new random offset in every epoch, so that window borders move. A cut in
+    use when `window_len` changes is used up first: longer windows then overlap for the rest of that epoch.
     """
 
     def __init__(self, stream: np.ndarray, seed: int):
         self.stream = stream  # [num_tokens] uint16
         self.rng = np.random.default_rng(seed)
         self.starts: list[int] = []
+
+    def snapshot(self) -> dict:
+        return {"starts": list(self.starts), "rng": self.rng.bit_generator.state}
+
+    def restore(self, snapshot: dict) -> None:
+        """Goes on where `snapshot` was taken; an empty one changes nothing."""
+        if snapshot:
+            self.starts = list(snapshot["starts"])
+            self.rng.bit_generator.state = snapshot["rng"]
 
     def next_batch(self, batch_size: int, window_len: int) -> np.ndarray:
         """Ids `[batch_size, window_len + 1]` int64: inputs and, shifted by one, their labels."""

@@ -1,6 +1,6 @@
 """A Llama decoder in plain PyTorch, with the parameter names of the Hugging Face layout.
 
-Small enough to read, quick enough to train on one core; `tests` of the pair compare it
+Small enough to read, quick enough to train on one core; the export stage compares it
 with `transformers`. Knows nothing of data or of training.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 HEAD_DIM = 64
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-5
+QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of each place to itself and those before it; all `[batch, heads, seq, HEAD_DIM]`.
+
+    Blocks of queries leave out most of the masked half. Compiled for a CPU, this is almost three
+    times quicker than the fused kernel, forward and backward, which itself took half of a step.
+    """
+    seq, outputs = q.shape[2], []
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    for start in range(0, seq, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, seq)
+        scores = torch.bmm(q[:, start:end], k[:, :end].mT).float() * HEAD_DIM**-0.5
+        is_later = torch.arange(end)[None, :] > torch.arange(start, end)[:, None]
+        weights = scores.masked_fill(is_later, float("-inf")).softmax(-1).to(v.dtype)
+        outputs.append(torch.bmm(weights, v[:, :end]))
+    return torch.cat(outputs, dim=1)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int):
         super().__init__()
@@ -69,11 +87,19 @@ class KVCache:
         self.keys = torch.zeros(batch, heads, max_len, HEAD_DIM, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
 
-    def append(self, k: Tensor, v: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        end = position + k.shape[2]
-        self.keys[:, :, position:end] = k
-        self.values[:, :, position:end] = v
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def store(self, k: Tensor, v: Tensor, position: int) -> None:
+        """Keeps `k`, `v` `[batch, heads, seq, HEAD_DIM]` of the positions from `position` on."""
+        self.keys[:, :, position : position + k.shape[2]] = k
+        self.values[:, :, position : position + k.shape[2]] = v
+
+    def attend(self, q: Tensor, num_tokens: int) -> Tensor:
+        """Attention of one query per row `[batch, heads, 1, HEAD_DIM]` to the first `num_tokens` positions.
+
+        Batched products without copies of the cache: several times quicker on a CPU than the fused kernel.
+        """
+        k, v = (t.flatten(0, 1)[:, :num_tokens] for t in (self.keys, self.values))
+        scores = torch.bmm(q.flatten(0, 1), k.mT).float() * HEAD_DIM**-0.5
+        return torch.bmm(scores.softmax(-1).to(v.dtype), v).view_as(q)
 
 
 class Attention(nn.Module):
@@ -89,8 +115,9 @@ class Attention(nn.Module):
         q, k, v = (p(x).view(split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         if cache is not None:
-            k, v = cache.append(k, v, position)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=seq > 1)
+            cache.store(k, v, position)
+        is_next_token = cache is not None and seq == 1
+        out = cache.attend(q, position + 1) if is_next_token else causal_attention(q, k, v).view_as(q)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, size))
 
 

@@ -27,7 +27,7 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum with orthogonalised updates; matrices of one shape are handled together."""
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
             directions.append(p.grad.lerp(buffer, group["momentum"]))
         rows, cols = params[0].shape
         scale = group["lr"] * max(1.0, rows / cols) ** 0.5
-        for p, update in zip(params, orthogonalise(torch.stack(directions))):
+        for p, update in zip(params, orthogonalise(torch.stack(directions)), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 
 
@@ -84,5 +84,5 @@ class PairOptimizer:
         return [o.state_dict() for o in self.optimizers]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        for optimizer, state in zip(self.optimizers, states):
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
