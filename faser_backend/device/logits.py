@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 _NEG_INF = np.float32(-np.inf)
+_NUCLEUS_WIDTH = 128
 
 
 def penalize(
@@ -32,30 +33,35 @@ def penalize(
     logits -= frequency * output_counts
 
 
-def keep_top_k(logits: np.ndarray, top_k: np.ndarray) -> None:
-    """In place on [n, V]: -inf below the k-th largest logit of its row; top_k [n] int64 >= 1. Ties with it stay."""
-    vocab_size = logits.shape[1]
-    top_k = np.minimum(top_k, vocab_size)
-    # One partition serves all rows: the largest k sorts a tail that holds every smaller k's threshold.
-    widest = int(top_k.max())
-    tail = np.partition(logits, vocab_size - widest, axis=1)[:, vocab_size - widest :]
-    tail.sort(axis=1)
-    thresholds = np.take_along_axis(tail, (widest - top_k)[:, None], 1)
-    np.copyto(logits, _NEG_INF, where=logits < thresholds)
+def keep_top(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
+    """Top-k, then top-p, in place on [n, V]: -inf below each row's threshold; top_k [n] in [1, V], top_p [n].
 
-
-def keep_top_p(logits: np.ndarray, top_p: np.ndarray) -> None:
-    """In place on [n, V]: keeps the smallest set of largest logits with probability >= top_p [n].
-
-    A token stays if the tokens strictly before it in descending order sum to less than top_p; ties with
-    the last one stay. The largest logit always stays.
+    Top-p keeps the smallest set of largest tokens that top-k left whose share is at least top_p: a token
+    stays if those strictly before it in descending order hold less. Ties with the last one stay; so does the
+    largest. One sort serves both and is cheaper than a partition where numpy sorts float32 with AVX-512.
     """
-    descending = -np.sort(-logits, axis=1)
-    weights = np.exp(descending - descending[:, :1]).astype(np.float64)
-    cumulative = np.cumsum(weights, axis=1)
-    num_kept = 1 + np.count_nonzero(cumulative[:, :-1] < top_p[:, None] * cumulative[:, -1:], axis=1)
-    thresholds = np.take_along_axis(descending, num_kept[:, None] - 1, 1)
-    np.copyto(logits, _NEG_INF, where=logits < thresholds)
+    descending = np.sort(logits, axis=1)[:, ::-1]
+    thresholds = descending[np.arange(logits.shape[0]), top_k - 1]
+    nucleus = np.flatnonzero(top_p < 1.0)
+    if nucleus.size:
+        limits = thresholds[nucleus]
+        thresholds[nucleus] = np.maximum(limits, _nucleus_thresholds(descending[nucleus], limits, top_p[nucleus]))
+    np.copyto(logits, _NEG_INF, where=logits < thresholds[:, None])
+
+
+def _nucleus_thresholds(descending: np.ndarray, limits: np.ndarray, top_p: np.ndarray) -> np.ndarray:
+    """[n]: smallest logit of the top-p set of descending [n, V], counting only logits >= limits [n]."""
+    weights = np.exp(descending - descending[:, :1])
+    weights[descending < limits[:, None]] = 0.0
+    targets = top_p * weights.sum(axis=1, dtype=np.float64)
+    width = _NUCLEUS_WIDTH
+    while True:  # a prefix sum over all of V would cost more than the sort, and nuclei are small
+        cumulative = np.cumsum(weights[:, :width], axis=1, dtype=np.float64)
+        if width >= weights.shape[1] or (cumulative[:, -1] >= targets).all():
+            break
+        width *= 4
+    num_before = np.count_nonzero(cumulative < targets[:, None], axis=1)
+    return descending[np.arange(limits.size), np.minimum(num_before, weights.shape[1] - 1)]
 
 
 def keep_min_p(logits: np.ndarray, min_p: np.ndarray) -> None:

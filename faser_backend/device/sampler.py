@@ -16,7 +16,7 @@ from faser_backend.core.errors import FaserError
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
-from faser_backend.device.logits import keep_min_p, keep_top_k, keep_top_p, log_softmax_at, softmax
+from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, softmax
 
 MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
 
@@ -34,7 +34,7 @@ class NumpySampler:
         self._has_rules = np.zeros(max_num_seqs, np.bool_)
         self._keys = np.zeros(max_num_seqs, np.uint64)
         self._inverse_temperature = np.ones(max_num_seqs, np.float32)  # 1 where greedy
-        self._top_k = np.zeros(max_num_seqs, np.int64)  # 0 = off
+        self._top_k = np.full(max_num_seqs, vocab_size, np.int64)  # V = off
         self._top_p = np.ones(max_num_seqs, np.float64)  # 1 = off
         self._min_p = np.zeros(max_num_seqs, np.float64)  # 0 = off
         # Counts over active slots decide the path of a whole batch without looking at its rows.
@@ -53,9 +53,9 @@ class NumpySampler:
         """See core.ports.Sampler. The parameters are valid (SamplingParams.validate)."""
         if self._is_active[slot]:
             raise ValueError(f"slot {slot} is in use; remove it first")
-        is_random = sampling.temperature >= MIN_TEMPERATURE
-        top_k = 0 if sampling.top_k >= self._vocab_size else sampling.top_k
-        has_filter = top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        is_random = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
+        top_k = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        has_filter = top_k < self._vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
         has_rules = self._rules.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
         self._is_active[slot] = True
         self._is_random[slot] = is_random
@@ -64,7 +64,7 @@ class NumpySampler:
         self._is_special[slot] = has_rules or (is_random and has_filter)
         self._keys[slot] = noise.seed_keys(np.array([sampling.seed], np.uint64))[0]
         self._inverse_temperature[slot] = 1.0 / sampling.temperature if is_random else 1.0
-        self._top_k[slot] = top_k if is_random else 0
+        self._top_k[slot] = top_k if is_random else self._vocab_size
         self._top_p[slot] = sampling.top_p if is_random else 1.0
         self._min_p[slot] = sampling.min_p if is_random else 0.0
         self._count()
@@ -109,11 +109,11 @@ class NumpySampler:
         Raises as `sample` does.
         """
         scores = self._processed(logits, rows, np.arange(rows.slots.size))
-        token_ids = self._pick(scores, rows)
         probs = softmax(scores)
         greedy = np.flatnonzero(~self._is_random[rows.slots])
-        probs[greedy] = 0.0
-        probs[greedy, token_ids[greedy]] = 1.0
+        if greedy.size:
+            probs[greedy] = 0.0
+            probs[greedy, scores[greedy].argmax(axis=1)] = 1.0
         return probs
 
     def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
@@ -170,38 +170,44 @@ class NumpySampler:
             self._rules.apply(scores, rows, index)
             all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
             scores[all_forbidden] = logits[index[all_forbidden]]
+        _check_finite(scores.max(axis=1), rows, index)  # before filters, which presume numbers
         scores *= self._inverse_temperature[slots, None]
         top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
-        _filter(keep_top_k, scores, top_k, top_k > 0)
-        _filter(keep_top_p, scores, top_p, top_p < 1.0)
-        _filter(keep_min_p, scores, min_p, min_p > 0.0)
+        _apply(keep_top, scores, (top_k < self._vocab_size) | (top_p < 1.0), top_k, top_p)
+        _apply(keep_min_p, scores, min_p > 0.0, min_p)
         return scores
 
     @staticmethod
     def _pick(scores: np.ndarray, rows: SamplingRows, index: np.ndarray | None = None) -> np.ndarray:
         """argmax [n] of scores [n, V], which belong to rows `index` (None = all, in order)."""
         token_ids = scores.argmax(axis=1)
-        best = scores[np.arange(token_ids.size), token_ids]
         # argmax stops at the first NaN, so the chosen score tells whether a row is sound.
-        if not np.isfinite(best).all():
-            bad = int(np.flatnonzero(~np.isfinite(best))[0])
-            row = bad if index is None else int(index[bad])
-            held = "only -inf" if best[bad] == -np.inf else "NaN" if np.isnan(best[bad]) else "+inf"
-            raise FaserError(
-                f"logits of row {row} (slot {int(rows.slots[row])}, position {int(rows.positions[row])}) "
-                f"hold {held}: no token can be drawn"
-            )
+        _check_finite(scores[np.arange(token_ids.size), token_ids], rows, index)
         return token_ids
 
 
-def _filter(
-    keep: Callable[[np.ndarray, np.ndarray], None], scores: np.ndarray, values: np.ndarray, is_on: np.ndarray
-) -> None:
-    """Applies `keep` in place to the rows of scores [n, V] where is_on [n]."""
+def _check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None) -> None:
+    """Raises FaserError for the first entry of best [n], the largest score of each row, that is no number."""
+    is_finite = np.isfinite(best)
+    if is_finite.all():
+        return
+    bad = int(is_finite.argmin())
+    row = bad if index is None else int(index[bad])
+    held = "only -inf" if best[bad] == -np.inf else "NaN" if np.isnan(best[bad]) else "+inf"
+    raise FaserError(
+        f"logits of row {row} (slot {int(rows.slots[row])}, position {int(rows.positions[row])}) "
+        f"hold {held}: no token can be drawn"
+    )
+
+
+def _apply(keep: Callable[..., None], scores: np.ndarray, is_on: np.ndarray, *parameters: np.ndarray) -> None:
+    """Runs a filter in place on the rows of scores [n, V] where is_on [n]; each of its parameters is [n]."""
     on = np.flatnonzero(is_on)
+    if on.size == 0:
+        return
     if on.size == scores.shape[0]:
-        keep(scores, values)
-    elif on.size:
-        kept = scores[on]
-        keep(kept, values[on])
-        scores[on] = kept
+        keep(scores, *parameters)
+        return
+    kept = scores[on]
+    keep(kept, *(parameter[on] for parameter in parameters))
+    scores[on] = kept
