@@ -20,6 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,17 +123,20 @@ class TritonServer:
                     stderr=None if shows_log else subprocess.STDOUT,
                     env=_environment(install),
                     start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
                 )
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
-    def wait_ready(self, timeout_s: float = 180.0) -> None:
-        """Raises ConfigError with the reason from the log where the server ends or is too slow."""
+    def wait_ready(self, timeout_s: float = 180.0, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Raises ConfigError with the reason from the log where the server ends or is too slow.
+
+        Returns early once `should_stop` says so.
+        """
         url = f"http://{self.options.host}:{self.options.http_port}/v2/health/ready"
         deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and not should_stop():
             if self.process.poll() is not None:
                 raise ConfigError(f"the server did not start: {self.failure_reason()}")
             try:
@@ -140,7 +144,8 @@ class TritonServer:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
-        raise ConfigError(f"the server was not ready within {timeout_s:.0f} s: {self.failure_reason()}")
+        if not should_stop():
+            raise ConfigError(f"the server was not ready within {timeout_s:.0f} s: {self.failure_reason()}")
 
     def failure_reason(self) -> str:
         """The engine's own error if the log has one, else the end of the log."""

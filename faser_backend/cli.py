@@ -1,0 +1,212 @@
+"""The `faser` command. Each command is one function; what it does lives in the rooms.
+
+Every error that a user can cause or mend ends as one line on stderr and exit status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from faser_backend.core.errors import ConfigError, FaserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Speculative decoding behind NVIDIA Triton.",
+)
+
+
+class Contract(Enum):
+    INFLIGHT_BATCHER = "inflight_batcher"
+
+
+class Admission(Enum):
+    MAX_UTILIZATION = "max_utilization"
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+
+
+class Acceptance(Enum):
+    MATCH = "match"
+    REJECTION = "rejection"
+
+
+class OutOfVocab(Enum):
+    REJECT = "reject"
+    CLAMP = "clamp"
+
+
+EngineDir = Annotated[
+    Path | None, typer.Option(help="Engine directory; default: the demo pair, built on first use.", show_default=False)
+]
+Policy = Annotated[str, typer.Option(help="Speculation: none or fixed:K.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
+
+
+@app.command()
+def doctor(is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine can run, and why not. Status 1 where it cannot serve at all."""
+    from faser_backend.serving.doctor import examine, print_report
+
+    findings = examine()
+    if is_json:
+        print(json.dumps([finding.as_dict() for finding in findings], indent=1))
+    else:
+        print_report(findings)
+    if any(finding.is_needed and not finding.is_ok for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def build(
+    *,
+    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face layout.")],
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint with the same vocabulary.")],
+    output: Annotated[Path, typer.Option(help="Engine directory to write.")],
+    runtime: Annotated[str, typer.Option(help="Runtime that the engines are built for.")] = "onnxruntime",
+    exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
+    dtype: Annotated[str, typer.Option(help="Weights and arithmetic.")] = "fp32",
+    kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+) -> None:
+    """Compile a draft and a target checkpoint into an engine directory."""
+    from engines.build import build_engines
+
+    manifest = build_engines(
+        target,
+        draft,
+        output,
+        runtime=runtime,
+        exit_layers=_parse_integers("--exit-layers", exit_layers),
+        dtype=dtype,
+        kv_block_size=kv_block_size,
+        progress=_print_progress,
+    )
+    cuts = f", exit layers {', '.join(map(str, manifest.exit_layers))}" if manifest.exit_layers else ""
+    print(f"built {output} for {manifest.runtime}, {manifest.dtype}{cuts}")
+
+
+@app.command()
+def generate(
+    *,
+    prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead, e.g. 1,2,3.", show_default=False)] = None,
+    engine_dir: EngineDir = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", show_default=False)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop after; may be given several times.")] = None,
+    policy: Policy = "fixed:4",
+    acceptance: Annotated[Acceptance, typer.Option(help="How drafted tokens are accepted.")] = Acceptance.MATCH,
+    num_threads: Threads = None,
+    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
+    from faser_backend.serving.one_shot import OneShotOptions, generate_once, report_line
+
+    options = OneShotOptions(
+        engine_dir=engine_dir,
+        prompt=prompt,
+        prompt_ids=None if prompt_ids is None else _parse_integers("--prompt-ids", prompt_ids),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_strings=tuple(stop or ()),
+        policy=policy,
+        acceptance=acceptance.value,
+        num_threads=num_threads,
+    )
+    result = generate_once(options, on_text=_ignore if is_json else _print_text, progress=_print_progress)
+    if is_json:
+        print(json.dumps(result))
+    else:
+        print(f"\n{report_line(result)}")
+
+
+@app.command()
+def serve(
+    *,
+    engine_dir: EngineDir = None,
+    http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Metrics port.")] = 8002,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
+    policy: Policy = "fixed:4",
+    acceptance: Annotated[Acceptance, typer.Option(help="How drafted tokens are accepted.")] = Acceptance.MATCH,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 32,
+    max_queue_size: Annotated[int, typer.Option(help="Requests that may wait; 0 is unbounded.")] = 256,
+    num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks.", show_default="from free memory")] = None,
+    admission: Annotated[Admission, typer.Option(help="When waiting requests may start.")] = Admission.MAX_UTILIZATION,
+    num_threads: Threads = None,
+    out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
+    exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
+    contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
+) -> None:
+    """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
+    from faser_backend.serving.launch import check_engine, serve_until_signalled
+    from faser_backend.serving.server import LaunchOptions
+
+    directory = check_engine(engine_dir, policy, _print_progress)
+    parameters = {
+        "engine_dir": str(directory.resolve()),
+        "policy": policy,
+        "acceptance": acceptance.value,
+        "max_num_seqs": str(max_num_seqs),
+        "max_queue_size": str(max_queue_size),
+        "batch_scheduler_policy": admission.value,
+        "out_of_vocab": out_of_vocab.value,
+        "exclude_input_in_output": str(exclude_input_in_output).lower(),
+    }
+    optional = {"num_kv_blocks": num_kv_blocks, "num_threads": num_threads}
+    parameters |= {name: str(value) for name, value in optional.items() if value is not None}
+    options = LaunchOptions(
+        http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters
+    )
+    raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
+
+
+def main() -> None:
+    """Entry point: turns errors into one line and a status."""
+    from engines.checkpoint import CheckpointError
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `faser generate | head` ends quietly
+    try:
+        app()
+    except (FaserError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parse_integers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"{option} = {text!r}: must be integers separated by commas") from None
+
+
+def _print_text(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _ignore(text: str) -> None:
+    """Takes streamed text where only the final object is printed."""
+
+
+def _print_progress(what: str, steps_done: int, steps_total: int) -> None:
+    print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""`faser serve`: checks before the server starts, then waits for a signal and drains."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.speculative_length import parse_policy
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.server import LaunchOptions, TritonServer
+
+
+def check_engine(engine_dir: Path | None, policy: str, progress: Callable[[str, int, int], None]) -> Path:
+    """The directory to serve, verified, so that a mistake is told before a server starts.
+
+    Raises ConfigError or ManifestError.
+    """
+    parse_policy(policy)
+    directory = engine_dir or demo_engine_dir(progress)
+    EngineManifest.load(directory)
+    return directory
+
+
+def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
+    """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status."""
+    is_signalled = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: is_signalled.set())
+    with TritonServer(options, shows_log=shows_log) as server:
+        print(f"starting Triton Inference Server, log in {server.log_file}", file=sys.stderr)
+        server.wait_ready(should_stop=is_signalled.is_set)
+        if not is_signalled.is_set():
+            print(
+                f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "
+                f"metrics {options.host}:{options.metrics_port}; models ensemble, tensorrt_llm, tensorrt_llm_bls",
+                flush=True,
+            )
+        while not is_signalled.wait(0.5):
+            if server.process.poll() is not None:
+                print(f"error: the server ended by itself: {server.failure_reason()}", file=sys.stderr)
+                return 1
+        print("draining", file=sys.stderr)
+    return 0

@@ -1,0 +1,128 @@
+"""`faser generate`: one prompt through the same engine that serves, without a server."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.speculative_length import parse_policy
+from faser_backend.serving.compose import build_engine
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.text_stream import TextStream
+from faser_backend.serving.tokenizer import TextTokenizer
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OneShotOptions:
+    """Exactly one of prompt and prompt_ids; seed None draws a fresh one."""
+
+    engine_dir: Path | None
+    prompt: str | None
+    prompt_ids: tuple[int, ...] | None
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    policy: str = "fixed:4"
+    acceptance: str = "match"
+    num_threads: int | None = None
+
+
+def generate_once(
+    options: OneShotOptions, *, on_text: Callable[[str], None], progress: Progress | None = None
+) -> dict[str, Any]:
+    """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, num_pruned,
+    tokens_per_s, finish_reason and seed. Raises FaserError.
+    """
+    if (options.prompt is None) == (options.prompt_ids is None):
+        raise RequestError("prompt", options.prompt, "give exactly one of --prompt and --prompt-ids")
+    parse_policy(options.policy)
+    engine_dir = options.engine_dir or demo_engine_dir(progress)
+    manifest = EngineManifest.load(engine_dir)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name)
+    request = _make_request(options, manifest, tokenizer)
+    config = EngineConfig.from_options(
+        policy=options.policy, acceptance=options.acceptance, max_num_seqs=1, num_threads=options.num_threads
+    )
+    engine = build_engine(engine_dir, config)
+    try:
+        stream = TextStream(tokenizer, context_ids=request.prompt_ids.tolist(), stop_strings=options.stop_strings)
+        return _run(engine, request, stream, on_text)
+    finally:
+        engine.close()
+
+
+def report_line(result: dict[str, Any]) -> str:
+    """What a person reads after the text."""
+    drafted, accepted = result["num_drafted"], result["num_accepted"]
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    return (
+        f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.0f} tokens/s; "
+        f"accepted {accepted} of {drafted} drafted tokens{share}; ended by {result['finish_reason']}"
+    )
+
+
+def _make_request(options: OneShotOptions, manifest: EngineManifest, tokenizer: TextTokenizer) -> Request:
+    ids = options.prompt_ids if options.prompt is None else tokenizer.encode(options.prompt)
+    seed = options.seed
+    if seed is None:
+        seed = secrets.randbits(64) if options.temperature > 0 else 0
+    sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
+    return Request(
+        request_id="generate",
+        prompt_ids=np.asarray(ids, np.int64),
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        end_ids=manifest.end_ids,
+        stop_sequences=tokenizer.encode_words("stop", list(options.stop_strings)),
+    )
+
+
+def _run(engine: Engine, request: Request, stream: TextStream, on_text: Callable[[str], None]) -> dict[str, Any]:
+    token_ids: list[int] = []
+    parts: list[str] = []
+    last: RequestOutput | None = None
+    started_s = time.perf_counter()
+    engine.submit(request)
+    while last is None:
+        for output in engine.step():
+            if not stream.is_stopped:
+                delta = stream.push(output.token_ids)
+                token_ids += output.token_ids[: delta.num_tokens]
+                parts.append(delta.text)
+                on_text(delta.text)
+                if delta.is_stopped:
+                    engine.stop(request.request_id)
+            if output.is_final:
+                last = output
+    seconds = time.perf_counter() - started_s
+    if last.error is not None:
+        raise FaserError(last.error)
+    parts.append(stream.finish())
+    on_text(parts[-1])
+    assert last.finish_reason is not None and last.stats is not None  # the engine sets both on the last output
+    return {
+        "token_ids": token_ids,
+        "text": "".join(parts),
+        "num_drafted": last.stats.num_drafted,
+        "num_accepted": last.stats.num_accepted,
+        "num_pruned": last.stats.num_pruned,
+        "tokens_per_s": round(len(token_ids) / seconds, 1),
+        "finish_reason": "stop_words" if stream.is_stopped else last.finish_reason.value,
+        "seed": request.sampling.seed,
+    }
