@@ -1,0 +1,233 @@
+"""Engine directories that load, and the many that must not; builds that must be refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engines.build import build_engines
+from engines.checkpoint import CheckpointError
+from faser_backend.core.errors import FaserError, ManifestError
+from faser_backend.manifest import EngineManifest, file_sha256
+from tests.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def pristine(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("engines") / "engine"
+    build_engines(source, source, directory, exit_layers=(1,))
+    return directory
+
+
+@pytest.fixture
+def engine(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "engine")
+
+
+@pytest.fixture
+def checkpoint(source: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(source, tmp_path / "checkpoint")
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def refuses(engine: Path, *words: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        EngineManifest.load(engine)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def refuses_build(words: list[str], target: Path, draft: Path, output: Path, **options: object) -> None:
+    with pytest.raises(FaserError) as caught:
+        build_engines(target, draft, output, **options)  # pyright: ignore[reportArgumentType]
+    for word in words:
+        assert word in str(caught.value)
+    assert not output.exists()
+    assert not list(output.parent.glob(".*partial"))
+
+
+def test_a_directory_round_trips(engine: Path) -> None:
+    manifest = EngineManifest.load(engine)
+    assert [(s.first_layer, s.last_layer) for s in manifest.target.segments] == [(0, 1), (1, 3)]
+    assert [s.has_exit_scores for s in manifest.target.segments] == [True, False]
+    assert manifest.exit_layers == (1,) and manifest.end_ids == (3,)
+    manifest.save(engine)
+    assert EngineManifest.load(engine) == manifest
+    assert {file.name for file in manifest.files} == {p.name for p in engine.iterdir()} - {"manifest.json"}
+
+
+def test_a_missing_or_unreadable_manifest(engine: Path, tmp_path: Path) -> None:
+    refuses(tmp_path / "nowhere", "manifest.json", "missing")
+    (engine / "manifest.json").write_text("{not json")
+    refuses(engine, "manifest.json", "JSON")
+    for content in ("[]", "null", '{"format_version": 99}'):
+        (engine / "manifest.json").write_text(content)
+        refuses(engine, "manifest.json", "format_version")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda m: m.pop("draft"), "draft"),
+        (lambda m: m.update(surprise=1), "surprise"),
+        (lambda m: m["target"].update(segments="all"), "malformed"),
+        (lambda m: m["target"]["spec"].update(num_heads="four"), "malformed"),
+        (lambda m: m["target"]["spec"].update(num_heads=0), "malformed"),
+        (lambda m: m.update(end_ids=None), "malformed"),
+        (lambda m: m.update(end_ids=[VOCAB_SIZE]), "end_ids"),
+        (lambda m: m.update(runtime="abacus"), "abacus"),
+        (lambda m: m.update(dtype="fp7"), "fp7"),
+        (lambda m: m.update(kv_block_size=0), "kv_block_size"),
+        (lambda m: m["target"]["segments"].pop(), "segments"),
+        (lambda m: m["target"]["segments"].reverse(), "segments"),
+        (lambda m: m["draft"]["spec"].update(vocab_size=98), "98"),
+        (lambda m: m["tokenizer"].update(name="../tokenizer.json"), "plain name"),
+        (lambda m: m["tokenizer"].update(name="/etc/passwd"), "plain name"),
+    ],
+)
+def test_a_malformed_manifest_is_refused(change: Callable[[dict], object], word: str, engine: Path) -> None:
+    edit_json(engine / "manifest.json", change)
+    refuses(engine, "manifest.json", word)
+
+
+@pytest.mark.parametrize("name", ["target.weights", "draft.weights", "target.1.onnx", "draft.0.onnx", "tokenizer.json"])
+def test_a_file_that_is_not_the_built_one_is_refused(name: str, engine: Path) -> None:
+    path = engine / name
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle])
+    refuses(engine, name, "truncated")
+    path.write_bytes(content + b"x")
+    refuses(engine, name, "changed")
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    refuses(engine, name, "changed", "sha256")
+    path.unlink()
+    refuses(engine, name, "missing")
+
+
+def test_a_foreign_tokenizer_is_refused_even_with_its_own_hash(engine: Path) -> None:
+    write_tokenizer(engine, first="stranger")
+    path = engine / "tokenizer.json"
+    size, digest = path.stat().st_size, file_sha256(path)
+    edit_json(engine / "manifest.json", lambda m: m["tokenizer"].update(num_bytes=size, sha256=digest))
+    refuses(engine, "tokenizer.json", "vocabulary")
+
+
+def test_models_with_different_vocabularies_are_refused(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    write_tokenizer(checkpoint, first="other")
+    refuses_build(["vocabulary", "target", "draft", "97 tokens", "token0"], source, checkpoint, tmp_path / "out")
+    larger = write_checkpoint(tmp_path / "larger", vocab_size=98)
+    refuses_build(["vocab_size", "97", "98"], source, larger, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"runtime": "abacus"}, ["runtime", "abacus"]),
+        ({"dtype": "fp7"}, ["dtype", "fp7"]),
+        ({"kv_block_size": 0}, ["kv_block_size", "0"]),
+        ({"exit_layers": (3,)}, ["exit_layers", "3", "[1, 2]"]),
+        ({"exit_layers": (0,)}, ["exit_layers", "0"]),
+        ({"exit_layers": (2, 1)}, ["exit_layers", "rise"]),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict, words: list[str], source: Path, tmp_path: Path) -> None:
+    refuses_build(words, source, source, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(model_type="t5"), ["model_type", "t5"]),
+        (lambda c: c.pop("num_hidden_layers"), ["num_hidden_layers"]),
+        (lambda c: c.update(num_attention_heads=-4), ["num_attention_heads", "-4"]),
+        (lambda c: c.update(num_key_value_heads=3), ["num_key_value_heads", "3"]),
+        (lambda c: c.update(attention_bias=True), ["attention_bias"]),
+        (lambda c: c.update(hidden_act="relu"), ["hidden_act", "relu"]),
+        (lambda c: c.update(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), ["rope_type", "yarn"]),
+        (lambda c: c.update(hidden_size=64), ["shape"]),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_named(
+    change: Callable[[dict], object], words: list[str], source: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    edit_json(checkpoint / "config.json", change)
+    refuses_build(words, checkpoint, source, tmp_path / "out")
+
+
+def test_missing_and_broken_checkpoint_files_are_named(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: t for name, t in tensors.items() if name != "model.norm.weight"}, weights)
+    refuses_build(["model.norm.weight", "missing"], checkpoint, source, tmp_path / "out")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refuses_build(["model.safetensors", "not readable"], checkpoint, source, tmp_path / "out")
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        (checkpoint / name).unlink()
+        shutil.copytree(source, checkpoint, dirs_exist_ok=True)
+        (checkpoint / name).unlink()
+        refuses_build([name, "missing"], checkpoint, source, tmp_path / "out")
+
+
+def test_an_interrupted_build_leaves_the_old_directory(source: Path, engine: Path) -> None:
+    before = EngineManifest.load(engine)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done == total - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engines(source, source, engine, progress=interrupt)
+    assert EngineManifest.load(engine) == before
+    assert [path.name for path in engine.parent.iterdir()] == [engine.name]
+
+
+def test_a_rebuild_replaces_engines_and_nothing_else(source: Path, engine: Path, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    rebuilt = build_engines(source, source, engine, progress=lambda *call: calls.append(call))
+    assert EngineManifest.load(engine) == rebuilt and rebuilt.exit_layers == ()
+    assert [done for _, done, _ in calls] == list(range(calls[-1][2] + 1))
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="not an engine directory"):
+        build_engines(source, source, precious)
+    assert (precious / "thesis.txt").read_text() == "years of work"
+
+
+def test_generation_config_decides_the_end_ids(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    manifest = build_engines(checkpoint, source, tmp_path / "out")
+    assert manifest.end_ids == (5, 7)
+
+
+def test_sharded_and_single_file_checkpoints_build_the_same_engine(
+    source: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for shard, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({name: tensors[name] for name in part}, checkpoint / shard)
+        weight_map.update(dict.fromkeys(part, shard))
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    single, sharded = (
+        build_engines(path, source, tmp_path / f"engine{i}") for i, path in enumerate((source, checkpoint))
+    )
+    assert single == sharded
