@@ -7,27 +7,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 
 from faser_backend.serving.text_stream import StopMatcher, TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
-
-CORPUS = ["def f(x):\n    return x + 1\n", "Größe - naïve café 東京 🙂👍🏽", "the quick brown fox"] * 4
-
-
-def make_byte_level() -> TextTokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens(["<tool 🙂>"])
-    return TextTokenizer(tokenizer)
+from tests.serving_pair import byte_level_tokenizer
 
 
 def make_sentencepiece_like() -> TextTokenizer:
@@ -39,7 +23,7 @@ def make_sentencepiece_like() -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
-TOKENIZERS = {"byte_level": make_byte_level(), "sentencepiece_like": make_sentencepiece_like()}
+TOKENIZERS = {"byte_level": TextTokenizer(byte_level_tokenizer()), "sentencepiece_like": make_sentencepiece_like()}
 
 
 def stream_in_cuts(stream: TextStream, token_ids: list[int], rng: random.Random) -> str:

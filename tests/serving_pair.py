@@ -1,0 +1,54 @@
+"""A tiny random pair with a byte-level tokenizer: answers are gibberish with many multi-byte characters.
+
+The draft is the target itself, so nearly every drafted token is accepted and answers come in bursts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engines.build import build_engines
+from tests.tiny_models import write_checkpoint
+
+CORPUS = ["def f(x):\n    return x + 1\n", "Größe - naïve café 東京 🙂👍🏽", "the quick brown fox"] * 4
+END_ID = 0
+MAX_CONTEXT = 512
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """256 bytes, a special end token (id 0), some merges and one added word."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(["<tool 🙂>"])
+    return tokenizer
+
+
+def write_pair(directory: Path) -> Path:
+    """directory/{target,draft} in Hugging Face layout."""
+    tokenizer = byte_level_tokenizer()
+    for name in ("target", "draft"):
+        write_checkpoint(
+            directory / name,
+            vocab_size=tokenizer.get_vocab_size(),
+            max_position_embeddings=MAX_CONTEXT,
+            eos_token_id=END_ID,
+        )
+        tokenizer.save(str(directory / name / "tokenizer.json"))
+    return directory
+
+
+def build_pair(directory: Path) -> Path:
+    """Engine directory of a fresh pair."""
+    pair = write_pair(directory / "pair")
+    build_engines(pair / "target", pair / "draft", directory / "engine")
+    return directory / "engine"
