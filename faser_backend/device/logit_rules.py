@@ -148,9 +148,9 @@ class LogitRules:
             lines,
             output_counts=counts,
             in_prompt=in_prompt,
-            repetition=factors[:, 0:1],
-            presence=factors[:, 1:2],
-            frequency=factors[:, 2:3],
+            repetition=factors[:, 0],
+            presence=factors[:, 1],
+            frequency=factors[:, 2],
         )
         if not is_whole:
             logits[where] = lines

@@ -21,16 +21,21 @@ def penalize(
     presence: np.ndarray,
     frequency: np.ndarray,
 ) -> None:
-    """Penalties in place on logits [n, V]; output_counts [n, V], in_prompt [n, V] bool, the rest [n, 1] float32.
+    """Penalties in place on C-contiguous logits [n, V]; output_counts [n, V], in_prompt [n, V] bool, the rest
+    [n] float32.
 
     Repetition (Keskar et al. 2019) divides positive and multiplies other logits of every token of prompt
     or output; presence and frequency are then subtracted once and per occurrence in the output.
     """
-    in_output = output_counts > 0
-    repeated = np.where(logits > 0, logits / repetition, logits * repetition)
-    np.copyto(logits, repeated, where=in_output | in_prompt)
-    logits -= presence * in_output
-    logits -= frequency * output_counts
+    # Few tokens of a vocabulary have been seen, so the arithmetic runs on these alone.
+    seen = np.flatnonzero(in_prompt | (output_counts > 0))
+    line = seen // logits.shape[1]
+    flat = logits.reshape(-1)
+    values, counts, factor = flat[seen], output_counts.reshape(-1)[seen], repetition[line]
+    values = np.where(values > 0, values / factor, values * factor)
+    values -= presence[line] * (counts > 0)
+    values -= frequency[line] * counts
+    flat[seen] = values
 
 
 def keep_top(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:

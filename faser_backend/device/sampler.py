@@ -164,7 +164,7 @@ class NumpySampler:
 
     def _processed(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> np.ndarray:
         """Logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
-        scores = logits[index]
+        scores = logits.take(index, axis=0)
         slots = rows.slots[index]
         if self._has_rules[slots].any():
             self._rules.apply(scores, rows, index)
