@@ -15,7 +15,6 @@ from faser_backend.manifest import ModelSpec
 
 DOMAIN = "faser"
 OP_TYPE = "PrunedChunkAttention"
-ORT_DOMAIN = "com.microsoft"
 MASKED = -1e30
 
 INPUTS = [
@@ -43,7 +42,7 @@ def attention_mask(graph: GraphBuilder, spec: ModelSpec) -> str:
 
 
 def attention_function(spec: ModelSpec) -> onnx.FunctionProto:
-    """The body in ops of ONNX Runtime. Query heads of a KV head are stacked as rows of one product."""
+    """The body in standard ops. Query heads of a KV head are stacked as rows of one product."""
     g = GraphBuilder()
     num_kv, num_queries, head_dim = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
     keys, values = (
@@ -59,9 +58,8 @@ def attention_function(spec: ModelSpec) -> onnx.FunctionProto:
     else:
         queries = g.op("Reshape", queries, g.ints(0, 0, num_kv, num_queries, head_dim))
         queries = g.op("Reshape", g.op("Transpose", queries, perm=[2, 0, 3, 1, 4]), g.ints(0, 0, -1, head_dim))
-    scores = g.op("FusedMatMul", queries, keys, domain=ORT_DOMAIN, transB=1, alpha=head_dim**-0.5)  # [Hkv, B, nQ, S]
-    weights = g.op("Softmax", g.op("Add", scores, "mask"), axis=-1)
-    mixed = g.op("MatMul", weights, values)  # [Hkv, B, nQ, hd]
+    # KV heads as batch and sequences as heads: with a head-major pool nothing larger than q is moved
+    mixed = g.op("Attention", queries, keys, values, "mask", scale=head_dim**-0.5)  # [Hkv, B, nQ, hd]
     if num_queries == 1:
         mixed = g.op("Transpose", mixed, perm=[1, 2, 0, 3])
     else:
@@ -69,4 +67,4 @@ def attention_function(spec: ModelSpec) -> onnx.FunctionProto:
         mixed = g.op("Transpose", mixed, perm=[1, 3, 0, 2, 4])
     mixed = g.op("Reshape", mixed, g.ints(-1, spec.num_heads * head_dim))  # [B * Q, H * hd]
     g.op("Gather", mixed, "unpad_idx", out="attended")
-    return g.function(DOMAIN, OP_TYPE, INPUTS, OUTPUTS, [ORT_DOMAIN])
+    return g.function(DOMAIN, OP_TYPE, INPUTS, OUTPUTS)

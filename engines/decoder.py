@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from engines.attention import DOMAIN, OP_TYPE, ORT_DOMAIN, attention_function, attention_mask
+from engines.attention import DOMAIN, OP_TYPE, attention_function, attention_mask
 from engines.families import LayerWeights, ModelWeights
 from engines.graph import GraphBuilder, WeightStore
 from faser_backend.manifest import ModelSpec, TensorSpec
@@ -57,23 +57,20 @@ class _SegmentBuilder:
         is_first, is_last = first == 0, last == spec.num_layers
         hidden = self._embedded() if is_first else g.input("hidden", ("T", spec.hidden_size), "float32")
         self._shared_inputs(is_last)
-        delta = None  # what the layer before adds to hidden; added by the next norm
         for layer in range(first, last):
-            hidden, delta = self._layer(layer, hidden, delta, only_logit_rows=layer == spec.num_layers - 1)
-        assert delta is not None, "a segment holds at least one layer"
+            out = "hidden_out" if layer == last - 1 and not is_last else None
+            hidden = self._layer(layer, hidden, only_logit_rows=layer == spec.num_layers - 1, out=out)
         if is_last:
-            _, normed = self._norm(hidden, delta, "norm", self.weights.final_norm)
-            g.op("Gemm", normed, self._head(), transB=1, out="logits")
+            g.op("Gemm", self._norm(hidden, "norm", self.weights.final_norm), self._head(), transB=1, out="logits")
             g.output("logits", ("R", spec.vocab_size))
         else:
-            g.op("Add", hidden, delta, out="hidden_out")
             g.output("hidden_out", ("T", spec.hidden_size))
             if has_exit_scores:
                 self._exit_scores("hidden_out")
         for layer in range(first, last):
             for name in ("k", "v"):
                 g.output(f"{name}_pool_out.{layer}", self._pool_shape)
-        model = g.model(f"layers_{first}_{last}", [ORT_DOMAIN])
+        model = g.model(f"layers_{first}_{last}")
         return SegmentGraph(model, tuple(g.inputs), tuple(g.outputs))
 
     def _embedded(self) -> str:
@@ -96,19 +93,19 @@ class _SegmentBuilder:
             g.input("logit_rows", ("R",))
             self.logit_cells = g.op("Gather", "unpad_idx", "logit_rows")
 
-    def _layer(self, layer: int, hidden: str, delta: str | None, *, only_logit_rows: bool) -> tuple[str, str]:
+    def _layer(self, layer: int, hidden: str, *, only_logit_rows: bool, out: str | None) -> str:
         g, w = self.graph, self.weights.layers[layer]
         prefix = f"layers.{layer}"
-        hidden, normed = self._norm(hidden, delta, f"{prefix}.input_norm", w.input_norm)
+        normed = self._norm(hidden, f"{prefix}.input_norm", w.input_norm)
         attended = self._attention(layer, normed, w, "unpad_idx" if not only_logit_rows else self.logit_cells)
         if only_logit_rows:
             hidden = g.op("Gather", hidden, "logit_rows")
-        delta = g.op("MatMul", attended, g.weight(f"{prefix}.attention_out", w.attention_out))
-        hidden, normed = self._norm(hidden, delta, f"{prefix}.mlp_norm", w.mlp_norm)
-        gate_up = g.op("MatMul", normed, g.weight(f"{prefix}.gate_up", w.gate_up))
-        gate, up = g.ops("Split", gate_up, outs=2, axis=-1, num_outputs=2)
-        gated = g.op("Mul", g.op("QuickGelu", gate, domain=ORT_DOMAIN, alpha=1.0), up)  # alpha 1 makes it SiLU
-        return hidden, g.op("MatMul", gated, g.weight(f"{prefix}.down", w.down))
+        hidden = g.op("Add", hidden, g.op("MatMul", attended, g.weight(f"{prefix}.attention_out", w.attention_out)))
+        normed = self._norm(hidden, f"{prefix}.mlp_norm", w.mlp_norm)
+        gate = g.op("MatMul", normed, g.weight(f"{prefix}.gate", w.gate))
+        up = g.op("MatMul", normed, g.weight(f"{prefix}.up", w.up))
+        gated = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
+        return g.op("Add", hidden, g.op("MatMul", gated, g.weight(f"{prefix}.down", w.down)), out=out)
 
     def _attention(self, layer: int, normed: str, w: LayerWeights, unpad_idx: str) -> str:
         g, spec = self.graph, self.spec
@@ -116,26 +113,15 @@ class _SegmentBuilder:
         qkv = g.op("MatMul", normed, g.weight(f"layers.{layer}.qkv", w.qkv))
         qkv = g.op("Reshape", qkv, g.ints(0, num_heads + 2 * num_kv, 1, spec.head_dim))
         q, k, v = g.ops("Split", qkv, g.ints(num_heads, num_kv, num_kv), outs=3, axis=1)
-        q, k = (g.op("RotaryEmbedding", x, self.rope_positions, self.cos, self.sin, domain=ORT_DOMAIN) for x in (q, k))
+        q, k = (g.op("RotaryEmbedding", x, self.cos, self.sin, self.rope_positions) for x in (q, k))
         pools = [g.input(f"{name}_pool.{layer}", self._pool_shape, "float32") for name in ("k", "v")]
         inputs = [q, k, v, *pools, "kv_slots", "block_table", "pad_idx", unpad_idx, self.mask]
         outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
         return g.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN)[0]
 
-    def _norm(self, hidden: str, delta: str | None, name: str, weight: np.ndarray) -> tuple[str, str]:
-        """hidden + delta, and its RMS norm times weight: one node where there is something to add."""
-        g, scale = self.graph, self.graph.weight(name, weight)
-        if delta is None:
-            return hidden, g.op("RMSNormalization", hidden, scale, axis=-1, epsilon=self.spec.rms_eps)
-        outs = [f"{name}.out", "", "", f"{name}.sum"]
-        g.ops(
-            "SkipSimplifiedLayerNormalization",
-            *(hidden, delta, scale),
-            outs=outs,
-            domain=ORT_DOMAIN,
-            epsilon=self.spec.rms_eps,
-        )
-        return outs[3], outs[0]
+    def _norm(self, x: str, name: str, weight: np.ndarray) -> str:
+        g = self.graph
+        return g.op("RMSNormalization", x, g.weight(name, weight), axis=-1, epsilon=self.spec.rms_eps)
 
     def _head(self) -> str:
         tied = self.weights.lm_head is self.weights.embedding
@@ -144,7 +130,7 @@ class _SegmentBuilder:
     def _exit_scores(self, hidden: str) -> None:
         g = self.graph
         g.input("exit_candidates", ("T", "K"))
-        _, normed = self._norm(hidden, None, "norm", self.weights.final_norm)
+        normed = self._norm(hidden, "norm", self.weights.final_norm)
         rows = g.op("Gather", self._head(), "exit_candidates")  # [T, K, hidden_size]
         scores = g.op("MatMul", rows, g.op("Unsqueeze", normed, g.ints(2)))  # [T, K, 1]
         g.op("Squeeze", scores, g.ints(2), out="exit_scores")

@@ -24,7 +24,8 @@ class LayerWeights:
     qkv: np.ndarray  # [hidden_size, (num_heads + 2 * num_kv_heads) * head_dim]
     attention_out: np.ndarray  # [num_heads * head_dim, hidden_size]
     mlp_norm: np.ndarray  # [hidden_size]
-    gate_up: np.ndarray  # [hidden_size, 2 * intermediate_size]
+    gate: np.ndarray  # [hidden_size, intermediate_size]
+    up: np.ndarray  # [hidden_size, intermediate_size]
     down: np.ndarray  # [intermediate_size, hidden_size]
 
 
@@ -78,9 +79,8 @@ def _read_layer(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> LayerWei
         ),
         attention_out=matrices(("self_attn.o_proj", num_q, hidden)),
         mlp_norm=norm("post_attention_layernorm"),
-        gate_up=matrices(
-            ("mlp.gate_proj", hidden, spec.intermediate_size), ("mlp.up_proj", hidden, spec.intermediate_size)
-        ),
+        gate=matrices(("mlp.gate_proj", hidden, spec.intermediate_size)),
+        up=matrices(("mlp.up_proj", hidden, spec.intermediate_size)),
         down=matrices(("mlp.down_proj", spec.intermediate_size, hidden)),
     )
 

@@ -90,22 +90,19 @@ class GraphBuilder:
     def output(self, name: str, shape: tuple[int | str, ...], dtype: str = "float32") -> None:
         self.outputs.append(TensorSpec(name, dtype, shape))
 
-    def function(
-        self, domain: str, name: str, inputs: list[str], outputs: list[str], domains: list[str]
-    ) -> onnx.FunctionProto:
+    def function(self, domain: str, name: str, inputs: list[str], outputs: list[str]) -> onnx.FunctionProto:
         """The collected nodes as a local function."""
         constants = [helper.make_node("Constant", [], [name], value=value) for name, value in self._constants.items()]
-        opsets = _opsets(domains)
-        return helper.make_function(domain, name, inputs, outputs, [*constants, *self._nodes], opsets)
+        return helper.make_function(domain, name, inputs, outputs, [*constants, *self._nodes], _opsets())
 
-    def model(self, name: str, domains: list[str]) -> onnx.ModelProto:
+    def model(self, name: str) -> onnx.ModelProto:
         """The collected nodes as a model; constants of `weight` stay in their file."""
         inputs, outputs = (
             [helper.make_tensor_value_info(t.name, _ELEMENT_TYPES[t.dtype], t.shape) for t in tensors]
             for tensors in (self.inputs, self.outputs)
         )
         graph = helper.make_graph(self._nodes, name, inputs, outputs, list(self._constants.values()))
-        opsets = _opsets([*domains, *{function.domain for function in self.functions}])
+        opsets = _opsets(*(function.domain for function in self.functions))
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, functions=self.functions, producer_name="faser"
         )
@@ -120,5 +117,5 @@ class GraphBuilder:
         return f"{op_type}.{self._num_values}"
 
 
-def _opsets(domains: list[str]) -> list[onnx.OperatorSetIdProto]:
+def _opsets(*domains: str) -> list[onnx.OperatorSetIdProto]:
     return [helper.make_opsetid("", OPSET), *(helper.make_opsetid(domain, 1) for domain in domains)]
