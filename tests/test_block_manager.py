@@ -61,13 +61,20 @@ def test_a_different_first_block_shares_nothing():
     assert blocks.match(other, 12).blocks == []
 
 
-def test_draft_coverage_of_a_reused_prefix_is_told_apart():
+def test_a_block_waits_for_the_draft_unless_nobody_drafts():
     blocks = manager()
     tokens = np.arange(13)
     admit(blocks, 0, tokens)
     blocks.publish(0, tokens, 12, 5)
     match = blocks.match(tokens, 13)
-    assert (match.num_target_tokens, match.num_draft_tokens) == (12, 4)
+    assert (match.num_target_tokens, match.num_draft_tokens) == (4, 4)
+    blocks.publish(0, tokens, 12, 12)
+    assert blocks.match(tokens, 13).num_draft_tokens == 12
+    other = tokens + 50
+    admit(blocks, 1, other)
+    blocks.publish(1, other, 12, 0)
+    match = blocks.match(other, 13)
+    assert (match.num_target_tokens, match.num_draft_tokens) == (12, 0)
 
 
 def test_eviction_takes_the_end_of_the_oldest_prefix_first():

@@ -125,9 +125,15 @@ class BlockManager:
         self._digests[slot].clear()
 
     def publish(self, slot: int, token_ids: np.ndarray, target_len: int, draft_len: int) -> None:
-        """Offers the slot's full blocks for reuse; called after tokens were committed."""
+        """Offers the slot's full blocks for reuse; called after tokens were committed.
+
+        A drafting sequence (draft_len > 0) waits until the draft has caught up, which is a token or
+        two behind, so that whoever reuses the block need not draft-prefill it again.
+        """
         if not self.can_reuse:
             return
+        if draft_len:
+            target_len = min(target_len, draft_len)
         digests, blocks = self._digests[slot], self._blocks[slot]
         for index in range(len(digests), target_len // self.block_size):
             digest = self._digest(digests[-1] if digests else b"", token_ids, index)
