@@ -70,13 +70,13 @@ def run_model(runner: OrtRunner, batch: RowBatch) -> None:
 
 
 class SessionTimer:
-    """Adds up the time spent inside ONNX Runtime by timing CallShape.run."""
+    """Adds up the time spent inside ONNX Runtime by timing CallShape.execute."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._run: Callable[[CallShape], None] = CallShape.run
+        self._run: Callable[[CallShape], None] = CallShape.execute
         timer = self
-        CallShape.run = lambda shape: timer._timed(shape)  # noqa: PLW0108  a bound method would not get the shape
+        CallShape.execute = lambda shape: timer._timed(shape)  # noqa: PLW0108  a bound method would not get the shape
 
     def _timed(self, shape: CallShape) -> None:
         start = time.perf_counter()

@@ -1,7 +1,8 @@
 """Buffers and bindings of one call shape, and a small cache of them.
 
 A shape is filled in place: what is fixed by the shape is computed once, what changes (token ids,
-positions, block table, slots of the new keys and values) is written over the last call's.
+positions, block table, slots of the new keys and values) is written over the last call's. Every
+numpy call here costs about a microsecond per model call: keep them few.
 """
 
 from __future__ import annotations
@@ -37,59 +38,80 @@ def bucketed_blocks(num_blocks: int) -> int:
     return -(-num_blocks // step) * step
 
 
+class BoundSegment:
+    """An open segment and the tensors that every one of its calls shares: the pools of its layers."""
+
+    def __init__(self, session: ort.InferenceSession, segment: SegmentSpec, spec: ModelSpec, pool: KvPool) -> None:
+        self.session = session
+        self.segment = segment
+        self.spec = spec
+        self.kv_block_size = pool.kv_block_size
+        self.is_first = segment.first_layer == 0
+        self.is_last = segment.last_layer == spec.num_layers
+        self.pools: dict[str, ort.OrtValue] = {}
+        for layer in range(segment.first_layer, segment.last_layer):
+            for name, view in (("k", pool.keys(layer)), ("v", pool.values(layer))):
+                value = _ort_value(view)
+                self.pools[f"{name}_pool.{layer}"] = self.pools[f"{name}_pool_out.{layer}"] = value
+
+
 class CallShape:
     """One bound call. `result` and `exit_scores` are overwritten by the next run of the shape."""
 
-    def __init__(
-        self, session: ort.InferenceSession, segment: SegmentSpec, spec: ModelSpec, pool: KvPool, key: ShapeKey
-    ):
-        rows, sequences, queries, blocks = key.num_rows, key.num_sequences, key.max_rows, key.num_blocks
-        self.is_uniform = rows == sequences * queries
-        self._block_size = pool.kv_block_size
+    def __init__(self, bound: BoundSegment, key: ShapeKey) -> None:
+        rows, sequences, queries, spec = key.num_rows, key.num_sequences, key.max_rows, bound.spec
+        self._block_size = bound.kv_block_size
         self._max_rows = queries
         self.token_ids = np.zeros(rows, np.int64)
+        self.hidden = np.zeros((0 if bound.is_first else rows, spec.hidden_size), np.float32)
         self.positions = np.zeros(rows, np.int64)
         self.pad_idx = np.arange(sequences * queries, dtype=np.int64).reshape(sequences, queries)
         self.unpad_idx = np.arange(rows, dtype=np.int64)
-        self.block_table = np.zeros((sequences, blocks), np.int64)
-        self.columns = np.arange(blocks * pool.kv_block_size, dtype=np.int64)
+        self.block_table = np.zeros((sequences, key.num_blocks), np.int64)
+        self.columns = np.arange(key.num_blocks * self._block_size, dtype=np.int64)
         self.kv_slots = np.zeros((rows, spec.num_kv_heads, 1, 3), np.int64)
         self.kv_slots[..., 0] = np.arange(spec.num_kv_heads)[:, None]
         self.logit_rows = np.zeros(key.num_logit_rows, np.int64)
         self.exit_candidates = np.zeros((rows, key.num_candidates), np.int64)
-        self.hidden = np.zeros((rows, spec.hidden_size), np.float32)
-        is_last = segment.last_layer == spec.num_layers
-        self.result = np.zeros(
-            (key.num_logit_rows, spec.vocab_size) if is_last else (rows, spec.hidden_size), np.float32
-        )
-        self.exit_scores = np.zeros((rows, key.num_candidates), np.float32) if segment.has_exit_scores else None
-        self._row_sequence = np.repeat(np.arange(sequences), queries)[:rows]
-        self._first_row_offsets = np.arange(queries)
-        self._session = session
-        self._binding = session.io_binding()
-        self._bind(segment, pool)
+        result_shape = (key.num_logit_rows, spec.vocab_size) if bound.is_last else (rows, spec.hidden_size)
+        self.result = np.zeros(result_shape, np.float32)
+        self.exit_scores = np.zeros((rows, key.num_candidates), np.float32)
+        self._cell_offsets = np.arange(queries)
+        self._slot_blocks, self._slot_offsets = self.kv_slots[:, :, 0, 1], self.kv_slots[:, :, 0, 2]
+        is_uniform = rows == sequences * queries
+        self._position_cells = self.positions.reshape(sequences, queries) if is_uniform else None
+        self._uniform_sequence = np.repeat(np.arange(sequences), queries)  # [T] where uniform
+        self._session = bound.session
+        self._binding = self._bind(bound)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the buffers that grow with rows times something."""
         return self.result.nbytes + self.hidden.nbytes + self.kv_slots.nbytes + self.block_table.nbytes
 
-    def _bind(self, segment: SegmentSpec, pool: KvPool) -> None:
-        pools = {}
-        for layer in range(segment.first_layer, segment.last_layer):
-            for name, view in (("k", pool.keys(layer)), ("v", pool.values(layer))):
-                pools[f"{name}_pool.{layer}"] = pools[f"{name}_pool_out.{layer}"] = _ort_value(view)
-        for tensor in segment.inputs:
-            value = pools.get(tensor.name) or _ort_value(getattr(self, tensor.name))
-            self._binding.bind_ortvalue_input(tensor.name, value)
-        results = {"logits": self.result, "hidden_out": self.result, "exit_scores": self.exit_scores}
-        for tensor in segment.outputs:
-            value = pools.get(tensor.name) or _ort_value(results[tensor.name])
-            self._binding.bind_ortvalue_output(tensor.name, value)
+    def _bind(self, bound: BoundSegment) -> ort.IOBinding:
+        binding = bound.session.io_binding()
+        outputs = {"logits": self.result, "hidden_out": self.result, "exit_scores": self.exit_scores}
+        for tensor in bound.segment.inputs:
+            value = bound.pools.get(tensor.name) or _ort_value(getattr(self, tensor.name))
+            binding.bind_ortvalue_input(tensor.name, value)
+        for tensor in bound.segment.outputs:  # the pools' outputs are their inputs: rows are written in place
+            value = bound.pools.get(tensor.name) or _ort_value(outputs[tensor.name])
+            binding.bind_ortvalue_output(tensor.name, value)
+        return binding
 
-    def fill(
+    def run(self, rows: RowBatch, counts: np.ndarray, hidden: np.ndarray | None, candidates: np.ndarray | None) -> None:
+        """Fills the buffers and runs the segment. counts [B] = rows of each sequence."""
+        self._fill(rows, counts, hidden, candidates)
+        self.execute()
+
+    def execute(self) -> None:
+        """The part of a call that is ONNX Runtime's."""
+        self._session.run_with_iobinding(self._binding)
+
+    def _fill(
         self, rows: RowBatch, counts: np.ndarray, hidden: np.ndarray | None, candidates: np.ndarray | None
     ) -> None:
-        """Writes a batch of this shape into the bound buffers. counts [B] = rows per sequence."""
         if hidden is None:
             self.token_ids[:] = rows.token_ids
         else:
@@ -99,14 +121,14 @@ class CallShape:
         self.logit_rows[:] = rows.logit_rows
         width = min(rows.block_tables.shape[1], self.block_table.shape[1])
         self.block_table[:, :width] = rows.block_tables[:, :width]
-        if self.is_uniform:
-            np.add(rows.context_lens[:, None], self._first_row_offsets, out=self.positions.reshape(self.pad_idx.shape))
-            sequence = self._row_sequence
+        if self._position_cells is not None:
+            np.add(rows.context_lens[:, None], self._cell_offsets, out=self._position_cells)
+            sequence = self._uniform_sequence
         else:
             sequence = self._fill_ragged(rows, counts)
         block, offset = np.divmod(self.positions, self._block_size)
-        self.kv_slots[:, :, 0, 1] = self.block_table[sequence, block][:, None]
-        self.kv_slots[:, :, 0, 2] = offset[:, None]
+        self._slot_blocks[:] = self.block_table[sequence, block][:, None]
+        self._slot_offsets[:] = offset[:, None]
 
     def _fill_ragged(self, rows: RowBatch, counts: np.ndarray) -> np.ndarray:
         """Positions and padding where sequences differ in rows. Returns the sequence of each row, [T]."""
@@ -115,18 +137,15 @@ class CallShape:
         offset_in_sequence = np.arange(sequence.shape[0]) - starts[sequence]
         np.add(rows.context_lens[sequence], offset_in_sequence, out=self.positions)
         np.add(sequence * self._max_rows, offset_in_sequence, out=self.unpad_idx)
-        np.minimum(starts[:, None] + self._first_row_offsets, rows.cu_rows[1:, None] - 1, out=self.pad_idx)
+        np.minimum(starts[:, None] + self._cell_offsets, rows.cu_rows[1:, None] - 1, out=self.pad_idx)
         return sequence
-
-    def run(self) -> None:
-        self._session.run_with_iobinding(self._binding)
 
 
 class ShapeCache:
     """The most recently used call shapes of one segment, bounded in number and bytes."""
 
-    def __init__(self, session: ort.InferenceSession, segment: SegmentSpec, spec: ModelSpec, pool: KvPool) -> None:
-        self._session, self._segment, self._spec, self._pool = session, segment, spec, pool
+    def __init__(self, bound: BoundSegment) -> None:
+        self.bound = bound
         self._shapes: OrderedDict[ShapeKey, CallShape] = OrderedDict()
         self._num_bytes = 0
 
@@ -138,8 +157,7 @@ class ShapeCache:
         if shape is not None:
             self._shapes.move_to_end(key)
             return shape
-        shape = CallShape(self._session, self._segment, self._spec, self._pool, key)
-        self._shapes[key] = shape
+        shape = self._shapes[key] = CallShape(self.bound, key)
         self._num_bytes += shape.num_bytes
         while len(self._shapes) > MAX_SHAPES or (self._num_bytes > MAX_CACHED_BYTES and len(self._shapes) > 1):
             _, evicted = self._shapes.popitem(last=False)

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import CallShape, ShapeCache, ShapeKey, bucketed_blocks
+from faser_backend.device.call_shapes import BoundSegment, CallShape, ShapeCache, ShapeKey, bucketed_blocks
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
@@ -50,11 +50,10 @@ class OrtRunner:
         self.num_segments = len(model.segments)
         self.vocab_size = model.spec.vocab_size
         self._block_size = self.pool.kv_block_size
-        sessions = [_open_session(engine_dir / s.file.name, self.num_threads) for s in model.segments]
-        self._shapes = [
-            ShapeCache(session, segment, model.spec, self.pool)
-            for session, segment in zip(sessions, model.segments, strict=True)
-        ]
+        self._shapes: list[ShapeCache] = []
+        for segment in model.segments:
+            session = _open_session(engine_dir / segment.file.name, self.num_threads)
+            self._shapes.append(ShapeCache(BoundSegment(session, segment, model.spec, self.pool)))
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """See core.ports.ModelRunner. The result is a buffer of this call shape: copy what must outlive it."""
@@ -68,8 +67,8 @@ class OrtRunner:
         exit_candidates: [T, K] int64 token ids. Returns (hidden [T, hidden_size], scores [T, K]): the
         logits that the head would give the candidates if the model ended here.
         """
+        assert self._shapes[segment].bound.segment.has_exit_scores, f"segment {segment} has no exit scores"
         shape = self._run(segment, rows, hidden, exit_candidates)
-        assert shape.exit_scores is not None, f"segment {segment} was built without exit scores"
         return shape.result, shape.exit_scores
 
     def check_integrity(self) -> None:
@@ -80,19 +79,19 @@ class OrtRunner:
         self._shapes.clear()
 
     def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None) -> CallShape:
-        counts = np.diff(rows.cu_rows)
+        cu_rows = rows.cu_rows
+        counts = cu_rows[1:] - cu_rows[:-1]
         num_tokens = int((rows.context_lens + counts).max())
         key = ShapeKey(
-            num_rows=rows.token_ids.shape[0],
-            num_sequences=counts.shape[0],
-            max_rows=int(counts.max()),
-            num_blocks=bucketed_blocks(-(-num_tokens // self._block_size)),
-            num_logit_rows=rows.logit_rows.shape[0],
-            num_candidates=0 if candidates is None else candidates.shape[1],
+            rows.token_ids.shape[0],
+            counts.shape[0],
+            int(counts.max()),
+            bucketed_blocks(-(-num_tokens // self._block_size)),
+            rows.logit_rows.shape[0],
+            0 if candidates is None else candidates.shape[1],
         )
         shape = self._shapes[segment].get(key)
-        shape.fill(rows, counts, hidden, candidates)
-        shape.run()
+        shape.run(rows, counts, hidden, candidates)
         return shape
 
 
@@ -101,6 +100,7 @@ def _open_session(path: Path, num_threads: int) -> ort.InferenceSession:
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ERRORS_ONLY
+    options.enable_mem_pattern = False  # it keeps a plan per shape for ever, and gains nothing here
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads leave the core to others
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
