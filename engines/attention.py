@@ -3,7 +3,8 @@
 One op for every runtime. A runtime with a kernel of its own maps the op to it; the others run the
 body below. Contract: rows that were pruned are simply absent, the new keys and values of the rows
 that are present are written to the pool first, then each row attends to the tokens of its sequence
-up to itself.
+up to itself. Inlined, a segment holds ops of the ONNX standard alone; TensorRT-RTX compiles it so,
+with its attention layers marked decomposable.
 """
 
 from __future__ import annotations

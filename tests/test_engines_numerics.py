@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.inliner
 import pytest
 import torch
 
@@ -168,3 +170,19 @@ def test_rows_pruned_between_segments_do_not_touch_the_kept_ones(tmp_path: Path)
     assert np.abs(logits - np.concatenate([expected[0][8:10], expected[1][8:12]])).max() <= MAX_ERROR
     resumed = run_all(runner, make_rows(sequences, [10, 12], [4, 2], tables))
     assert np.abs(resumed - np.concatenate([expected[0][10:], expected[1][12:]])).max() <= MAX_ERROR
+
+
+def test_inlined_segments_are_valid_standard_onnx(tmp_path: Path) -> None:
+    """What other compilers are given: one local function that inlines, and nothing but standard ops."""
+    built = Built(tmp_path, exit_layers=(1,))
+    for segment in built.manifest.target.segments:
+        path = built.directory / segment.file.name
+        onnx.checker.check_model(path, full_check=True)
+        model = onnx.load(path, load_external_data=False)
+        assert [(f.domain, f.name) for f in model.functions] == [("faser", "PrunedChunkAttention")]
+        num_calls = sum(node.op_type == "PrunedChunkAttention" for node in model.graph.node)
+        assert num_calls == segment.last_layer - segment.first_layer
+        inlined = onnx.inliner.inline_local_functions(model)
+        assert {node.domain for node in inlined.graph.node} == {""}
+        assert [tensor.name for tensor in model.graph.input] == [tensor.name for tensor in segment.inputs]
+        assert [tensor.name for tensor in model.graph.output] == [tensor.name for tensor in segment.outputs]
