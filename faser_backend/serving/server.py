@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +30,9 @@ from faser_backend.serving.demo_engine import PROJECT_ROOT
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-DRAIN_S = 30
+DRAIN_S = 30.0  # for requests in flight
+UNLOAD_S = 6.0  # after that, for models to end; an idle client's open stream would hold them for ever
+_ALL_ANSWERED = b"All models are stopped, unloading models"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -115,19 +118,20 @@ class TritonServer:
         self.log_file = self._folder / "tritonserver.log"
         try:
             write_launch_copy(repository, self._folder / "model_repo", options)
-            command = [*_server_command(install, self._folder, options)]
-            with self.log_file.open("wb") as log:
-                self.process = subprocess.Popen(
-                    command,
-                    stdout=None if shows_log else log,
-                    stderr=None if shows_log else subprocess.STDOUT,
-                    env=_environment(install),
-                    start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
-                    preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
-                )
+            self.process = subprocess.Popen(
+                _server_command(install, self._folder, options),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_environment(install),
+                start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+            )
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        self._is_all_answered = threading.Event()
+        self._reader = threading.Thread(target=self._read_log, args=(shows_log,), name="server-log", daemon=True)
+        self._reader.start()
 
     def wait_ready(self, timeout_s: float = 180.0, *, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Raises ConfigError with the reason from the log where the server ends or is too slow.
@@ -149,25 +153,40 @@ class TritonServer:
 
     def failure_reason(self) -> str:
         """The engine's own error if the log has one, else the end of the log."""
-        lines = self.log_file.read_text(errors="replace").splitlines()
+        self._reader.join(0.5)  # the last lines of a server that has ended
+        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
         for line in lines:
             if "failed to load 'faser'" in line or "TritonModelException" in line:
                 return line.split("TritonModelException: ")[-1].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
 
-    def wait(self) -> int:
-        return self.process.wait()
-
-    def stop(self, timeout_s: float = DRAIN_S + 15.0) -> None:
+    def stop(self) -> None:
         """SIGTERM: the server takes no new requests and answers those in flight; then it ends."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            deadline_s = time.monotonic() + DRAIN_S + UNLOAD_S
+            while self.process.poll() is None and time.monotonic() < deadline_s:
+                if self._is_all_answered.is_set():
+                    deadline_s = min(deadline_s, time.monotonic() + UNLOAD_S)
+                    self._is_all_answered.clear()
+                time.sleep(0.05)
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5.0)
+        for region in Path("/dev/shm").glob(f"{self._folder.name}*"):  # a killed server leaves them
+            region.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read_log(self, shows_log: bool) -> None:
+        assert self.process.stdout is not None
+        with self.log_file.open("wb", buffering=0) as log:
+            for line in self.process.stdout:
+                log.write(line)
+                if shows_log:
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.buffer.flush()
+                if _ALL_ANSWERED in line:
+                    self._is_all_answered.set()
 
     def __enter__(self) -> TritonServer:
         return self
@@ -208,9 +227,10 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
     return [
         *command,
         "--exit-on-error=true",
-        f"--exit-timeout-secs={DRAIN_S}",
+        f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
         "--pinned-memory-pool-byte-size=0",
+        f"--backend-config=python,shm-region-prefix-name={folder.name}",
         *([] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]),
     ]
 
