@@ -29,22 +29,35 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonResponder:
-    """One request's response sender (frontend.Responder)."""
+    """One request's response sender (frontend.Responder).
+
+    The server frees a request's state with its last response and does not check: a cancellation
+    poll that meets it crashes the whole server. The lock keeps the two apart.
+    """
 
     def __init__(self, request: Any) -> None:
         self.requested_outputs = request.requested_output_names()
         self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._is_done = False
 
     def send(self, arrays: list[NamedArray], *, is_final: bool) -> None:
         tensors = [pb_utils.Tensor(name, array) for name, array in arrays]
-        self._sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL if is_final else 0)
+        self._send(pb_utils.InferenceResponse(tensors), is_final)
 
     def fail(self, message: str, code: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-        self._sender.send(pb_utils.InferenceResponse(error=error), flags=_FINAL)
+        self._send(pb_utils.InferenceResponse(error=error), is_final=True)
 
     def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled()
+        with self._lock:
+            return not self._is_done and self._sender.is_cancelled()
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        with self._lock:
+            if not self._is_done:
+                self._is_done = is_final
+                self._sender.send(response, flags=_FINAL if is_final else 0)
 
 
 def read_tensors(request: Any) -> dict[str, np.ndarray]:

@@ -1,0 +1,319 @@
+"""End to end with the real Triton server: every face, streams, cancellation, refusals, metrics."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.serving.server import LaunchOptions, TritonServer, check_ports
+from tests.serving_pair import MAX_CONTEXT, build_pair
+from tests.triton_clients import Stream, events_of, free_ports, inputs_of, metric, post, wait_for_free_blocks
+
+PROMPT = "def größe(x):\n"
+SAMPLED = {"temperature": 1.0, "end_id": -1, "exclude_input_in_output": True}
+NUM_RUNNING, NUM_QUEUED = 16, 40
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("serving"))
+
+
+@pytest.fixture(scope="module")
+def server(engine_dir: Path) -> Iterator[LaunchOptions]:
+    parameters = {
+        "engine_dir": str(engine_dir),
+        "max_num_seqs": str(NUM_RUNNING),
+        "max_queue_size": str(NUM_QUEUED),
+        "num_threads": "1",
+        "stats_check_period_ms": "50",
+    }
+    options = LaunchOptions(*free_ports(3), parameters=parameters)
+    with TritonServer(options) as running:
+        running.wait_ready()
+        yield options
+
+
+@pytest.fixture
+def stream(server: LaunchOptions) -> Iterator[Stream]:
+    stream = Stream(f"127.0.0.1:{server.grpc_port}")
+    yield stream
+    stream.close()
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "faser"])
+def test_streamed_text_joins_to_the_unary_text(stream: Stream, model: str):
+    for seed in range(4):
+        given = {"text_input": PROMPT, "max_tokens": 400, "seed": seed, **SAMPLED}
+        streamed = stream.ask(model, stream=True, **given)
+        unary = stream.ask(model, **given)
+        assert streamed.error is None and unary.error is None
+        assert len(unary.deltas) == 1 and len(streamed.deltas) > 1
+        assert streamed.text == unary.text
+        assert len(unary.text.encode()) >= 400 / 4
+
+
+def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream: Stream):
+    prompt = [5, 6, 7]
+    given = {"input_ids": prompt, "input_lengths": 3, "request_output_len": 20, "end_id": -1}
+    unary = stream.ask("tensorrt_llm", **given)
+    streamed = stream.ask("tensorrt_llm", streaming=True, return_log_probs=True, **given)
+    assert unary.token_ids[:3] == prompt and len(unary.token_ids) == 23
+    assert streamed.token_ids == unary.token_ids[3:]
+    assert unary.last.get_response().outputs[0].name == "output_ids"
+    assert unary.last.as_numpy("output_ids").shape == (1, 1, 23)
+    assert streamed.last.as_numpy("cum_log_probs")[0, 0] < 0
+
+
+def test_drafting_can_be_opted_out_of_without_changing_tokens(stream: Stream):
+    given = {"text_input": PROMPT, "max_tokens": 40, "seed": 5, "return_perf_metrics": True, **SAMPLED}
+    drafted = stream.ask("tensorrt_llm_bls", **given)
+    plain = stream.ask("tensorrt_llm_bls", num_draft_tokens=0, **given)
+    assert drafted.text == plain.text
+    assert drafted.last.as_numpy("total_accepted_draft_tokens")[0, 0] > 0
+    assert plain.last.as_numpy("total_draft_tokens")[0, 0] == 0
+
+
+def test_http_generate_and_generate_stream(server: LaunchOptions):
+    body = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "temperature": 1.0, "seed": 3}
+    status, answer = post(server.http_port, "/v2/models/ensemble/generate", body)
+    assert status == 200
+    whole = json.loads(answer)["text_output"]
+    assert whole.startswith(PROMPT)
+    status, answer = post(server.http_port, "/v2/models/ensemble/generate_stream", {**body, "stream": True})
+    assert status == 200
+    assert PROMPT + "".join(event["text_output"] for event in events_of(answer)) == whole
+
+
+def test_converters_answer_by_themselves(server: LaunchOptions):
+    query = {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": 4}
+    status, answer = post(server.http_port, "/v2/models/preprocessing/generate", query)
+    assert status == 200
+    ids = json.loads(answer)["INPUT_ID"]
+    status, answer = post(
+        server.http_port,
+        "/v2/models/postprocessing/infer",
+        {
+            "inputs": [
+                {"name": "TOKENS_BATCH", "datatype": "INT32", "shape": [1, 1, len(ids)], "data": ids},
+                {"name": "SEQUENCE_LENGTH", "datatype": "INT32", "shape": [1, 1], "data": [len(ids)]},
+            ]
+        },
+    )
+    assert status == 200 and json.loads(answer)["outputs"][0]["data"] == [PROMPT]
+
+
+def test_stop_words_end_the_text_across_token_borders(stream: Stream):
+    given = {"text_input": PROMPT, "max_tokens": 60, "seed": 1, **SAMPLED}
+    whole = stream.ask("ensemble", **given).text
+    stop = whole[20:23]
+    expected = whole[: whole.index(stop) + 3]
+    assert stream.ask("ensemble", stop_words=stop, **given).text == expected
+    assert stream.ask("ensemble", stop_words=stop, stream=True, **given).text == expected
+
+
+KILLED_CLIENT = """
+import sys
+from tests.triton_clients import Stream
+streams = [Stream(sys.argv[1]) for _ in range(4)]
+for stream in streams:
+    stream.send("ensemble", text_input="def f", max_tokens=400, temperature=1.0, end_id=-1, stream=True)
+for stream in streams:
+    stream.receive()
+print("streaming", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_streams_with_cancelled_and_killed_clients_leak_nothing(server: LaunchOptions):
+    url = f"127.0.0.1:{server.grpc_port}"
+    given = [{"text_input": f"{PROMPT}{i}", "max_tokens": 90, "seed": i, **SAMPLED} for i in range(32)]
+    alone = Stream(url)
+    expected = [alone.ask("ensemble", **tensors).text for tensors in given[:32:4]]
+    doomed = subprocess.Popen(
+        [sys.executable, "-c", KILLED_CLIENT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert doomed.stdout is not None and doomed.stdout.readline() == "streaming\n"
+    streams = [Stream(url) for _ in given]
+    for i, (one, tensors) in enumerate(zip(streams, given, strict=True)):
+        one.send("ensemble", stream=True, **{**tensors, "max_tokens": 400 if i % 4 == 1 else 90})
+    doomed.kill()
+    doomed.wait()
+    for one in streams[1::4]:
+        one.receive()
+        one.cancel()
+    answers = [one.answer() for i, one in enumerate(streams) if i % 4 != 1]
+    assert [answer.error for answer in answers] == [None] * 24
+    assert [answers[i].text for i in range(0, 24, 3)] == expected
+    wait_for_free_blocks(server.metrics_port)
+    for one in (*streams, alone):
+        one.close()
+
+
+def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptions, stream: Stream):
+    given = {"text_input": PROMPT, "max_tokens": 480, "end_id": -1}
+    stream.send("ensemble", request_id="mine", stream=True, **given)
+    stream.receive()
+    stopper = Stream(f"127.0.0.1:{server.grpc_port}")
+    token_level = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1}
+    stopper.send("tensorrt_llm", request_id="mine", stop=True, **token_level)
+    result, error, is_last = stopper.receive()
+    assert (error, is_last) == (None, True) and not result.get_response().outputs
+    answer = stream.answer()
+    assert answer.error is None and len(answer.deltas) < 480
+    stopper.send("ensemble", request_id="nobody", stop=True, **given)
+    assert stopper.receive()[1:] == (None, True)
+    stopper.send("ensemble", stop=True, **given)
+    assert "Trying to stop a request but request ID is not provided" in (stopper.receive()[1] or "")
+    stopper.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"text_input": ""}, "prompt is empty"),
+        ({"text_input": "x " * MAX_CONTEXT}, f"context length of {MAX_CONTEXT} tokens"),
+        ({"max_tokens": 0}, "max_tokens = 0: must lie in"),
+        ({"max_tokens": MAX_CONTEXT}, f"max_tokens = {MAX_CONTEXT}: must lie in"),
+        ({"temperature": float("nan")}, "temperature = nan: must lie in"),
+        ({"temperature": -1.0}, "temperature = -1.0: must lie in"),
+        ({"top_p": float("nan")}, "top_p = nan: must lie in"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty = -1.0: must lie in"),
+        ({"beam_width": 4}, "beam search: not supported"),
+        ({"return_context_logits": True}, "returning context logits: not supported"),
+        ({"guided_decoding_guide": "{}"}, "guided decoding: not supported"),
+        ({"lora_weights": [0.5]}, "lora_weights"),
+        ({"max_tokens": [3, 4]}, "max_tokens"),
+        ({"unknown_tensor": 1.0}, "unknown_tensor"),
+    ],
+)
+def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tensors, message):
+    neighbour = Stream(f"127.0.0.1:{server.grpc_port}")
+    given = {"text_input": PROMPT, "max_tokens": 60, "seed": 2, **SAMPLED}
+    neighbour.send("ensemble", stream=True, **given)
+    answer = stream.ask("ensemble", **{"text_input": PROMPT, "max_tokens": 8, **tensors})
+    assert message in (answer.error or "") and not answer.deltas
+    assert neighbour.answer().text == stream.ask("ensemble", **given).text
+    neighbour.close()
+
+
+def test_ids_outside_the_vocabulary_are_refused(stream: Stream):
+    answer = stream.ask("tensorrt_llm", input_ids=[1, 2**30], input_lengths=2, request_output_len=4)
+    assert f"input_ids = {2**30}: token ids must lie in" in (answer.error or "")
+
+
+def test_wrong_dtype_is_refused(stream: Stream):
+    answer = stream.ask("ensemble", text_input=PROMPT, max_tokens=4, temperature=True)
+    assert "temperature" in (answer.error or "")
+
+
+def test_full_queue_refuses_and_serves_the_rest(server: LaunchOptions):
+    url = f"127.0.0.1:{server.grpc_port}"
+    streams = [Stream(url) for _ in range(NUM_RUNNING + NUM_QUEUED + 16)]
+    for one in streams:
+        one.send("ensemble", text_input=PROMPT, max_tokens=60, end_id=-1, exclude_input_in_output=True)
+    answers = [one.answer() for one in streams]
+    refused = [answer.error for answer in answers if answer.error is not None]
+    served = {answer.text for answer in answers if answer.error is None}
+    assert refused and all(f"Maximum queue size of {NUM_QUEUED}" in error for error in refused)
+    assert all("Exceeds maximum queue size" in error for error in refused)
+    assert len(answers) - len(refused) >= NUM_QUEUED and len(served) == 1
+    wait_for_free_blocks(server.metrics_port)
+    for one in streams:
+        one.close()
+
+
+def test_metric_families_that_dashboards_know(server: LaunchOptions, stream: Stream):
+    before = metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "drafted_tokens")
+    stream.ask("ensemble", text_input=PROMPT, max_tokens=40, end_id=-1)
+    wait_for_free_blocks(server.metrics_port)
+    deadline = time.monotonic() + 5
+    while metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "drafted_tokens") <= before:
+        assert time.monotonic() < deadline, "drafted tokens are not counted"
+    for family, value, expected in (
+        ("nv_trt_llm_request_metrics", "max", NUM_RUNNING),
+        ("nv_trt_llm_request_metrics", "waiting", 0),
+        ("nv_trt_llm_kv_cache_block_metrics", "tokens_per", 16),
+        ("nv_trt_llm_kv_cache_block_metrics", "used", 0),
+        ("nv_trt_llm_inflight_batcher_metrics", "generation_requests", 0),
+    ):
+        assert metric(server.metrics_port, family, value) == expected
+    assert metric(server.metrics_port, "nv_trt_llm_general_metrics", "iteration_counter") > 0
+    assert metric(server.metrics_port, "nv_llm_output_token_len_bucket", "50") > 0
+
+
+def test_faser_serve_unary(engine_dir: Path):
+    """One server for all that a unary deployment shows; its drain comes last."""
+    http, grpc, metrics = free_ports(3)
+    faser = str(Path(sys.executable).with_name("faser"))
+    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command = [faser, "serve", "--engine-dir", str(engine_dir), *ports, "--no-decoupled", "--num-threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("ready: ")
+        body = {"text_input": PROMPT, "max_tokens": 30, "end_id": -1}
+        status, answer = post(http, "/v2/models/ensemble/generate", body)
+        assert status == 200 and json.loads(answer)["text_output"].startswith(PROMPT)
+        status, answer = post(http, "/v2/models/ensemble/generate", {**body, "stream": True})
+        assert status == 400 and "Streaming is only supported if model is deployed using decoupled mode." in answer
+        with triton.InferenceServerClient(f"127.0.0.1:{grpc}") as client:
+            check_unary_cancellation(client, metrics)
+            drained = [start_unary(client) for _ in range(4)]
+            time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert [error for _, error in (received.get(timeout=40) for _, received in drained)] == [None] * 4
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", grpc)) != 0, "the server is still there"
+
+
+def start_unary(client: triton.InferenceServerClient) -> tuple[Any, queue.Queue]:
+    received: queue.Queue = queue.Queue()
+    inputs = inputs_of(text_input=PROMPT, max_tokens=480, end_id=-1)
+    return client.async_infer("ensemble", inputs, lambda result, error: received.put((result, error))), received
+
+
+def check_unary_cancellation(client: triton.InferenceServerClient, metrics_port: int) -> None:
+    call, received = start_unary(client)
+    time.sleep(0.02)
+    call.cancel()
+    assert "CANCELLED" in str(received.get(timeout=10)[1].status())
+    wait_for_free_blocks(metrics_port)
+
+
+def test_port_in_use_is_told_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"grpc-port: port {port} in use"):
+            check_ports("127.0.0.1", {"http-port": free_ports(1)[0], "grpc-port": port})
+    with pytest.raises(ConfigError, match="grpc-port = 8000: is the same as http-port"):
+        check_ports("127.0.0.1", {"http-port": 8000, "grpc-port": 8000})
+
+
+def test_broken_engine_directory_fails_the_start_with_its_reason(engine_dir: Path, tmp_path: Path):
+    broken = tmp_path / "engine"
+    broken.mkdir()
+    (broken / "manifest.json").write_text((engine_dir / "manifest.json").read_text())
+    options = LaunchOptions(*free_ports(3), parameters={"engine_dir": str(broken)})
+    with TritonServer(options) as server, pytest.raises(ConfigError, match="missing"):
+        server.wait_ready()
+
+
+def test_arrays_of_the_metrics_are_finite(server: LaunchOptions):
+    share = metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "acceptance_rate")
+    assert np.isfinite(share) and 0 <= share <= 1
