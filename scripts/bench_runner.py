@@ -84,9 +84,9 @@ class SessionTimer:
         self.seconds += time.perf_counter() - start
 
 
-def bench_model(name: str, runners: dict[int, OrtRunner], repeats: int, timer: SessionTimer) -> None:
-    """Prints a line per case; runners by thread count take turns."""
-    header = "".join(f"{f'{count} thread(s) ms':>18}{'outside us':>12}" for count in runners)
+def bench_model(name: str, runners: dict[str, OrtRunner], repeats: int, timer: SessionTimer) -> None:
+    """Prints a line per case; runners take turns. Runners are named for their column."""
+    header = "".join(f"{f'{column} ms':>18}{'outside us':>12}" for column in runners)
     print(f"{name:22}{header}")
     rng = np.random.default_rng(0)
     for case in CASES:
@@ -94,10 +94,11 @@ def bench_model(name: str, runners: dict[int, OrtRunner], repeats: int, timer: S
         if case.context + case.num_rows > runner.spec.max_context:
             continue
         batch = make_batch(case, runner.vocab_size, runner.pool.kv_block_size, rng)
-        samples = {count: time_calls(runner, batch, 1, timer)[:0] for count, runner in runners.items()}
-        for _ in range(repeats):
-            for count, runner in runners.items():
-                samples[count] += time_calls(runner, batch, 3, timer)
+        samples: dict[str, list[tuple[float, float]]] = {column: [] for column in runners}
+        for repeat in range(repeats + 1):
+            for column, runner in runners.items():
+                timed = time_calls(runner, batch, 3, timer)
+                samples[column] += timed if repeat else []  # the first round warms up
         row = ""
         for of_runner in samples.values():
             whole, outside = np.percentile(np.array(of_runner), 20, axis=0)
@@ -129,11 +130,17 @@ def main() -> None:
         parser.error(f"--threads {options.threads}: must lie in [1, {num_cores}]")
     manifest = EngineManifest.load(options.engine_dir)
     timer, block_size = SessionTimer(), manifest.kv_block_size
-    most_blocks = max(c.num_sequences * -(-(c.context + c.num_rows) // block_size) for c in CASES)
+    num_blocks = max(c.num_sequences * -(-(c.context + c.num_rows) // block_size) for c in CASES)
     cores = core_partitions().whole.cores
     for name, model in (("target", manifest.target), ("draft", manifest.draft)):
-        partitions = {count: CorePartition("bench", cores[:count]) for count in threads}
-        runners = {n: OrtRunner(model, options.engine_dir, most_blocks, block_size, p) for n, p in partitions.items()}
+        runners = {}
+        for count in threads:
+            partition = CorePartition("bench", cores[:count])
+            for can_spin in (False, True)[: 1 + (count > 1)]:
+                column = f"{count} thread{'s' if count > 1 else ''}{' spin' if can_spin else ''}"
+                runners[column] = OrtRunner(
+                    model, options.engine_dir, num_blocks, block_size, partition, can_spin=can_spin
+                )
         bench_model(name, runners, options.repeats, timer)
 
 

@@ -111,7 +111,7 @@ def test_bucketed_tables_are_wide_enough_and_few(num_blocks: int) -> None:
 def test_runners_of_one_pool_see_each_others_tokens(engine: Path) -> None:
     cores = core_partitions().whole.cores
     first = open_runner(engine)
-    second = open_runner(engine, pool=first.pool, partition=CorePartition("all", cores))
+    second = open_runner(engine, pool=first.pool, partition=CorePartition("all", cores), can_spin=True)
     alone = open_runner(engine)
     sequence, table = [np.arange(12)], np.array([[8, 3, 11]])
     wanted = run_all(alone, make_rows(sequence, [0], [12], table))

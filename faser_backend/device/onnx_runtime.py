@@ -20,6 +20,7 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
 ERRORS_ONLY = 3
+SPIN_US = 100
 
 
 class OrtRunner:
@@ -34,12 +35,16 @@ class OrtRunner:
         partition: CorePartition,
         *,
         num_threads: int | None = None,
+        can_spin: bool = False,
         pool: KvPool | None = None,
     ) -> None:
         """pool: shared with another runner of the model; None makes one of num_blocks blocks.
 
-        num_threads: at most that many threads, None = one per core of the partition. Raises
-        ConfigError for numbers out of range or where ONNX Runtime refuses a segment.
+        num_threads: at most that many threads, None = one per core of the partition.
+        can_spin: helper threads of a call wait busily, up to SPIN_US and never between calls. With
+        cores to spare small parallel ops finish in up to half the time; where others want the cores
+        calls can take several times as long. Raises ConfigError for numbers out of range or where
+        ONNX Runtime refuses a segment.
         """
         if num_threads is not None and num_threads < 1:
             raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
@@ -52,7 +57,7 @@ class OrtRunner:
         self._block_size = self.pool.kv_block_size
         self._shapes: list[ShapeCache] = []
         for segment in model.segments:
-            session = _open_session(engine_dir / segment.file.name, self.num_threads)
+            session = _open_session(engine_dir / segment.file.name, self.num_threads, can_spin)
             self._shapes.append(ShapeCache(BoundSegment(session, segment, model.spec, self.pool)))
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -95,13 +100,16 @@ class OrtRunner:
         return shape
 
 
-def _open_session(path: Path, num_threads: int) -> ort.InferenceSession:
+def _open_session(path: Path, num_threads: int, can_spin: bool) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ERRORS_ONLY
     options.enable_mem_pattern = False  # it keeps a plan per shape for ever, and gains nothing here
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads leave the core to others
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(can_spin)))
+    if can_spin:
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's own exceptions share no base class
