@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class InProcess:
         tokens: list[list[int]] = [[] for _ in jobs]
         waiting = iter(range(len(jobs)))
         start = time.perf_counter()
-        for index in (i for i, _ in zip(waiting, range(num_clients), strict=False)):
+        for index in itertools.islice(waiting, num_clients):
             self._submit(engine, requests[index], traces[index])
         num_open = len(jobs)
         while num_open:

@@ -50,17 +50,20 @@ class Server:
                 [str(faser), "serve", *ports, *options], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT
             )
 
+    def log_tail(self) -> str:
+        return self._log.read_text()[-4000:]
+
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended at once:\n{self._log.read_text()[-4000:]}")
+                raise RuntimeError(f"the server ended at once:\n{self.log_tail()}")
             try:
                 with urllib.request.urlopen(self.health, timeout=1):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        raise RuntimeError(f"not ready within {START_TIMEOUT_S:.0f} s:\n{self._log.read_text()[-4000:]}")
+        raise RuntimeError(f"not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -110,7 +113,8 @@ class OverTriton:
         self._client.stdin.flush()
         answer = self._client.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the load client ended; policy {policy}, {num_clients} clients")
+            log = self._servers[policy].log_tail()
+            raise RuntimeError(f"the load client ended; policy {policy}, {num_clients} clients; server log:\n{log}")
         found = json.loads(answer)
         return [Trace(**trace) for trace in found["traces"]], found["seconds"]
 
