@@ -1,0 +1,177 @@
+"""The `faser` command in process: what it prints, what it refuses, and the demo pair's cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faser_backend.cli import main
+from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.doctor import examine
+from faser_backend.serving.parameters import Parameters
+from faser_backend.serving.server import MODEL_REPO, LaunchOptions, write_launch_copy
+from tests.serving_pair import build_pair, write_pair
+
+SAMPLED = ["--temperature", "1", "--seed", "3", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs `faser ARGUMENTS`; returns status, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["faser", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_generate_json_is_complete_and_repeats_with_its_seed(run, engine_dir):
+    command = ("generate", "--engine-dir", engine_dir, "--prompt", "def f", "--max-tokens", 30, "--json", *SAMPLED)
+    status, out, _ = run(*command)
+    result = json.loads(out)
+    assert status == 0
+    assert 1 <= len(result["token_ids"]) <= 30 and result["text"]
+    assert 0 < result["num_accepted"] <= result["num_drafted"] and result["num_pruned"] == 0
+    assert result["tokens_per_s"] > 0 and result["finish_reason"] in ("length", "end_id")
+    assert json.loads(run(*command)[1])["token_ids"] == result["token_ids"]
+    plain = json.loads(run(*command, "--policy", "none")[1])
+    assert plain["token_ids"] == result["token_ids"] and plain["num_drafted"] == 0
+
+
+def test_generate_prints_the_text_then_its_figures(run, engine_dir):
+    options = ("--engine-dir", engine_dir, "--prompt-ids", "5,6,7", "--max-tokens", 20, *SAMPLED)
+    text = json.loads(run("generate", *options, "--json")[1])["text"]
+    status, out, _ = run("generate", *options)
+    assert status == 0
+    assert out.startswith(text) and "tokens/s; accepted " in out[len(text) :]
+
+
+def test_generate_stops_after_a_text(run, engine_dir):
+    options = ("generate", "--engine-dir", engine_dir, "--prompt", "def f", "--max-tokens", 60, "--json", *SAMPLED)
+    whole = json.loads(run(*options)[1])["text"]
+    stop = whole[10:12]
+    result = json.loads(run(*options, "--stop", stop)[1])
+    assert result["text"] == whole[: whole.index(stop) + 2]
+    assert result["finish_reason"] == "stop_words"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens = 0: must lie in [1, "),
+        (["--prompt", "x", "--temperature", "nan"], "temperature = nan: must lie in [0, 100]"),
+        (["--prompt", "x", "--policy", "best"], "policy = 'best': unknown; known are none"),
+        (["--prompt", "x", "--policy", "fixed:99"], "policy = 'fixed:99'"),
+        (["--prompt", ""], "input_ids = []: prompt is empty"),
+        (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
+        (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
+        ([], "give exactly one of --prompt and --prompt-ids"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
+    status, out, err = run("generate", "--engine-dir", engine_dir, *options)
+    assert (status, out) == (1, "")
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
+    assert "manifest.json: missing" in run("serve", "--engine-dir", tmp_path)[2]
+    assert "policy = 'x'" in run("serve", "--engine-dir", engine_dir, "--policy", "x")[2]
+    status, _, err = run("serve", "--engine-dir", engine_dir, "--http-port", 70000)
+    assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
+
+
+def test_build_makes_a_directory_that_loads(run, tmp_path):
+    pair = write_pair(tmp_path / "pair")
+    output = tmp_path / "engine"
+    command = ("build", "--target", pair / "target", "--draft", pair / "draft", "--output", output)
+    status, out, err = run(*command, "--exit-layers", "1,2")
+    assert status == 0 and str(output) in out and "[0/" in err
+    assert EngineManifest.load(output).exit_layers == (1, 2)
+    status, _, err = run(*command, "--exit-layers", "7")
+    assert status == 1 and "error: exit_layers" in err
+
+
+def test_damaged_engine_directory_is_named(run, tmp_path):
+    engine = build_pair(tmp_path)
+    victim = next(engine.glob("*.onnx"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    status, _, err = run("generate", "--engine-dir", engine, "--prompt", "x")
+    assert status == 1 and victim.name in err
+
+
+def test_doctor_tells_what_can_run(run):
+    status, out, _ = run("doctor")
+    assert status == 0 and "This machine can serve." in out
+    found = {entry["name"]: entry for entry in json.loads(run("doctor", "--json")[1])}
+    assert found["Triton server"]["is_ok"] and found["ONNX Runtime"]["is_needed"]
+    assert [finding.name for finding in examine()] == list(found)
+
+
+BUILD_DEMO = """
+import sys
+from pathlib import Path
+from faser_backend.serving.demo_engine import demo_engine_dir
+built = []
+directory = demo_engine_dir(lambda what, *_: built.append(what), pair=Path(sys.argv[1]), cache=Path(sys.argv[2]))
+print(directory, bool(built))
+"""
+
+
+def test_demo_engines_are_built_once_by_two_processes_at_once(tmp_path):
+    pair = write_pair(tmp_path / "pair")
+    command = [sys.executable, "-c", BUILD_DEMO, str(pair), str(tmp_path / "cache")]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [worker.communicate(timeout=60)[0].split() for worker in workers]
+    assert answers[0][0] == answers[1][0]
+    assert sorted(was_built for _, was_built in answers) == ["False", "True"]
+
+
+def test_changed_demo_checkpoint_builds_anew_and_a_damaged_cache_is_mended(tmp_path):
+    pair, cache = write_pair(tmp_path / "pair"), tmp_path / "cache"
+    first = demo_engine_dir(pair=pair, cache=cache)
+    (first / "manifest.json").write_text("{}")
+    assert demo_engine_dir(pair=pair, cache=cache) == first
+    EngineManifest.load(first)
+    config = pair / "draft" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert demo_engine_dir(pair=pair, cache=cache) != first
+    config.unlink()
+    with pytest.raises(ConfigError, match=r"config\.json: the demo pair is missing"):
+        demo_engine_dir(pair=pair, cache=cache)
+
+
+def test_launch_copy_writes_policy_and_parameters_and_leaves_the_repository_alone(tmp_path):
+    before = {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")}
+    odd = 'a "quoted" \\ folder'
+    options = LaunchOptions(is_decoupled=False, parameters={"engine_dir": odd})
+    write_launch_copy(MODEL_REPO, tmp_path / "copy", options)
+    text = (tmp_path / "copy" / "faser" / "config.pbtxt").read_text()
+    assert 'string_value: "a \\"quoted\\" \\\\ folder"' in text and '"${policy}"' in text
+    assert all("decoupled: true" not in path.read_text() for path in (tmp_path / "copy").rglob("config.pbtxt"))
+    assert {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")} == before
+    with pytest.raises(ConfigError, match="parameter colour: model faser has no such parameter"):
+        write_launch_copy(MODEL_REPO, tmp_path / "other", LaunchOptions(parameters={"colour": "red"}))
+
+
+def test_shipped_parameters_are_all_unset():
+    names = re.findall(r'key: "(\w+)" value', (MODEL_REPO / "faser" / "config.pbtxt").read_text())
+    shipped = Parameters({"parameters": {name: {"string_value": f"${{{name}}}"} for name in names}})
+    assert len(names) > 15 and all(shipped.text(name) is None for name in names)
