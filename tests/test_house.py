@@ -79,7 +79,10 @@ ROOMS = [
     room("faser_backend.manifest", "faser_backend.core", "numpy"),
 ]
 # The composition root may build the demo pair's engines on first use.
-EXCEPTIONS = {"faser_backend.serving.compose": frozenset({"engines"})}
+EXCEPTIONS = {
+    "faser_backend.serving.compose": frozenset({"engines"}),
+    "faser_backend.serving.demo_engine": frozenset({"engines"}),  # the demo pair is built on first use
+}
 OWN = ("faser_backend", "engines", "plugins")
 
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import queue
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 
-from faser_backend.core.errors import ConfigError
-from faser_backend.serving.server import LaunchOptions, TritonServer, check_ports
+from faser_backend.serving.server import LaunchOptions, TritonServer
 from tests.serving_pair import MAX_CONTEXT, build_pair
-from tests.triton_clients import Stream, events_of, free_ports, inputs_of, metric, post, wait_for_free_blocks
+from tests.triton_clients import Stream, events_of, free_ports, metric, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "end_id": -1, "exclude_input_in_output": True}
@@ -253,65 +247,6 @@ def test_metric_families_that_dashboards_know(server: LaunchOptions, stream: Str
         assert metric(server.metrics_port, family, value) == expected
     assert metric(server.metrics_port, "nv_trt_llm_general_metrics", "iteration_counter") > 0
     assert metric(server.metrics_port, "nv_llm_output_token_len_bucket", "50") > 0
-
-
-def test_faser_serve_unary(engine_dir: Path):
-    """One server for all that a unary deployment shows; its drain comes last."""
-    http, grpc, metrics = free_ports(3)
-    faser = str(Path(sys.executable).with_name("faser"))
-    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    command = [faser, "serve", "--engine-dir", str(engine_dir), *ports, "--no-decoupled", "--num-threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline().startswith("ready: ")
-        body = {"text_input": PROMPT, "max_tokens": 30, "end_id": -1}
-        status, answer = post(http, "/v2/models/ensemble/generate", body)
-        assert status == 200 and json.loads(answer)["text_output"].startswith(PROMPT)
-        status, answer = post(http, "/v2/models/ensemble/generate", {**body, "stream": True})
-        assert status == 400 and "Streaming is only supported if model is deployed using decoupled mode." in answer
-        with triton.InferenceServerClient(f"127.0.0.1:{grpc}") as client:
-            check_unary_cancellation(client, metrics)
-            drained = [start_unary(client) for _ in range(4)]
-            time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
-            assert [error for _, error in (received.get(timeout=40) for _, received in drained)] == [None] * 4
-        assert process.wait(40) == 0
-    finally:
-        process.kill()
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", grpc)) != 0, "the server is still there"
-
-
-def start_unary(client: triton.InferenceServerClient) -> tuple[Any, queue.Queue]:
-    received: queue.Queue = queue.Queue()
-    inputs = inputs_of(text_input=PROMPT, max_tokens=480, end_id=-1)
-    return client.async_infer("ensemble", inputs, lambda result, error: received.put((result, error))), received
-
-
-def check_unary_cancellation(client: triton.InferenceServerClient, metrics_port: int) -> None:
-    call, received = start_unary(client)
-    time.sleep(0.02)
-    call.cancel()
-    assert "CANCELLED" in str(received.get(timeout=10)[1].status())
-    wait_for_free_blocks(metrics_port)
-
-
-def test_port_in_use_is_told_before_anything_starts():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"grpc-port: port {port} in use"):
-            check_ports("127.0.0.1", {"http-port": free_ports(1)[0], "grpc-port": port})
-    with pytest.raises(ConfigError, match="grpc-port = 8000: is the same as http-port"):
-        check_ports("127.0.0.1", {"http-port": 8000, "grpc-port": 8000})
-
-
-def test_broken_engine_directory_fails_the_start_with_its_reason(engine_dir: Path, tmp_path: Path):
-    broken = tmp_path / "engine"
-    broken.mkdir()
-    (broken / "manifest.json").write_text((engine_dir / "manifest.json").read_text())
-    options = LaunchOptions(*free_ports(3), parameters={"engine_dir": str(broken)})
-    with TritonServer(options) as server, pytest.raises(ConfigError, match="missing"):
-        server.wait_ready()
 
 
 def test_arrays_of_the_metrics_are_finite(server: LaunchOptions):
