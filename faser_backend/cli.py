@@ -93,6 +93,17 @@ def build(
 
 
 @app.command()
+def profile(
+    engine_dir: Annotated[Path, typer.Argument(help="Engine directory; profile.json is written into it.")],
+    is_quick: Annotated[bool, typer.Option("--quick", help="Under half a minute, with larger errors.")] = False,
+) -> None:
+    """Measure what model calls cost on this machine, for the policies that decide by cost."""
+    from faser_backend.serving.profiling.profile import run_profile
+
+    run_profile(engine_dir, is_quick=is_quick)
+
+
+@app.command()
 def generate(
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,

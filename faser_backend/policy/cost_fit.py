@@ -1,0 +1,130 @@
+"""Fits `CallCost` to measured calls: non-negative least squares on relative errors, robust to outliers.
+
+Pure linear algebra on small matrices; knows nothing of how the calls were measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from faser_backend.policy.cost_model import CallCost, Curve, OverheadCost
+
+ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+KEY_KNOTS = (0, 1024, 4096, 8192)
+NUM_REWEIGHTINGS = 8
+SMALLEST_ERROR = 0.01  # below this relative error a point's weight grows no further
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallShapes:
+    """Shapes of N calls, arrays [N] float64; letters as in CallCost."""
+
+    num_rows: np.ndarray  # T
+    num_sequences: np.ndarray  # B
+    max_rows: np.ndarray  # Q
+    columns: np.ndarray  # L
+    num_logit_rows: np.ndarray  # R
+
+    def __getitem__(self, index: np.ndarray) -> CallShapes:
+        return CallShapes(*(getattr(self, name)[index] for name in self.__slots__))
+
+
+def fit_call_cost(shapes: CallShapes, measured_us: np.ndarray) -> CallCost:
+    """The CallCost nearest to measured_us [N] > 0 in relative error. N >= 1; few points give few terms."""
+    row_knots = _knots_below(ROW_KNOTS, shapes.num_rows.max())
+    keys = shapes.num_sequences * shapes.columns
+    key_knots = _knots_below(KEY_KNOTS, keys.max())
+    cells = shapes.num_sequences * shapes.max_rows
+    columns = [
+        np.ones_like(cells),
+        *_spans(shapes.num_rows, row_knots),
+        *_spans(keys, key_knots),
+        shapes.num_sequences,
+        cells,
+        cells * shapes.columns,
+        shapes.num_logit_rows,
+    ]
+    weights = fit_non_negative(np.stack(columns, axis=1), measured_us)
+    num_rows, num_keys = row_knots.size, key_knots.size
+    fixed, row_slopes, key_slopes, rest = np.split(weights, np.cumsum([1, num_rows, num_keys]))
+    return CallCost(
+        Curve.from_slopes(row_knots, float(fixed[0]), row_slopes),
+        Curve.from_slopes(key_knots, 0.0, key_slopes),
+        *(float(value) for value in rest),
+    )
+
+
+def fit_overhead(
+    num_sequences: np.ndarray, num_rows: np.ndarray, step_us: np.ndarray, draft_call_us: np.ndarray
+) -> OverheadCost:
+    """From N measured steps, arrays [N] float64: time outside the model calls, and per draft call."""
+    ones = np.ones_like(num_sequences)
+    step = fit_non_negative(np.stack([ones, num_sequences, num_rows], axis=1), step_us)
+    draft = fit_non_negative(np.stack([ones, num_sequences], axis=1), draft_call_us)
+    return OverheadCost(*map(float, step), *map(float, draft))
+
+
+def fit_non_negative(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Weights [F] >= 0 that bring features [N, F] @ weights near to measured [N] > 0 in relative error.
+
+    Reweighted least squares: it tends to the least sum of absolute errors, so a call that was disturbed
+    while it was measured pulls on the fit no more than any other.
+    """
+    relative = features / measured[:, None]
+    scale = relative.max(axis=0)
+    scale[scale == 0.0] = 1.0
+    relative = relative / scale
+    point_weights = np.ones(measured.shape[0])
+    weights = np.zeros(features.shape[1])
+    for _ in range(NUM_REWEIGHTINGS):
+        root = np.sqrt(point_weights)
+        weights = non_negative_least_squares(relative * root[:, None], root)
+        point_weights = 1.0 / np.maximum(np.abs(relative @ weights - 1.0), SMALLEST_ERROR)
+        point_weights /= point_weights.mean()
+    return weights / scale
+
+
+def non_negative_least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """x [F] >= 0 that minimises |matrix [N, F] x - goal [N]|: the active-set method of Lawson and Hanson, 1974."""
+    num_features = matrix.shape[1]
+    x = np.zeros(num_features)
+    is_free = np.zeros(num_features, np.bool_)
+    tolerance = 1e-9 * max(float(np.abs(matrix.T @ goal).max()), 1e-300)
+    for _ in range(3 * num_features):
+        gradient = matrix.T @ (goal - matrix @ x)
+        gradient[is_free] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= tolerance:
+            break
+        is_free[best] = True
+        while is_free.any():
+            trial = np.zeros(num_features)
+            trial[is_free] = np.linalg.lstsq(matrix[:, is_free], goal, rcond=None)[0]
+            is_bad = is_free & (trial <= 0.0)
+            if not is_bad.any():
+                x = trial
+                break
+            # Walk towards the trial until the first weight meets zero, and hold that one there.
+            steps = x[is_bad] / (x[is_bad] - trial[is_bad])
+            x = np.maximum(x + float(steps.min()) * (trial - x), 0.0)
+            is_free &= x > 1e-15
+            x[~is_free] = 0.0
+    return x
+
+
+def mean_absolute_percentage_error(predicted: np.ndarray, measured: np.ndarray) -> float:
+    """MAPE in percent of predicted [N] against measured [N] > 0."""
+    return float(np.abs(predicted / measured - 1.0).mean() * 100.0)
+
+
+def _knots_below(knots: tuple[int, ...], largest: float) -> np.ndarray:
+    """The knots that data lies beyond: a slope right of all data would be a guess."""
+    return np.array([knot for index, knot in enumerate(knots) if index == 0 or knot < largest], np.float64)
+
+
+def _spans(x: np.ndarray, knots: np.ndarray) -> list[np.ndarray]:
+    """How much of x [N] lies right of each knot and left of the next, [N] for each knot."""
+    ends = np.append(knots[1:], np.inf)
+    return [np.clip(x, low, high) - low for low, high in zip(knots, ends, strict=True)]

@@ -1,0 +1,255 @@
+"""How long a model call takes on a partition, predicted from its shape: microseconds, never measured here.
+
+One formula for every device, with non-negative coefficients, so that more rows, sequences or context never
+look cheaper. Candidates are vectors: a policy asks for all of a step's alternatives in one call. Knows
+nothing of clocks, files or runtimes; `faser profile` fits it, and `default_cost_model` stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+DRAFT, TARGET = "draft", "target"
+WHOLE = "whole"  # the partition of all cores; splits are named "draft cores/target cores", e.g. "2/6"
+FAR = 1e9  # where the last slope of a curve is pinned: beyond every call
+
+Numbers = np.ndarray | int | float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """A nondecreasing piecewise-linear function: values_us at knots, the last slope goes on."""
+
+    knots: np.ndarray  # [n] float64, ascending
+    values_us: np.ndarray  # [n] float64, >= 0, nondecreasing
+
+    def __post_init__(self) -> None:
+        if self.knots.ndim != 1 or self.knots.size < 2 or self.knots.shape != self.values_us.shape:
+            raise ValueError(f"a curve needs as many values as knots, at least 2; not {self.values_us.shape}")
+        if not (np.diff(self.knots) > 0).all() or not np.isfinite(self.knots).all():
+            raise ValueError("knots of a curve must ascend")
+        if not np.isfinite(self.values_us).all() or self.values_us[0] < 0 or (np.diff(self.values_us) < 0).any():
+            raise ValueError("values of a curve must be non-negative and never fall")
+
+    @classmethod
+    def from_slopes(cls, knots: np.ndarray, first_us: float, slopes: np.ndarray) -> Curve:
+        """knots [n] and the slope right of each, [n]; the last slope holds to FAR."""
+        ends = np.append(knots, FAR)
+        rises = np.concatenate([[first_us], slopes * np.diff(ends)])
+        return cls(ends.astype(np.float64), np.cumsum(rises))
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return np.interp(x, self.knots, self.values_us)
+
+    def __add__(self, other: Curve) -> Curve:
+        if self.knots.shape == other.knots.shape and (self.knots == other.knots).all():
+            return Curve(self.knots, self.values_us + other.values_us)
+        knots = np.union1d(self.knots, other.knots)
+        return Curve(knots, self(knots) + other(knots))
+
+    def as_dict(self) -> dict[str, list[float]]:
+        return {"knots": self.knots.tolist(), "values_us": self.values_us.tolist()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Curve:
+        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
+        return cls(np.array(fields["knots"], np.float64), np.array(fields["values_us"], np.float64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallCost:
+    """Microseconds of one segment (or of several, added up) on one partition.
+
+    rows(T) + keys(B L) + B sequence_us + B Q cell_us + B Q L cell_key_us + R logit_row_us, where T = rows,
+    B = sequences, Q = most rows of one sequence, L = columns of keys that the runtime reads, R = rows of
+    logits. B L stands for gathering the paged keys, B Q L for attention, rows(T) for the matrix products.
+    """
+
+    rows: Curve
+    keys: Curve
+    sequence_us: float = 0.0
+    cell_us: float = 0.0
+    cell_key_us: float = 0.0
+    logit_row_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for value in (self.sequence_us, self.cell_us, self.cell_key_us, self.logit_row_us):
+            if not 0.0 <= value < FAR:
+                raise ValueError(f"coefficient = {value}: must be a non-negative number")
+
+    def __add__(self, other: CallCost) -> CallCost:
+        return CallCost(
+            self.rows + other.rows,
+            self.keys + other.keys,
+            self.sequence_us + other.sequence_us,
+            self.cell_us + other.cell_us,
+            self.cell_key_us + other.cell_key_us,
+            self.logit_row_us + other.logit_row_us,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("sequence_us", "cell_us", "cell_key_us", "logit_row_us")
+        curves = {"rows": self.rows.as_dict(), "keys": self.keys.as_dict()}
+        return curves | {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> CallCost:
+        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
+        rest = {name: float(value) for name, value in fields.items() if name not in ("rows", "keys")}
+        return cls(Curve.from_dict(fields["rows"]), Curve.from_dict(fields["keys"]), **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadCost:
+    """Microseconds around the model calls of a step: scheduling, packing, sampling, acceptance, commit.
+
+    A step of B sequences that verifies T rows: step_us + B step_sequence_us + T step_row_us. Each draft
+    call inside it, of B sequences: draft_us + B draft_sequence_us.
+    """
+
+    step_us: float
+    step_sequence_us: float
+    step_row_us: float
+    draft_us: float
+    draft_sequence_us: float
+
+    def __post_init__(self) -> None:
+        values = (self.step_us, self.step_sequence_us, self.step_row_us, self.draft_us, self.draft_sequence_us)
+        if not all(0.0 <= value < FAR for value in values):
+            raise ValueError("overheads must be non-negative numbers")
+
+    def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
+        """Of one step, without its draft calls."""
+        return self.step_us + num_sequences * self.step_sequence_us + num_rows * self.step_row_us
+
+    def draft_call(self, num_sequences: Numbers) -> Numbers:
+        """Of one draft call: packing its rows and sampling from its logits."""
+        return self.draft_us + num_sequences * self.draft_sequence_us
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostModel:
+    """Predictions for a draft and a target on the partitions that were measured.
+
+    segments: (model, partition) -> cost of each segment in order. key_columns [n]: how many columns of keys
+    the runtime reads for n tokens (it rounds up); longer contexts count as they are.
+    """
+
+    segments: Mapping[tuple[str, str], tuple[CallCost, ...]]
+    overhead: OverheadCost
+    key_columns: np.ndarray
+    is_measured: bool
+    _ranges: dict[tuple[str, str, int, int], CallCost] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for (model, partition), costs in self.segments.items():
+            for first in range(len(costs)):
+                total = costs[first]
+                self._ranges[model, partition, first, first + 1] = total
+                for last in range(first + 1, len(costs)):
+                    total += costs[last]
+                    self._ranges[model, partition, first, last + 1] = total
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        """Names of the partitions that both models can be asked about; "whole" is always one."""
+        drafting = {partition for model, partition in self.segments if model == DRAFT}
+        return tuple(partition for model, partition in self.segments if model == TARGET and partition in drafting)
+
+    def num_segments(self, model: str) -> int:
+        return len(self.segments[model, WHOLE])
+
+    def call_us(
+        self,
+        model: str,
+        partition: str,
+        num_rows: Numbers,
+        num_sequences: Numbers,
+        context_tokens: Numbers,
+        *,
+        max_rows: Numbers | None = None,
+        num_logit_rows: Numbers | None = None,
+        first_segment: int = 0,
+        last_segment: int | None = None,
+    ) -> np.ndarray:
+        """Microseconds [N] of segments [first_segment, last_segment) for N candidate calls, numbers or [N].
+
+        context_tokens: the longest context in the call, tokens in the KV pool before it. max_rows: most
+        rows of one sequence, default all alike. num_logit_rows: default every row (a verification); 0 for
+        a prefill, num_sequences for a draft call. Raises ValueError for an unknown model or partition.
+        """
+        if last_segment is None:
+            last_segment = len(self.segments.get((model, partition), ()))
+        cost = self._ranges.get((model, partition, first_segment, last_segment))
+        if cost is None:
+            raise ValueError(self._unknown(model, partition, first_segment, last_segment))
+        rows = np.asarray(num_rows, np.float64)
+        sequences = np.asarray(num_sequences, np.float64)
+        if max_rows is None:
+            max_rows = np.ceil(rows / sequences)
+        columns = self._columns(context_tokens + max_rows)
+        cells = sequences * max_rows
+        total = cost.rows(rows) + cost.keys(sequences * columns)
+        total += cells * (cost.cell_us + cost.cell_key_us * columns)
+        if cost.sequence_us:
+            total += cost.sequence_us * sequences
+        if cost.logit_row_us:
+            total += cost.logit_row_us * (rows if num_logit_rows is None else num_logit_rows)
+        return total
+
+    def _columns(self, num_tokens: Numbers) -> np.ndarray:
+        last = self.key_columns.shape[0] - 1
+        index = np.minimum(num_tokens, last).astype(np.int64)
+        return np.maximum(self.key_columns[index], num_tokens)
+
+    def _unknown(self, model: str, partition: str, first: int, last: int) -> str:
+        if (model, partition) not in self.segments:
+            known = ", ".join(f"{name} on {share}" for name, share in self.segments)
+            return f"model = {model!r} on partition = {partition!r}: unknown; known are {known}"
+        count = len(self.segments[model, partition])
+        return f"segments [{first}, {last}) of {model}: must be a range within [0, {count})"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What the default model needs to know of an engine. Counts are per segment, in order."""
+
+    num_layers: tuple[int, ...]
+    layer_weights: int  # numbers in the matrices of one layer
+    head_weights: int  # of the output head
+    kv_width: int  # keys of one token and layer, over all heads
+
+
+def default_cost_model(target: ModelSize, draft: ModelSize) -> CostModel:
+    """For an engine that was never profiled: one modest core, and every row pays in full.
+
+    Conservative: it knows the whole machine alone, so nothing is overlapped on its word, and rows are
+    never free, so speculation has to earn them. Rates are far below those of current cores.
+    """
+    segments = {(name, WHOLE): _default_segments(size) for name, size in ((TARGET, target), (DRAFT, draft))}
+    overhead = OverheadCost(200.0, 20.0, 10.0, 60.0, 10.0)
+    return CostModel(segments, overhead, np.zeros(1), is_measured=False)
+
+
+def _default_segments(size: ModelSize) -> tuple[CallCost, ...]:
+    flops_per_us, bytes_per_us, layer_us = 20e3, 5e3, 20.0  # 20 GFLOP/s, 5 GB/s, dispatch of a layer's operators
+    costs = []
+    for index, layers in enumerate(size.num_layers):
+        head = size.head_weights if index == len(size.num_layers) - 1 else 0
+        weights = layers * size.layer_weights
+        fixed_us = layers * layer_us + 4 * (weights + head) / bytes_per_us
+        row_us = 2 * weights / flops_per_us
+        gather_us = layers * 2 * 4 * size.kv_width / bytes_per_us
+        costs.append(
+            CallCost(
+                Curve.from_slopes(np.array([0.0]), fixed_us, np.array([row_us])),
+                Curve.from_slopes(np.array([0.0]), 0.0, np.array([gather_us])),
+                cell_key_us=layers * 4 * size.kv_width / flops_per_us,
+                logit_row_us=2 * head / flops_per_us,
+            )
+        )
+    return tuple(costs)

@@ -1,0 +1,203 @@
+"""Times real model calls on the partitions of this machine.
+
+All calls of a partition are interleaved in random order, sweep after sweep, and the median over sweeps is
+kept: what disturbs the machine for a while touches few samples of each call. A split's shares are timed
+while the other model works on the other share, for that is how splits are used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.partition import CorePartition, PartitionMenu
+from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE
+from faser_backend.serving.profiling.cases import Case, make_batch
+
+MAX_POOL_BYTES = 512 << 20
+CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner keeps
+DRAFT_RUN = 4  # drafting calls the draft several times in a row: a sample is the mean of such a run
+
+Progress = Callable[[float], None]  # is told the share that is done, in [0, 1]
+
+
+class Share(NamedTuple):
+    """A model on its part of a partition; `company` is the other model's part, where both run at once."""
+
+    model: str
+    partition: str
+    cores: CorePartition
+    company: CorePartition | None
+
+    @property
+    def other_model(self) -> str:
+        return TARGET if self.model == DRAFT else DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One case: median microseconds of each segment, and how far its whole calls spread."""
+
+    case: Case
+    segment_us: tuple[float, ...]
+    spread: float  # distance between the quartiles of whole calls, as a share of their median
+
+
+def shares_of(menu: PartitionMenu) -> list[Share]:
+    """Everything to measure: both models on the whole machine, then on each split."""
+    shares = [Share(model, WHOLE, menu.whole, None) for model in (TARGET, DRAFT)]
+    for draft, target in menu.splits:
+        name = f"{draft.num_threads}/{target.num_threads}"
+        shares += [Share(TARGET, name, target, draft), Share(DRAFT, name, draft, target)]
+    return shares
+
+
+class Bench:
+    """Pools and batches of an engine directory, shared by all partitions. Frees nothing until it goes."""
+
+    def __init__(self, engine_dir: Path, manifest: EngineManifest, cases: dict[str, list[Case]], seed: int) -> None:
+        self._engine_dir = engine_dir
+        self._models: dict[str, ModelEngine] = {TARGET: manifest.target, DRAFT: manifest.draft}
+        self._rng = np.random.default_rng(seed)
+        self._pools = {model: self._filled_pool(model, cases[model], manifest.kv_block_size) for model in cases}
+        self._cases = cases
+
+    def measure(self, share: Share, budget_s: float, max_sweeps: int, progress: Progress) -> list[Sampled]:
+        """Medians of the model's cases; cases that are too dear for the budget are left out.
+
+        Takes about budget_s seconds or max_sweeps sweeps, whichever ends first, but 3 sweeps at least.
+        """
+        with _pinned_thread(share.cores) as on_cores:
+            runner = on_cores.submit(self._open, share.model, share.cores).result()
+            with self._company(share):
+                return on_cores.submit(self._sweep, share.model, runner, budget_s, max_sweeps, progress).result()
+
+    def _sweep(
+        self, model: str, runner: OrtRunner, budget_s: float, max_sweeps: int, progress: Progress
+    ) -> list[Sampled]:
+        cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
+        groups = [cases[i : i + CALLS_PER_GROUP] for i in range(0, len(cases), CALLS_PER_GROUP)]
+        sampled = []
+        for index, group in enumerate(groups):
+            group_budget_s = budget_s * len(group) / len(cases)
+            sampled += self._sweep_group(model, runner, group, group_budget_s, max_sweeps)
+            progress((index + 1) / len(groups))
+        return sampled
+
+    def _sweep_group(
+        self, model: str, runner: OrtRunner, group: list[Case], budget_s: float, max_sweeps: int
+    ) -> list[Sampled]:
+        num_calls = DRAFT_RUN if model == DRAFT else 1
+        calls = [(case, *self._batch(model, case)) for case in group]
+        exits = self._exits(model)
+        deadline = time.perf_counter() + budget_s
+        warm = np.array([_warm_us(runner, exits, batch, ids) for _, batch, ids in calls])
+        cheap_first = warm.argsort()
+        is_affordable = np.cumsum(warm[cheap_first]) * num_calls * 3 <= budget_s * 1e6
+        is_affordable[:8] = True
+        kept = cheap_first[is_affordable]
+        samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
+        for sweep in range(max_sweeps):
+            if sweep >= 3 and time.perf_counter() > deadline:
+                break
+            for index in self._rng.permutation(kept):
+                _, batch, ids = calls[index]
+                samples[int(index)].append(_timed_run(runner, exits, batch, ids, num_calls))
+        return [_summary(calls[index][0], np.array(times)) for index, times in samples.items()]
+
+    def _exits(self, model: str) -> list[bool]:
+        return [segment.has_exit_scores for segment in self._models[model].segments]
+
+    def _batch(self, model: str, case: Case) -> tuple[RowBatch, np.ndarray]:
+        pool = self._pools[model]
+        return make_batch(case, self._models[model].spec.vocab_size, pool.kv_block_size, pool.num_blocks, self._rng)
+
+    def _open(self, model: str, cores: CorePartition) -> OrtRunner:
+        pool = self._pools[model]
+        return OrtRunner(self._models[model], self._engine_dir, pool.num_blocks, pool.kv_block_size, cores, pool=pool)
+
+    def _filled_pool(self, model: str, cases: list[Case], block_size: int) -> KvPool:
+        """A pool with numbers in it: pages that were never written would all be one page in the cache."""
+        spec = self._models[model].spec
+        num_needed = max(len(case.counts) * -(-case.num_tokens // block_size) for case in cases)
+        num_fitting = max(MAX_POOL_BYTES // KvPool.bytes_per_block(spec, block_size), 1)
+        pool = KvPool(spec, min(num_needed, num_fitting), block_size)
+        pool.storage[:] = self._rng.standard_normal(spec.head_dim).astype(np.float32)
+        return pool
+
+    @contextmanager
+    def _company(self, share: Share) -> Iterator[None]:
+        """Keeps the other model busy on the other share, with calls of middling size."""
+        if share.company is None:
+            yield
+            return
+        model = share.other_model
+        cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
+        middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
+        batches = [self._batch(model, case) for case in middling]
+        exits = self._exits(model)
+        is_over = threading.Event()
+
+        def work() -> None:
+            runner = self._open(model, share.company or share.cores)
+            while not is_over.is_set():
+                for batch, ids in batches:
+                    _timed_run(runner, exits, batch, ids, 1)
+
+        with _pinned_thread(share.company) as on_cores:
+            working = on_cores.submit(work)
+            try:
+                yield
+            finally:
+                is_over.set()
+                working.result()
+
+
+@contextmanager
+def _pinned_thread(cores: CorePartition) -> Iterator[ThreadPoolExecutor]:
+    """A thread on these cores; threads that a runner starts from it stay there too."""
+    with ThreadPoolExecutor(1, "profile", initializer=cores.pin_current_thread) as executor:
+        yield executor
+
+
+def _summary(case: Case, times: np.ndarray) -> Sampled:
+    """times: [num_sweeps, num_segments] microseconds."""
+    low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
+    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle))
+
+
+def _warm_us(runner: OrtRunner, exits: list[bool], batch: RowBatch, candidates: np.ndarray) -> float:
+    """Microseconds of a call whose buffers exist already."""
+    return min(float(_timed_run(runner, exits, batch, candidates, 1).sum()) for _ in range(2))
+
+
+def _timed_run(
+    runner: OrtRunner, exits: list[bool], batch: RowBatch, candidates: np.ndarray, num_calls: int
+) -> np.ndarray:
+    """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row.
+
+    exits: which segments end at an exit layer; these score candidates [T, 4].
+    """
+    total_ns = np.zeros(runner.num_segments)
+    for _ in range(num_calls):
+        hidden = None
+        for segment, has_exit in enumerate(exits):
+            start = time.perf_counter_ns()
+            if has_exit:
+                hidden, _ = runner.run_segment_with_scores(segment, batch, hidden, candidates)
+            else:
+                hidden = runner.run_segment(segment, batch, hidden)
+            total_ns[segment] += time.perf_counter_ns() - start
+    return total_ns / (1e3 * num_calls)

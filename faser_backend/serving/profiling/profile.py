@@ -1,0 +1,184 @@
+"""`faser profile`: measure, fit, check on held-out calls, store."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from faser_backend.device.partition import PartitionMenu, core_partitions
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
+from faser_backend.serving.profiling.cases import Case, choose_cases
+from faser_backend.serving.profiling.measure import Bench, Sampled, Share, shares_of
+from faser_backend.serving.profiling.overhead import measure_overhead
+from faser_backend.serving.profiling.store import PROFILE_FILE, Fingerprint, FitError, Profile, key_columns
+
+BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
+MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
+BUSY_SPREAD_PERCENT = 15.0  # an idle machine repeats a call within a few percent
+
+Report = Callable[[str, float], None]  # what is being done, and the share of all work that is done
+
+
+def profile_engine(
+    engine_dir: Path,
+    *,
+    is_quick: bool = False,
+    menu: PartitionMenu | None = None,
+    report: Report = lambda what, done: None,
+    seed: int = 0,
+) -> Profile:
+    """Measures every model on every partition of the menu. Raises ManifestError for a broken directory.
+
+    Saves nothing: the caller does, once all is measured.
+    """
+    manifest = EngineManifest.load(engine_dir)
+    menu = menu or core_partitions()
+    rng = np.random.default_rng(seed)
+    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
+    cases = {model: choose_cases(model, max_context, rng, is_quick=is_quick) for model in (TARGET, DRAFT)}
+    report("preparing", 0.0)
+    bench = Bench(engine_dir, manifest, cases, seed)
+    shares = shares_of(menu)
+    num_parts = len(shares) + 1
+    budget_s = (QUICK_BUDGET_S if is_quick else BUDGET_S) / len(shares)
+    max_sweeps = QUICK_MAX_SWEEPS if is_quick else MAX_SWEEPS
+    sampled: dict[Share, list[Sampled]] = {}
+    for index, share in enumerate(shares):
+        what = f"{share.model} on {share.partition}"
+        report(what, index / num_parts)
+
+        def tell(done: float, what: str = what, index: int = index) -> None:
+            report(what, (index + done) / num_parts)
+
+        sampled[share] = bench.measure(share, budget_s, max_sweeps, tell)
+    report("step overhead", len(shares) / num_parts)
+    overhead, overhead_points = measure_overhead(engine_dir, is_quick=is_quick, seed=seed)
+    report("done", 1.0)
+    widths = key_columns(manifest)
+    costs = {(share.model, share.partition): fit_segments(points, widths) for share, points in sampled.items()}
+    model = CostModel(costs, overhead, widths, is_measured=True)
+    return Profile(
+        fingerprint=Fingerprint.here(manifest),
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        costs=costs,
+        overhead=overhead,
+        errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
+        points=[_point(share, point) for share, points in sampled.items() for point in points],
+        overhead_points=[sample._asdict() for sample in overhead_points],
+    )
+
+
+def fit_segments(points: list[Sampled], widths: np.ndarray) -> tuple[CallCost, ...]:
+    """A cost per segment from the points that are not held out."""
+    fitted = [point for point in points if not point.case.is_held_out]
+    shapes = shapes_of([point.case for point in fitted], widths)
+    times = np.array([point.segment_us for point in fitted])
+    return tuple(fit_call_cost(shapes, times[:, segment]) for segment in range(times.shape[1]))
+
+
+def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError:
+    """Errors of whole calls, all segments together, on the fitted and on the held-out points."""
+    cases = [point.case for point in points]
+    predicted = model.call_us(
+        share.model,
+        share.partition,
+        np.array([case.num_rows for case in cases]),
+        np.array([len(case.counts) for case in cases]),
+        np.array([case.context for case in cases]),
+        max_rows=np.array([max(case.counts) for case in cases]),
+        num_logit_rows=np.array([case.num_logit_rows for case in cases]),
+    )
+    measured = np.array([sum(point.segment_us) for point in points])
+    is_held_out = np.array([case.is_held_out for case in cases])
+    fitted, held_out = (
+        mean_absolute_percentage_error(predicted[of], measured[of]) for of in (~is_held_out, is_held_out)
+    )
+    num_held_out = int(is_held_out.sum())
+    spread = float(np.median([point.spread for point in points]) * 100.0)
+    return FitError(share.model, share.partition, len(cases) - num_held_out, num_held_out, fitted, held_out, spread)
+
+
+def shapes_of(cases: list[Case], widths: np.ndarray) -> CallShapes:
+    columns = widths[[case.num_tokens for case in cases]]
+    rows = [(case.num_rows, len(case.counts), max(case.counts), case.num_logit_rows) for case in cases]
+    num_rows, num_sequences, max_rows, num_logit_rows = np.array(rows, np.float64).T
+    return CallShapes(num_rows, num_sequences, max_rows, columns, num_logit_rows)
+
+
+def run_profile(engine_dir: Path, *, is_quick: bool) -> None:
+    """The command: progress on stderr, the profile into the directory, the table on stdout."""
+    bar = Progress(
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        refresh_per_second=2,  # drawing competes with what is measured
+    )
+    with bar:
+        task = bar.add_task("loading", total=1.0)
+        profile = profile_engine(
+            engine_dir,
+            is_quick=is_quick,
+            report=lambda what, done: bar.update(task, description=what, completed=done),
+        )
+    profile.save(engine_dir)
+    console = Console()
+    console.print(error_table(profile))
+    overhead = profile.overhead
+    console.print(
+        f"around the model calls: {overhead.step_us:.0f} us a step + {overhead.step_sequence_us:.1f} us a sequence "
+        f"+ {overhead.step_row_us:.1f} us a row; {overhead.draft_us:.0f} us a draft call "
+        f"+ {overhead.draft_sequence_us:.1f} us a sequence",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if max(error.spread_percent for error in profile.errors) > BUSY_SPREAD_PERCENT:
+        console.print("The machine was busy while it was measured: run this again when it is idle.", highlight=False)
+    console.print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
+
+
+def error_table(profile: Profile) -> Table:
+    """A line per model and partition: two predicted calls, then mean absolute errors in percent."""
+    table = Table(box=None, title="Predicted calls at context 128 and their mean errors", title_justify="left")
+    for name in ("model", "cores"):
+        table.add_column(name)
+    for name in ("1 row us", "16x5 us", "fitted", "error %", "held out", "error %", "spread %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    costs = CostModel(profile.costs, profile.overhead, np.zeros(1), is_measured=True)
+    for error in profile.errors:
+        examples = costs.call_us(error.model, error.partition, np.array([1, 80]), np.array([1, 16]), 128)
+        table.add_row(
+            error.model,
+            error.partition,
+            *(f"{us:.0f}" for us in examples),
+            str(error.num_fitted),
+            f"{error.fitted_percent:.1f}",
+            str(error.num_held_out),
+            f"{error.held_out_percent:.1f}",
+            f"{error.spread_percent:.1f}",
+        )
+    return table
+
+
+def _point(share: Share, point: Sampled) -> dict[str, object]:
+    """One measured call for profile.json."""
+    case = point.case
+    return {
+        "model": share.model,
+        "partition": share.partition,
+        "counts": case.counts,
+        "context": case.context,
+        "num_logit_rows": case.num_logit_rows,
+        "is_held_out": case.is_held_out,
+        "segment_us": [round(us, 2) for us in point.segment_us],
+    }

@@ -1,0 +1,195 @@
+"""`profile.json`: measured points, fitted costs and where they were measured; read back with suspicion.
+
+A profile speaks for one engine directory on one machine with one set of versions. Anything else is
+refused with what differs; an engine without a profile gets the default model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.call_shapes import bucketed_blocks
+from faser_backend.device.partition import core_partitions
+from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.policy.cost_model import (
+    DRAFT,
+    TARGET,
+    CallCost,
+    CostModel,
+    ModelSize,
+    OverheadCost,
+    default_cost_model,
+)
+
+FORMAT_VERSION = 1
+PROFILE_FILE = "profile.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a profile holds for. Files: name -> sha256 of segments and weights, from the manifest."""
+
+    cpu: str
+    num_cores: int
+    onnxruntime: str
+    faser: str
+    files: dict[str, str]
+
+    @classmethod
+    def here(cls, manifest: EngineManifest) -> Fingerprint:
+        """Of this machine and an engine whose files the manifest has just verified."""
+        files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
+        num_cores = core_partitions().whole.num_threads
+        return cls(cpu_name(), num_cores, version("onnxruntime"), version("faser-backend"), files)
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What differs in `other`, in words."""
+        names = {"cpu": "CPU", "num_cores": "usable cores", "onnxruntime": "onnxruntime", "faser": "faser"}
+        found = [
+            f"{shown} {getattr(self, name)} instead of {getattr(other, name)}"
+            for name, shown in names.items()
+            if getattr(self, name) != getattr(other, name)
+        ]
+        changed = sorted(name for name in self.files | other.files if self.files.get(name) != other.files.get(name))
+        return found + ([f"other engine files ({', '.join(changed)})"] if changed else [])
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """How well the fit of one model on one partition predicts whole calls: MAPE in percent.
+
+    spread_percent: the median case's distance between quartiles, i.e. how restless the machine was.
+    """
+
+    model: str
+    partition: str
+    num_fitted: int
+    num_held_out: int
+    fitted_percent: float
+    held_out_percent: float
+    spread_percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All of profile.json. costs: "model partition" -> cost per segment; points are kept for people."""
+
+    fingerprint: Fingerprint
+    date: str
+    costs: dict[tuple[str, str], tuple[CallCost, ...]]
+    overhead: OverheadCost
+    errors: tuple[FitError, ...]
+    points: list[dict[str, Any]]
+    overhead_points: list[dict[str, Any]]
+
+    def save(self, engine_dir: Path) -> None:
+        """Writes ENGINE_DIR/profile.json; the rename makes it appear whole or not at all."""
+        content = {
+            "format_version": FORMAT_VERSION,
+            "date": self.date,
+            "fingerprint": asdict(self.fingerprint),
+            "errors": [asdict(error) for error in self.errors],
+            "overhead": asdict(self.overhead),
+            "costs": [
+                {"model": model, "partition": partition, "segments": [cost.as_dict() for cost in costs]}
+                for (model, partition), costs in self.costs.items()
+            ],
+            "overhead_points": self.overhead_points,
+            "points": self.points,
+        }
+        partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
+        partial.write_text(json.dumps(content) + "\n")
+        os.replace(partial, engine_dir / PROFILE_FILE)
+
+
+def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
+    """Raises ConfigError naming what is wrong or differs, and the command that mends it."""
+    path = Path(engine_dir) / PROFILE_FILE
+    mend = f"run `faser profile {engine_dir}`"
+    try:
+        fields = json.loads(path.read_text())
+        found_version = fields["format_version"]
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; {mend}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not readable as a profile ({type(error).__name__}: {error}); {mend}") from None
+    if found_version != FORMAT_VERSION:
+        raise ConfigError(f"{path}: format_version = {found_version!r}: this version reads {FORMAT_VERSION}; {mend}")
+    try:
+        profile = _profile_from(fields)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{path}: malformed ({type(error).__name__}: {error}); {mend}") from None
+    differences = profile.fingerprint.differences(Fingerprint.here(manifest))
+    if differences:
+        raise ConfigError(f"{path}: measured with {'; '.join(differences)}; {mend}")
+    for name, model in ((TARGET, manifest.target), (DRAFT, manifest.draft)):
+        for (model_name, partition), costs in profile.costs.items():
+            if model_name == name and len(costs) != len(model.segments):
+                raise ConfigError(
+                    f"{path}: {name} on {partition} has {len(costs)} segments instead of {len(model.segments)}; {mend}"
+                )
+        if (name, "whole") not in profile.costs:
+            raise ConfigError(f"{path}: {name} on the whole machine is missing; {mend}")
+    return profile
+
+
+def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
+    """The profile's model; the default where there is no profile. Raises ConfigError for one that does not fit."""
+    if not (Path(engine_dir) / PROFILE_FILE).exists():
+        return default_cost_model(_size_of(manifest.target), _size_of(manifest.draft))
+    return cost_model_of(load_profile(engine_dir, manifest), manifest)
+
+
+def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
+    return CostModel(profile.costs, profile.overhead, key_columns(manifest), is_measured=True)
+
+
+def key_columns(manifest: EngineManifest) -> np.ndarray:
+    """[max_context + 1]: columns of keys that the runner gathers for a sequence of so many tokens."""
+    size = manifest.kv_block_size
+    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
+    return np.array([bucketed_blocks(-(-tokens // size)) * size for tokens in range(max_context + 1)], np.float64)
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, os.uname().machine)
+
+
+def _profile_from(fields: dict[str, Any]) -> Profile:
+    return Profile(
+        fingerprint=Fingerprint(**fields["fingerprint"]),
+        date=str(fields["date"]),
+        costs={
+            (str(entry["model"]), str(entry["partition"])): tuple(map(CallCost.from_dict, entry["segments"]))
+            for entry in fields["costs"]
+        },
+        overhead=OverheadCost(**fields["overhead"]),
+        errors=tuple(FitError(**error) for error in fields["errors"]),
+        points=list(fields["points"]),
+        overhead_points=list(fields["overhead_points"]),
+    )
+
+
+def _size_of(model: ModelEngine) -> ModelSize:
+    spec = model.spec
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    return ModelSize(
+        num_layers=tuple(segment.last_layer - segment.first_layer for segment in model.segments),
+        layer_weights=attention + 3 * spec.hidden_size * spec.intermediate_size,
+        head_weights=spec.hidden_size * spec.vocab_size,
+        kv_width=spec.num_kv_heads * spec.head_dim,
+    )

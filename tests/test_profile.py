@@ -1,0 +1,234 @@
+"""`faser profile` on a tiny engine: what it stores, what a server reads back, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.build import build_engines
+from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.device.partition import core_partitions
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE
+from faser_backend.serving.profiling import profile as profile_module
+from faser_backend.serving.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
+from faser_backend.serving.profiling.measure import shares_of
+from faser_backend.serving.profiling.profile import error_table, profile_engine
+from faser_backend.serving.profiling.store import (
+    PROFILE_FILE,
+    Fingerprint,
+    Profile,
+    key_columns,
+    load_cost_model,
+    load_profile,
+)
+from tests.tiny_models import write_checkpoint
+
+MAX_CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("profile")
+    source = write_checkpoint(root / "source")
+    build_engines(source, source, root / "engine", exit_layers=(1,), kv_block_size=4)
+    return root / "engine"
+
+
+@pytest.fixture(scope="module")
+def profiled(engine: Path) -> tuple[Path, Profile]:
+    """The engine with a profile of very few sweeps, and the profile."""
+    told: list[tuple[str, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_module, "QUICK_BUDGET_S", 0.5)
+        patch.setattr(profile_module, "QUICK_MAX_SWEEPS", 3)
+        before = os.sched_getaffinity(0)
+        profile = profile_engine(engine, is_quick=True, report=lambda what, done: told.append((what, done)))
+        assert os.sched_getaffinity(0) == before, "measuring pins threads of its own only"
+    shares = [done for _, done in told]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    profile.save(engine)
+    return engine, profile
+
+
+@pytest.fixture
+def copied(profiled: tuple[Path, Profile], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(profiled[0], tmp_path / "engine"))
+
+
+def load(directory: Path) -> Profile:
+    return load_profile(directory, EngineManifest.load(directory))
+
+
+def test_a_profile_covers_every_model_partition_and_segment(profiled: tuple[Path, Profile]) -> None:
+    directory, profile = profiled
+    model = load_cost_model(directory, EngineManifest.load(directory))
+    menu = core_partitions()
+    splits = [f"{len(draft.cores)}/{len(target.cores)}" for draft, target in menu.splits]
+    assert model.is_measured and model.partitions == (WHOLE, *splits)
+    assert model.num_segments(TARGET) == 2 and model.num_segments(DRAFT) == 1
+    for partition in model.partitions:
+        for name in (TARGET, DRAFT):
+            assert float(model.call_us(name, partition, 1, 1, 16)) > 0
+    assert all(error.num_held_out > 0 and np.isfinite(error.held_out_percent) for error in profile.errors)
+    assert model.overhead.step(1, 1) > 0 and model.overhead.draft_call(1) > 0
+
+
+def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
+    directory, profile = profiled
+    again = load(directory)
+    assert json.loads((directory / PROFILE_FILE).read_text())["points"] == json.loads(json.dumps(profile.points))
+    for key, costs in profile.costs.items():
+        assert [cost.as_dict() for cost in again.costs[key]] == [cost.as_dict() for cost in costs]
+    assert again.errors == profile.errors and again.fingerprint == profile.fingerprint
+    assert error_table(again).row_count == len(profile.errors)
+    assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []
+
+
+def test_held_out_calls_are_not_among_the_fitted(profiled: tuple[Path, Profile]) -> None:
+    shapes: dict[bool, set[tuple[Any, ...]]] = {True: set(), False: set()}
+    for point in profiled[1].points:
+        key = (point["model"], point["partition"], tuple(point["counts"]), point["context"], point["num_logit_rows"])
+        shapes[point["is_held_out"]].add(key)
+        assert all(us > 0 for us in point["segment_us"])
+    assert shapes[True] and shapes[False] and not shapes[True] & shapes[False]
+
+
+def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(engine, tmp_path / "engine", ignore=shutil.ignore_patterns(PROFILE_FILE)))
+    manifest = EngineManifest.load(directory)
+    model = load_cost_model(directory, manifest)
+    assert not model.is_measured and model.partitions == (WHOLE,) and model.num_segments(TARGET) == 2
+    with pytest.raises(ConfigError, match="faser profile"):
+        load_profile(directory, manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"cpu": "another processor"}, "CPU another processor"),
+        ({"num_cores": 4096}, "usable cores 4096"),
+        ({"onnxruntime": "0.1"}, "onnxruntime 0.1"),
+        ({"faser": "0.0.1"}, "faser 0.0.1"),
+        ({"files": {"target.0.onnx": "0" * 64}}, "target.0.onnx"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(copied: Path, change: dict[str, Any], named: str) -> None:
+    profile = load(copied)
+    replace(profile, fingerprint=replace(profile.fingerprint, **change)).save(copied)
+    for read in (load_profile, load_cost_model):
+        with pytest.raises(ConfigError, match=named) as caught:
+            read(copied, EngineManifest.load(copied))
+        assert f"faser profile {copied}" in str(caught.value)
+
+
+def test_a_rebuilt_engine_makes_its_profile_stale(copied: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "other", seed=5)
+    build_engines(source, source, tmp_path / "rebuilt", exit_layers=(1,), kv_block_size=4)
+    shutil.copy(copied / PROFILE_FILE, tmp_path / "rebuilt")
+    with pytest.raises(ConfigError, match="other engine files"):
+        load(tmp_path / "rebuilt")
+
+
+def drop_costs(fields: dict[str, Any]) -> None:
+    del fields["costs"]
+
+
+def falling_curve(fields: dict[str, Any]) -> None:
+    fields["costs"][0]["segments"][0]["rows"]["values_us"][0] = 1e12
+
+
+def not_a_number(fields: dict[str, Any]) -> None:
+    fields["overhead"]["step_us"] = float("nan")
+
+
+def too_few_segments(fields: dict[str, Any]) -> None:
+    fields["costs"][0]["segments"].pop()
+
+
+def no_draft(fields: dict[str, Any]) -> None:
+    fields["costs"] = [entry for entry in fields["costs"] if entry["model"] == TARGET]
+
+
+def other_format(fields: dict[str, Any]) -> None:
+    fields["format_version"] = 99
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (drop_costs, "malformed"),
+        (falling_curve, "never fall"),
+        (not_a_number, "non-negative"),
+        (too_few_segments, "segments"),
+        (no_draft, "draft on the whole machine"),
+        (other_format, "format_version = 99"),
+    ],
+)
+def test_a_damaged_profile_is_refused(copied: Path, damage: Any, named: str) -> None:
+    path = copied / PROFILE_FILE
+    fields = json.loads(path.read_text())
+    damage(fields)
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=named) as caught:
+        load(copied)
+    assert PROFILE_FILE in str(caught.value) and "faser profile" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "null", '{"format_version": 1, "costs": ', "\x00\x01"])
+def test_a_file_that_is_no_profile_is_refused(copied: Path, content: str) -> None:
+    (copied / PROFILE_FILE).write_text(content)
+    with pytest.raises(ConfigError, match="not readable as a profile"):
+        load(copied)
+
+
+def test_profiling_what_is_no_engine_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"manifest\.json: missing"):
+        profile_engine(tmp_path)
+
+
+@pytest.mark.parametrize("model", [TARGET, DRAFT])
+@pytest.mark.parametrize("max_context", [16, 128, 2048])
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_cases_stay_within_what_an_engine_can_run(model: str, max_context: int, is_quick: bool) -> None:
+    cases = choose_cases(model, max_context, np.random.default_rng(0), is_quick=is_quick)
+    for case in cases:
+        assert case.num_tokens <= max_context and case.context >= 0 and min(case.counts) >= 1
+        assert len(case.counts) <= MAX_SEQUENCES and case.num_rows <= MAX_CALL_ROWS
+        assert case.num_logit_rows in (0, len(case.counts), case.num_rows)
+    assert {case.is_held_out for case in cases} == {True, False}
+    assert len(cases) == len(set(cases))
+
+
+def test_batches_hold_their_case_even_where_the_pool_is_smaller() -> None:
+    case = Case((2, 1, 5), 9, 3)
+    batch, candidates = make_batch(case, 97, 4, 5, np.random.default_rng(0))
+    assert batch.rows_per_sequence.tolist() == [2, 1, 5] and batch.context_lens.tolist() == [9, 9, 9]
+    assert batch.block_tables.shape == (3, 4) and batch.block_tables.max() < 5
+    assert batch.logit_rows.tolist() == [1, 2, 7] and candidates.shape == (8, 4)
+
+
+def test_key_columns_cover_the_tokens_and_never_fall(engine: Path) -> None:
+    widths = key_columns(EngineManifest.load(engine))
+    assert widths.shape == (MAX_CONTEXT + 1,)
+    assert (widths >= np.arange(MAX_CONTEXT + 1)).all() and (np.diff(widths) >= 0).all()
+
+
+def test_one_core_is_measured_whole_and_more_as_splits_in_company() -> None:
+    assert [share.partition for share in shares_of(core_partitions((0,)))] == [WHOLE, WHOLE]
+    shares = shares_of(core_partitions((0, 1, 2, 3)))
+    assert [(s.model, s.partition, s.cores.num_threads) for s in shares[2:4]] == [(TARGET, "1/3", 3), (DRAFT, "1/3", 1)]
+    for share in shares[2:]:
+        assert share.company is not None and not set(share.company.cores) & set(share.cores.cores)
+
+
+def test_the_fingerprint_names_weights_and_segments_but_not_the_tokenizer(engine: Path) -> None:
+    files = Fingerprint.here(EngineManifest.load(engine)).files
+    assert "tokenizer.json" not in files and any(name.endswith(".weights") for name in files)
