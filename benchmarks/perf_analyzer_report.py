@@ -93,7 +93,7 @@ def write_table(name: str, rows: list[dict[str, Any]], max_tokens: int, serve_op
 def main() -> None:
     parser = argparse.ArgumentParser(description="Inputs for perf_analyzer, and a table of its profiles.")
     parser.add_argument("action", choices=["inputs", "table"])
-    parser.add_argument("profiles", nargs="*", type=Path)
+    parser.add_argument("--profiles", nargs="+", type=Path, default=[])
     parser.add_argument("--name", default="perf_analyzer")
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--serve-options", default="")

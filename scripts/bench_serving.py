@@ -84,12 +84,13 @@ def main() -> None:
     args = parse_args()
     engine_dir = args.engine_dir or demo_engine_dir(print_progress)
     policies = args.policies.split(",")
-    meta = environment.describe(args.seed) | {"repeats": args.repeats, "max_tokens": args.max_tokens, "step_ms": {}}
+    meta = environment.describe(args.seed) | {"repeats": args.repeats, "max_tokens": args.max_tokens}
+    step_ms: dict[str, dict[str, float]] = {}
     rows: list[dict[str, Any]] = []
     if "process" in args.places:
         place = InProcess(engine_dir, policies)
         rows += measure(place, in_process.PLACE, args)
-        meta["step_ms"] = {policy: place.overhead(policy) for policy in policies}
+        step_ms = {policy: place.overhead(policy) for policy in policies}
         place.close()
     if "triton" in args.places:
         with tempfile.TemporaryDirectory(prefix="faser-bench-") as logs:
@@ -98,9 +99,10 @@ def main() -> None:
                 rows += measure(over, servers.PLACE, args)
             finally:
                 over.close()
+    meta["step_ms"] = step_ms
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / f"{args.name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-    notes = ["Prefix reuse is off, so that each answer pays for its own prefill.", *phase_notes(meta["step_ms"])]
+    notes = ["Prefix reuse is off, so that each answer pays for its own prefill.", *phase_notes(step_ms)]
     (args.output / f"{args.name}.md").write_text(markdown("Serving speed", meta, notes, rows))
     print(f"wrote {args.output / args.name}.json and .md")
 

@@ -62,4 +62,4 @@ for concurrency in $CONCURRENCIES; do
 done
 stop_server
 "$VENV/bin/python" -m benchmarks.perf_analyzer_report table --name "$NAME" --max-tokens "$MAX_TOKENS" \
-  --serve-options "$*" "$work"/profile-*.json
+  --serve-options="$*" --profiles "$work"/profile-*.json
