@@ -26,6 +26,7 @@ app = typer.Typer(
 
 class Contract(Enum):
     INFLIGHT_BATCHER = "inflight_batcher"
+    LLMAPI = "llmapi"
 
 
 class Admission(Enum):

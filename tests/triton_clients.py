@@ -16,6 +16,7 @@ import tritonclient.grpc as triton
 
 KINDS = {"max_tokens": np.int32, "request_output_len": np.int32, "input_ids": np.int32, "input_lengths": np.int32}
 KINDS |= {"seed": np.uint64, "beam_width": np.int32, "end_id": np.int32, "num_draft_tokens": np.int32}
+KINDS |= {"sampling_param_max_tokens": np.int32, "sampling_param_seed": np.uint64}
 TRITON_TYPES = {"O": "BYTES", "i": "INT32", "f": "FP32", "u": "UINT64", "b": "BOOL"}
 
 
@@ -27,8 +28,8 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def inputs_of(**tensors: Any) -> list[triton.InferInput]:
-    """Python values -> request tensors of shape [1, n]."""
+def inputs_of(*, has_batch: bool = True, **tensors: Any) -> list[triton.InferInput]:
+    """Python values -> request tensors of shape [1, n], or [n] without a batch dimension."""
     inputs = []
     for name, value in tensors.items():
         values = value if isinstance(value, list) else [value]
@@ -38,6 +39,7 @@ def inputs_of(**tensors: Any) -> list[triton.InferInput]:
             array = np.array([values])
         else:
             array = np.array([values], KINDS.get(name, np.float32))
+        array = array if has_batch else array[0]
         tensor = triton.InferInput(name, list(array.shape), TRITON_TYPES[array.dtype.kind])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
@@ -61,14 +63,18 @@ class Answer:
 class Stream:
     """One gRPC stream carrying one request at a time."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, has_batch: bool = True) -> None:
+        self._has_batch = has_batch
         self.client = triton.InferenceServerClient(url)
         self._received: queue.Queue = queue.Queue()
         self.client.start_stream(lambda result, error: self._received.put((result, error)))
 
     def send(self, model: str, request_id: str = "", **tensors: Any) -> None:
         self.client.async_stream_infer(
-            model, inputs_of(**tensors), request_id=request_id, enable_empty_final_response=True
+            model,
+            inputs_of(has_batch=self._has_batch, **tensors),
+            request_id=request_id,
+            enable_empty_final_response=True,
         )
 
     def receive(self, timeout_s: float = 60.0) -> tuple[Any, str | None, bool]:

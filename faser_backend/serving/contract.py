@@ -63,6 +63,8 @@ class ParsedRequest:
     wants_perf_metrics: bool
     wants_num_input_tokens: bool
     wants_num_output_tokens: bool
+    includes_stop: bool = True  # whether a stop string stays in the text
+    extra_outputs: frozenset[str] = frozenset()  # outputs of one contract alone that were asked for
 
 
 def is_stop_request(tensors: Tensors) -> bool:

@@ -18,13 +18,12 @@ from typing import Protocol
 
 from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
-from faser_backend.serving.contract import Tensors, is_stop_request, parse_request
+from faser_backend.serving.contract import ParsedRequest, Tensors, is_stop_request, parse_request
 from faser_backend.serving.link import EngineLink, Hello, describe_refusal
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray, Reply
 
 _log = logging.getLogger(__name__)
-NO_STOP_ID = "Trying to stop a request but request ID is not provided"
 
 
 class Responder(Protocol):
@@ -40,17 +39,58 @@ class Responder(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class Answering(Protocol):
+    """The growing answer to one request (triton_io.Reply)."""
+
+    parsed: ParsedRequest
+
+    @property
+    def is_stopped(self) -> bool: ...
+    @property
+    def has_news(self) -> bool: ...
+    def add(self, output: RequestOutput) -> None: ...
+    def render(self) -> list[NamedArray]: ...
+
+
+class Wire(Protocol):
+    """A contract with clients: names and shapes of tensors, and how a stop request is answered."""
+
+    missing_stop_id: str  # the error for a stop request without an id
+
+    def is_stop_request(self, tensors: Tensors) -> bool: ...
+    def parse(
+        self, tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool
+    ) -> ParsedRequest: ...
+    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> Answering: ...
+    def acknowledge_stop(self, responder: Responder) -> None: ...
+
+
+class InflightBatcherWire:
+    """The tensors of TensorRT-LLM's inflight batcher models."""
+
+    missing_stop_id = "Trying to stop a request but request ID is not provided"
+    is_stop_request = staticmethod(is_stop_request)
+    parse = staticmethod(parse_request)
+    reply = staticmethod(Reply)
+
+    def acknowledge_stop(self, responder: Responder) -> None:
+        responder.send([], is_final=True)
+
+
 @dataclass(slots=True, eq=False)
 class _Live:
     responder: Responder
-    reply: Reply
+    reply: Answering
     is_ending: bool = False  # a stop or a cancel is under way in the engine
 
 
 class Frontend:
     """Serves the requests of one model until `close`. Thread-safe."""
 
-    def __init__(self, link: EngineLink, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool) -> None:
+    def __init__(
+        self, link: EngineLink, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool, wire: Wire | None = None
+    ) -> None:
+        self._wire: Wire = wire or InflightBatcherWire()
         self._link = link
         self._hello = hello
         self._tokenizer = tokenizer
@@ -70,12 +110,15 @@ class Frontend:
         """Starts one request, or executes a stop request. Every failure is answered here, never raised."""
         request_id = f"{os.getpid()}-{next(self._numbers)}"
         try:
-            if is_stop_request(tensors):
+            if self._wire.is_stop_request(tensors):
                 self._stop(client_id, responder)
                 return
-            parsed = parse_request(tensors, request_id, self._hello, self._tokenizer, is_decoupled=self._is_decoupled)
+            parsed = self._wire.parse(
+                tensors, request_id, self._hello, self._tokenizer, is_decoupled=self._is_decoupled
+            )
+            reply = self._wire.reply(parsed, responder.requested_outputs, self._tokenizer)
             with self._lock:
-                self._live[request_id] = _Live(responder, Reply(parsed, responder.requested_outputs, self._tokenizer))
+                self._live[request_id] = _Live(responder, reply)
             self._link.submit(parsed.request, client_id)
         except Exception as error:
             self._refuse(request_id, responder, error)
@@ -93,9 +136,9 @@ class Frontend:
 
     def _stop(self, client_id: str, responder: Responder) -> None:
         if not client_id:
-            raise RequestError("stop", True, NO_STOP_ID)
+            raise RequestError("stop", True, self._wire.missing_stop_id)
         self._link.stop_client(client_id)
-        responder.send([], is_final=True)
+        self._wire.acknowledge_stop(responder)
 
     def _refuse(self, request_id: str, responder: Responder, error: Exception) -> None:
         with self._lock:

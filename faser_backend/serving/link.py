@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import pickle
+import socket
 import stat
 import tempfile
 import threading
@@ -170,7 +171,9 @@ class SocketLink:
         self._send("stop_client", client_id)
 
     def close(self) -> None:
-        self._connection.close()
+        # A shutdown, not a close: the reader's blocked read would keep the socket open.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
 
     def _send(self, *message: object) -> None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
+REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 DRAIN_S = 30.0  # for requests in flight
 UNLOAD_S = 6.0  # after that, for models to end; an idle client's open stream would hold them for ever
@@ -46,7 +48,7 @@ class LaunchOptions:
     host: str = "127.0.0.1"
     is_decoupled: bool = True
     contract: str = "inflight_batcher"
-    parameters: dict[str, str] = field(default_factory=dict)  # of model `faser`
+    parameters: dict[str, str] = field(default_factory=dict)  # of the model that holds the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def check_ports(host: str, ports: dict[str, int]) -> None:
 class TritonServer:
     """One server process and its launch folder. Use as a context manager, or call `stop`."""
 
-    def __init__(self, options: LaunchOptions, *, repository: Path = MODEL_REPO, shows_log: bool = False) -> None:
+    def __init__(self, options: LaunchOptions, *, shows_log: bool = False) -> None:
         """Starts the process. Raises ConfigError where it cannot be started as asked."""
         self.options = options
         ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
@@ -117,7 +119,7 @@ class TritonServer:
         self._folder = Path(tempfile.mkdtemp(prefix="faser-serve-"))
         self.log_file = self._folder / "tritonserver.log"
         try:
-            write_launch_copy(repository, self._folder / "model_repo", options)
+            write_launch_copy(REPOSITORIES[options.contract], self._folder / "model_repo", options)
             self.process = subprocess.Popen(
                 _server_command(install, self._folder, options),
                 stdout=subprocess.PIPE,
@@ -156,7 +158,7 @@ class TritonServer:
         self._reader.join(0.5)  # the last lines of a server that has ended
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
         for line in lines:
-            if "failed to load 'faser'" in line or "TritonModelException" in line:
+            if re.search("failed to load '(faser|tensorrt_llm)'", line) or "TritonModelException" in line:
                 return line.split("TritonModelException: ")[-1].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
 
@@ -197,7 +199,7 @@ class TritonServer:
 
 def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:
     """Copies the models of one contract and writes policy and parameters into their configurations."""
-    if not (repository / "faser" / "config.pbtxt").is_file():
+    if not repository.is_dir():
         raise ConfigError(f"{repository}: no model repository here; run from a checkout of the project")
     for model in sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file()):
         shutil.copytree(model, target / model.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -205,10 +207,10 @@ def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) ->
         text = config.read_text()
         if not options.is_decoupled:
             text = text.replace("decoupled: true", "decoupled: false")
-        if model.name == "faser":
+        if "parameters {" in text:  # the model that holds the engine
             for name, value in options.parameters.items():
                 if f'"${{{name}}}"' not in text:
-                    raise ConfigError(f"parameter {name}: model faser has no such parameter")
+                    raise ConfigError(f"parameter {name}: model {model.name} has no such parameter")
                 escaped = value.replace("\\", "\\\\").replace('"', '\\"')
                 text = text.replace(f'"${{{name}}}"', f'"{escaped}"')
         config.write_text(text)

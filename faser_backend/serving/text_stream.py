@@ -88,6 +88,7 @@ class StopMatcher:
         self._num_tail = len(self._stops[0]) - 1 if self._stops else 0
         self._tail = ""  # seen text that a match may still begin in
         self._num_unsent = 0  # characters at the end of _tail that were held back
+        self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that may be sent now and whether a stop string has ended it."""
@@ -98,6 +99,7 @@ class StopMatcher:
         match = self._first_match(seen, len(self._tail))
         if match is not None:
             start, end = match
+            self.matched = seen[start:end]
             return seen[sent : max(sent, end if self._includes_stop else start)], True
         held = 0 if self._includes_stop else self._num_may_become_stop(seen)
         ready = seen[sent : len(seen) - held]
@@ -143,6 +145,11 @@ class TextStream:
         self._decoder = WindowDecoder(tokenizer, context_ids) if table is None else ByteDecoder(table)
         self._stops = StopMatcher(stop_strings, includes_stop=includes_stop)
         self.is_stopped = False
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Takes new tokens; after a stop string everything is ignored."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from faser_backend.core.request import RequestOutput, RequestStats
+from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
 from faser_backend.serving.contract import ParsedRequest
 from faser_backend.serving.text_stream import TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -33,7 +33,12 @@ class Reply:
         self._requested = frozenset(requested)
         prompt_ids = parsed.request.prompt_ids
         self._stream = (
-            TextStream(tokenizer, context_ids=prompt_ids[-16:].tolist(), stop_strings=parsed.stop_strings)
+            TextStream(
+                tokenizer,
+                context_ids=prompt_ids[-16:].tolist(),
+                stop_strings=parsed.stop_strings,
+                includes_stop=parsed.includes_stop,
+            )
             if "text_output" in self._requested or parsed.stop_strings
             else None
         )
@@ -44,6 +49,11 @@ class Reply:
         self._cum_log_prob = 0.0
         self._num_output_tokens = 0
         self._stats: RequestStats | None = None
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def matched_stop(self) -> str | None:
+        return None if self._stream is None else self._stream.matched_stop
 
     @property
     def is_stopped(self) -> bool:
@@ -71,6 +81,7 @@ class Reply:
                 self._cum_log_prob += sum(output.log_probs[: len(token_ids)])
         if output.is_final:
             self._stats = output.stats
+            self.finish_reason = output.finish_reason
             if self._stream is not None:
                 self._text.append(self._stream.finish())
 

@@ -18,8 +18,9 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 
 from faser_backend.core.errors import FaserError
 from faser_backend.serving.converters import postprocess, preprocess
-from faser_backend.serving.frontend import Frontend
+from faser_backend.serving.frontend import Frontend, InflightBatcherWire, Wire
 from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_path
+from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray
@@ -104,6 +105,8 @@ class FaceModel:
 class EngineModel:
     """`faser`: holds the engine, serves its own requests and those of the faces."""
 
+    wire: Wire = InflightBatcherWire()
+
     def initialize(self, args: dict[str, str]) -> None:
         # The engine's rooms (runtimes and all) are imported by this process alone.
         from faser_backend.serving.engine_host import EngineHost
@@ -122,7 +125,9 @@ class EngineModel:
         hello: Hello = self._host.hello
         self._server = LinkServer(self._host.loop, hello, socket_path(os.getppid()))
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-        self._frontend = Frontend(self._host.loop.subscribe(), hello, self._host.tokenizer, is_decoupled=is_decoupled)
+        self._frontend = Frontend(
+            self._host.loop.subscribe(), hello, self._host.tokenizer, is_decoupled=is_decoupled, wire=self.wire
+        )
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -133,6 +138,12 @@ class EngineModel:
         self._frontend.close()
         self._host.close()
         self._reporter.close()
+
+
+class LlmApiModel(EngineModel):
+    """`tensorrt_llm` of the llmapi contract: the engine and its only face in one."""
+
+    wire = LlmApiWire()
 
 
 class _Converter:

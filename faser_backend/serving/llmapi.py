@@ -1,0 +1,110 @@
+"""The `llmapi` contract: one text model without a batch dimension, as TensorRT-LLM's LLM API serves it.
+
+Translates names and shapes to and from the inflight batcher's, so that checks and meaning are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from faser_backend.core.errors import RequestError
+from faser_backend.core.request import FinishReason, RequestOutput
+from faser_backend.serving.contract import ParsedRequest, Tensors, is_stop_request, parse_request, read_scalar
+from faser_backend.serving.link import Hello
+from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.serving.triton_io import NamedArray, Reply
+
+if TYPE_CHECKING:
+    from faser_backend.serving.frontend import Responder
+
+DEFAULT_MAX_TOKENS = 32
+_INPUTS = {  # theirs -> ours
+    "text_input": "text_input",
+    "streaming": "streaming",
+    "sampling_param_max_tokens": "max_tokens",
+    "sampling_param_top_k": "top_k",
+    "sampling_param_temperature": "temperature",
+    "sampling_param_top_p": "top_p",
+    "sampling_param_frequency_penalty": "frequency_penalty",
+    "sampling_param_presence_penalty": "presence_penalty",
+    "sampling_param_stop": "stop_words",
+    "sampling_param_seed": "seed",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+    "sampling_param_return_perf_metrics": "return_perf_metrics",
+    "return_cumulative_logprob": "return_log_probs",
+}
+_OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
+_FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.STOPPED: "cancelled",
+}
+
+
+class LlmApiWire:
+    """frontend.Wire. A stop request is itself answered with the error CANCELLED."""
+
+    missing_stop_id = "A request id must be provided for request cancellation"
+    is_stop_request = staticmethod(is_stop_request)
+
+    def parse(
+        self, tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool
+    ) -> ParsedRequest:
+        """Raises RequestError; the prompt is excluded and a stop string cut off unless asked otherwise."""
+        best_of = read_scalar(tensors, "sampling_param_best_of", default=1)
+        if best_of != 1:
+            raise RequestError("sampling_param_best_of", best_of, "several candidates: not supported; must be 1")
+        ours = {ours: tensors[theirs] for theirs, ours in _INPUTS.items() if theirs in tensors}
+        ours.setdefault("exclude_input_in_output", np.array([True]))
+        ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
+        parsed = parse_request(ours, request_id, hello, tokenizer, is_decoupled=is_decoupled)
+        flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
+        return replace(parsed, includes_stop=False, extra_outputs=flags)
+
+    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> LlmApiReply:
+        return LlmApiReply(parsed, frozenset(requested), tokenizer)
+
+    def acknowledge_stop(self, responder: Responder) -> None:
+        responder.fail("Request cancelled by client", "CANCELLED")
+
+
+class LlmApiReply:
+    """frontend.Answering: a Reply under other names, every array without the batch dimension."""
+
+    def __init__(self, parsed: ParsedRequest, requested: frozenset[str], tokenizer: TextTokenizer) -> None:
+        self.parsed = parsed
+        self._requested = requested
+        theirs_to_ours = {theirs: ours for ours, theirs in _OUTPUTS.items()}
+        self._reply = Reply(parsed, (theirs_to_ours.get(name, name) for name in requested), tokenizer)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._reply.is_stopped
+
+    @property
+    def has_news(self) -> bool:
+        return self._reply.has_news
+
+    def add(self, output: RequestOutput) -> None:
+        self._reply.add(output)
+
+    def render(self) -> list[NamedArray]:
+        arrays = [(_OUTPUTS.get(name, name), array.reshape(-1)) for name, array in self._reply.render()]
+        for name in sorted(self.parsed.extra_outputs & self._requested):
+            arrays.append((name, np.array([self._reason(name).encode()], dtype=object)))
+        return arrays
+
+    def _reason(self, name: str) -> str:
+        """ "" for what has not happened (yet)."""
+        if name == "stop_reason":
+            return self._reply.matched_stop or ""
+        finish = self._reply.finish_reason
+        if finish is None:
+            return ""
+        return "stop" if self._reply.is_stopped else _FINISH_REASONS.get(finish, finish.value)
