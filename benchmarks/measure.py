@@ -49,7 +49,7 @@ def measure_load(
             figures[policy].append(summarise(answers[policy], seconds))
     reference = None
     for policy in policies:
-        row = {"policy": policy} | merge_repeats(figures[policy])
+        row: dict[str, Any] = {"policy": policy, **merge_repeats(figures[policy])}
         reference = reference or row["tokens_per_s"]
         row["speedup"] = row["tokens_per_s"] / reference
         row["num_different"] = count_different(answers[policy], answers[policies[0]])

@@ -111,7 +111,7 @@ class TransformersPeer:
 
         torch.set_num_threads(threads)
         self._torch = torch
-        self._target = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self._target: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._draft = None if draft is None else LlamaForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
 
     def run(self, tokenizer: Tokenizer, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:

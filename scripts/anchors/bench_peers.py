@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""This server beside other people's programs: same pair, prompts, lengths and machine, taking turns.
+
+llama.cpp's server with and without its own draft at every load, transformers' generate, plain and
+assisted, with one client. Ours is measured end to end through Triton. `scripts/anchors/build_llama.sh`
+makes the binary and the GGUF files. Peers that are not installed are named in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tokenizers import Tokenizer
+
+from benchmarks import environment
+from benchmarks.measure import markdown, measure_load, one_line
+from benchmarks.peers import LlamaServer, TransformersPeer
+from benchmarks.servers import OverTriton
+from benchmarks.workload import Job, Trace, load_jobs
+from faser_backend.serving.demo_engine import demo_engine_dir
+
+PLACE = "own servers"
+BUILD = ROOT / "build" / "anchors"
+
+
+class Contestants:
+    """Ours by policy, peers by name; each is asked by `run` and sleeps while the others have their turn."""
+
+    def __init__(self, args: argparse.Namespace, engine_dir: Path, num_slots: int, stack: ExitStack) -> None:
+        self._tokenizer = Tokenizer.from_file(str(args.pair / "target" / "tokenizer.json"))
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
+        self._ours = OverTriton(engine_dir, args.policies.split(","), logs, ["--no-prefix-reuse"])
+        stack.callback(self._ours.close)
+        self._peers: dict[str, LlamaServer | TransformersPeer] = {}
+        self.missing = []
+        binary, target, draft = (BUILD / name for name in ("llama-server", "target.gguf", "draft.gguf"))
+        if binary.exists():
+            for name, model in (("llama.cpp plain", None), (f"llama.cpp draft {args.llama_draft}", draft)):
+                server = LlamaServer(binary, target, model, args.llama_draft, num_slots=num_slots, threads=args.threads)
+                stack.callback(server.close)
+                self._peers[name] = server
+        else:
+            self.missing.append("llama.cpp (scripts/anchors/build_llama.sh)")
+        if find_spec("transformers") and find_spec("torch"):
+            self._peers["transformers plain"] = TransformersPeer(args.pair / "target", None, args.threads)
+            self._peers["transformers assisted"] = TransformersPeer(
+                args.pair / "target", args.pair / "draft", args.threads
+            )
+        else:
+            self.missing.append("transformers (pip install -e .[dev])")
+        self.missing += ["vLLM, TensorRT-LLM (they need a GPU)"]
+
+    def names(self, args: argparse.Namespace, num_clients: int) -> list[str]:
+        """Who takes part at this load. The first is the reference."""
+        peers = [n for n, peer in self._peers.items() if num_clients == 1 or isinstance(peer, LlamaServer)]
+        return peers + [f"faser {policy}" for policy in args.policies.split(",")]
+
+    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
+        if policy in self._peers:
+            return self._peers[policy].run(self._tokenizer, jobs, num_clients)
+        return self._ours.run(policy.removeprefix("faser "), jobs, num_clients)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="This server beside other people's programs.")
+    parser.add_argument("--pair", type=Path, default=ROOT / "models" / "demo")
+    parser.add_argument("--engine-dir", type=Path, help="default: the demo pair's")
+    parser.add_argument("--prompts", type=Path, default=ROOT / "models" / "demo" / "prompts.jsonl")
+    parser.add_argument("--policies", default="none,fixed:4")
+    parser.add_argument("--llama-draft", type=int, default=3, help="draft tokens of llama.cpp")
+    parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--threads", type=int, default=2, help="of each peer")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jobs-per-client", type=int, default=4, help="jobs of a loop, at least 16 in all")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--max-prompt-chars", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="peers")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    meta = environment.describe(args.seed) | {"repeats": args.repeats, "max_tokens": args.max_tokens}
+    meta["peers"] = {name: environment.installed_version(name) for name in ("transformers", "torch")}
+    engine_dir = args.engine_dir or demo_engine_dir()
+    clients = [int(count) for count in args.clients.split(",")]
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        contest = Contestants(args, engine_dir, max(clients), stack)
+        for temperature in map(float, args.temperatures.split(",")):
+            for num_clients in clients:
+                jobs = load_jobs(
+                    args.prompts,
+                    max(16, args.jobs_per_client * num_clients),
+                    max_tokens=args.max_tokens,
+                    temperature=temperature,
+                    seed=args.seed,
+                    max_prompt_chars=args.max_prompt_chars,
+                )
+                load = {"place": PLACE, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
+                for row in measure_load(contest, contest.names(args, num_clients), jobs, num_clients, args.repeats):
+                    rows.append(load | row)
+                    print(one_line(rows[-1]), flush=True)
+    version_file = BUILD / "llama-version"
+    llama = version_file.read_text().strip() if version_file.exists() else "not built"
+    notes = [
+        f"Peers: llama.cpp ({llama}) through its own HTTP server, transformers {meta['peers']['transformers']} on "
+        f"torch {meta['peers']['torch']} in process, {args.threads} threads each; ours through Triton. fp32 weights "
+        "everywhere, token ids or text of the same prompts, prompt caches off. When sampling, answers of peers "
+        "differ by right: they draw other noise.",
+        f"Not measured: {', '.join(contest.missing)}.",
+    ]
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / f"{args.name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    (args.output / f"{args.name}.md").write_text(markdown("Beside other programs", meta, notes, rows))
+    print(f"wrote {args.output / args.name}.json and .md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# llama.cpp's server and GGUF files of the demo pair, into build/anchors, for bench_peers.py.
+# Its sources come with the source package of llama-cpp-python on PyPI. Needs cmake and a C++ compiler.
+# `bash scripts/anchors/build_llama.sh [PAIR_DIR]`; JOBS=n compiles with n processes.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
+cd "$ROOT"
+
+PAIR="${1:-$ROOT/models/demo}"
+OUT="$ROOT/build/anchors"
+VERSION=0.3.36
+PACKAGE="llama_cpp_python-$VERSION"
+
+command -v cmake >/dev/null && command -v g++ >/dev/null || apt_install cmake g++ make
+ensure_venv light
+mkdir -p "$OUT"
+
+if [ ! -x "$OUT/llama-server" ]; then
+  say "fetching and compiling llama.cpp (10 to 40 minutes)"
+  "$VENV/bin/python" -m pip download -q --disable-pip-version-check --no-deps \
+    --no-binary=llama-cpp-python -d "$OUT" "llama-cpp-python==$VERSION"
+  tar xzf "$OUT/$PACKAGE.tar.gz" -C "$OUT"
+  source_dir="$OUT/$PACKAGE/vendor/llama.cpp"
+  # The web page is left out: a build with it would fetch it from a model hub.
+  cmake -S "$source_dir" -B "$OUT/cmake" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
+    -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+    -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF >/dev/null
+  nice -n 10 cmake --build "$OUT/cmake" --target llama-server -j "${JOBS:-1}" >/dev/null
+  cp "$OUT/cmake/bin/llama-server" "$OUT/llama-server"
+fi
+echo "from $PACKAGE" >"$OUT/llama-version"
+
+if [ ! -x "$OUT/gguf/bin/python" ]; then # apart: its requirements are not ours
+  "$VENV/bin/python" -m venv "$OUT/gguf"
+  "$OUT/gguf/bin/python" -m pip install -q --disable-pip-version-check gguf safetensors
+fi
+for model in target draft; do
+  "$OUT/gguf/bin/python" scripts/anchors/convert_gguf.py "$PAIR/$model" "$OUT/$model.gguf"
+done
+say "ready: $OUT/llama-server, target.gguf, draft.gguf"
