@@ -20,7 +20,7 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE
 from faser_backend.serving.profiling import profile as profile_module
 from faser_backend.serving.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
 from faser_backend.serving.profiling.measure import shares_of
-from faser_backend.serving.profiling.profile import error_table, profile_engine
+from faser_backend.serving.profiling.profile import error_table, profile_engine, run_profile
 from faser_backend.serving.profiling.store import (
     PROFILE_FILE,
     Fingerprint,
@@ -88,8 +88,25 @@ def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
     for key, costs in profile.costs.items():
         assert [cost.as_dict() for cost in again.costs[key]] == [cost.as_dict() for cost in costs]
     assert again.errors == profile.errors and again.fingerprint == profile.fingerprint
-    assert error_table(again).row_count == len(profile.errors)
+    assert error_table(again, load_cost_model(directory, EngineManifest.load(directory))).row_count == len(again.errors)
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []
+
+
+def test_the_command_writes_the_file_and_prints_a_line_per_model_and_partition(
+    profiled: tuple[Path, Profile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory, profile = profiled
+    copy = Path(shutil.copytree(directory, tmp_path / "engine", ignore=shutil.ignore_patterns(PROFILE_FILE)))
+    monkeypatch.setattr(profile_module, "profile_engine", lambda *args, **options: profile)
+    run_profile(copy, is_quick=True)
+    assert load(copy).errors == profile.errors
+    lines = capsys.readouterr().out.splitlines()
+    for error in profile.errors:
+        assert any(line.split()[:2] == [error.model, error.partition] for line in lines)
+    assert any("around the model calls" in line for line in lines)
 
 
 def test_held_out_calls_are_not_among_the_fitted(profiled: tuple[Path, Profile]) -> None:

@@ -48,11 +48,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One case: median microseconds of each segment, and how far its whole calls spread."""
+    """One case: median microseconds of each segment, and what else its whole calls showed."""
 
     case: Case
     segment_us: tuple[float, ...]
-    spread: float  # distance between the quartiles of whole calls, as a share of their median
+    spread: float  # distance between the quartiles, as a share of the median
+    first_us: float  # the first call, which makes the buffers of the shape
 
 
 def shares_of(menu: PartitionMenu) -> list[Share]:
@@ -103,7 +104,8 @@ class Bench:
         calls = [(case, *self._batch(model, case)) for case in group]
         exits = self._exits(model)
         deadline = time.perf_counter() + budget_s
-        warm = np.array([_warm_us(runner, exits, batch, ids) for _, batch, ids in calls])
+        first_us = [float(_timed_run(runner, exits, batch, ids, 1).sum()) for _, batch, ids in calls]
+        warm = np.array([_timed_run(runner, exits, batch, ids, 1).sum() for _, batch, ids in calls])
         cheap_first = warm.argsort()
         is_affordable = np.cumsum(warm[cheap_first]) * num_calls * 3 <= budget_s * 1e6
         is_affordable[:8] = True
@@ -115,7 +117,7 @@ class Bench:
             for index in self._rng.permutation(kept):
                 _, batch, ids = calls[index]
                 samples[int(index)].append(_timed_run(runner, exits, batch, ids, num_calls))
-        return [_summary(calls[index][0], np.array(times)) for index, times in samples.items()]
+        return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
 
     def _exits(self, model: str) -> list[bool]:
         return [segment.has_exit_scores for segment in self._models[model].segments]
@@ -172,15 +174,10 @@ def _pinned_thread(cores: CorePartition) -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def _summary(case: Case, times: np.ndarray) -> Sampled:
+def _summary(case: Case, times: np.ndarray, first_us: float) -> Sampled:
     """times: [num_sweeps, num_segments] microseconds."""
     low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
-    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle))
-
-
-def _warm_us(runner: OrtRunner, exits: list[bool], batch: RowBatch, candidates: np.ndarray) -> float:
-    """Microseconds of a call whose buffers exist already."""
-    return min(float(_timed_run(runner, exits, batch, candidates, 1).sum()) for _ in range(2))
+    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle), first_us)
 
 
 def _timed_run(

@@ -19,7 +19,14 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
 from faser_backend.serving.profiling.cases import Case, choose_cases
 from faser_backend.serving.profiling.measure import Bench, Sampled, Share, shares_of
 from faser_backend.serving.profiling.overhead import measure_overhead
-from faser_backend.serving.profiling.store import PROFILE_FILE, Fingerprint, FitError, Profile, key_columns
+from faser_backend.serving.profiling.store import (
+    PROFILE_FILE,
+    Fingerprint,
+    FitError,
+    Profile,
+    key_columns,
+    load_cost_model,
+)
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
@@ -104,7 +111,17 @@ def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError
     )
     num_held_out = int(is_held_out.sum())
     spread = float(np.median([point.spread for point in points]) * 100.0)
-    return FitError(share.model, share.partition, len(cases) - num_held_out, num_held_out, fitted, held_out, spread)
+    new_shape_us = float(np.median([point.first_us - sum(point.segment_us) for point in points]))
+    return FitError(
+        share.model,
+        share.partition,
+        len(cases) - num_held_out,
+        num_held_out,
+        fitted,
+        held_out,
+        spread,
+        new_shape_us,
+    )
 
 
 def shapes_of(cases: list[Case], widths: np.ndarray) -> CallShapes:
@@ -133,7 +150,7 @@ def run_profile(engine_dir: Path, *, is_quick: bool) -> None:
         )
     profile.save(engine_dir)
     console = Console()
-    console.print(error_table(profile))
+    console.print(error_table(profile, load_cost_model(engine_dir, EngineManifest.load(engine_dir))))
     overhead = profile.overhead
     console.print(
         f"around the model calls: {overhead.step_us:.0f} us a step + {overhead.step_sequence_us:.1f} us a sequence "
@@ -147,25 +164,24 @@ def run_profile(engine_dir: Path, *, is_quick: bool) -> None:
     console.print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
 
 
-def error_table(profile: Profile) -> Table:
+def error_table(profile: Profile, costs: CostModel) -> Table:
     """A line per model and partition: two predicted calls, then mean absolute errors in percent."""
-    table = Table(box=None, title="Predicted calls at context 128 and their mean errors", title_justify="left")
-    for name in ("model", "cores"):
-        table.add_column(name)
-    for name in ("1 row us", "16x5 us", "fitted", "error %", "held out", "error %", "spread %"):
-        table.add_column(name, justify="right", no_wrap=True)
-    costs = CostModel(profile.costs, profile.overhead, np.zeros(1), is_measured=True)
+    table = Table(box=None, pad_edge=False, title_justify="left", title_style="")
+    table.title = "Predicted calls at context 128, and mean errors of predictions"
+    table.add_column("model", no_wrap=True)
+    table.add_column("cores", no_wrap=True)
+    for name in ("1 row us", "16x5 us", "fit %", "held out %", "spread %", "new shape us"):
+        table.add_column(name, justify="right")
     for error in profile.errors:
         examples = costs.call_us(error.model, error.partition, np.array([1, 80]), np.array([1, 16]), 128)
         table.add_row(
             error.model,
             error.partition,
             *(f"{us:.0f}" for us in examples),
-            str(error.num_fitted),
             f"{error.fitted_percent:.1f}",
-            str(error.num_held_out),
             f"{error.held_out_percent:.1f}",
             f"{error.spread_percent:.1f}",
+            f"{error.new_shape_us:.0f}",
         )
     return table
 

@@ -67,6 +67,7 @@ class FitError:
     """How well the fit of one model on one partition predicts whole calls: MAPE in percent.
 
     spread_percent: the median case's distance between quartiles, i.e. how restless the machine was.
+    new_shape_us: what the first call of a shape takes longer than later ones, median; no prediction holds it.
     """
 
     model: str
@@ -76,6 +77,7 @@ class FitError:
     fitted_percent: float
     held_out_percent: float
     spread_percent: float
+    new_shape_us: float
 
 
 @dataclass(frozen=True, slots=True)
