@@ -207,7 +207,10 @@ class Frontend:
         with self._lock:
             live, self._live = self._live, {}
         for entry in live.values():
-            entry.responder.fail(message, "UNAVAILABLE")
+            try:
+                entry.responder.fail(message, "UNAVAILABLE")
+            except Exception:  # the others must be told all the same
+                _log.exception("a failure could not be sent")
 
     # -- the canceller thread ---------------------------------------------------------------------
 

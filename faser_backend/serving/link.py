@@ -72,6 +72,13 @@ def socket_path(server_pid: int) -> Path:
     return folder / f"engine-{server_pid}.sock"
 
 
+def remove_stale_sockets(folder: Path) -> None:
+    """Removes what servers that were killed have left behind."""
+    for path in folder.glob("engine-*.sock"):
+        if not Path("/proc", path.stem.removeprefix("engine-")).exists():
+            path.unlink(missing_ok=True)
+
+
 def describe_refusal(error: FaserError, max_queue_size: int) -> str:
     """The client's message for a refused request; load tools look for both queue phrases."""
     if isinstance(error, QueueFullError):
@@ -86,6 +93,7 @@ class LinkServer:
         self._loop = loop
         self._hello = hello
         self._path = path
+        remove_stale_sockets(path.parent)
         path.unlink(missing_ok=True)
         self._listener = Listener(str(path), family="AF_UNIX", backlog=16)
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
