@@ -174,6 +174,14 @@ def no_draft(fields: dict[str, Any]) -> None:
     fields["costs"] = [entry for entry in fields["costs"] if entry["model"] == TARGET]
 
 
+def wrong_types(fields: dict[str, Any]) -> None:
+    fields["costs"][0]["segments"] = [[1.0, 2.0]]
+
+
+def files_that_are_no_table(fields: dict[str, Any]) -> None:
+    fields["fingerprint"]["files"] = ["target.0.onnx"]
+
+
 def other_format(fields: dict[str, Any]) -> None:
     fields["format_version"] = 99
 
@@ -186,6 +194,8 @@ def other_format(fields: dict[str, Any]) -> None:
         (not_a_number, "non-negative"),
         (too_few_segments, "segments"),
         (no_draft, "draft on the whole machine"),
+        (wrong_types, "malformed"),
+        (files_that_are_no_table, "malformed"),
         (other_format, "format_version = 99"),
     ],
 )

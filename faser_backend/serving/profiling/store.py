@@ -127,7 +127,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
         raise ConfigError(f"{path}: format_version = {found_version!r}: this version reads {FORMAT_VERSION}; {mend}")
     try:
         profile = _profile_from(fields)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: malformed ({type(error).__name__}: {error}); {mend}") from None
     differences = profile.fingerprint.differences(Fingerprint.here(manifest))
     if differences:
@@ -172,8 +172,9 @@ def cpu_name() -> str:
 
 
 def _profile_from(fields: dict[str, Any]) -> Profile:
+    here = fields["fingerprint"]
     return Profile(
-        fingerprint=Fingerprint(**fields["fingerprint"]),
+        fingerprint=Fingerprint(**{**here, "files": dict(here["files"])}),
         date=str(fields["date"]),
         costs={
             (str(entry["model"]), str(entry["partition"])): tuple(map(CallCost.from_dict, entry["segments"]))
