@@ -85,3 +85,37 @@ def test_broken_engine_directory_fails_the_start_with_its_reason(engine_dir: Pat
     options = LaunchOptions(*free_ports(3), parameters={"engine_dir": str(broken)})
     with TritonServer(options) as server, pytest.raises(ConfigError, match="missing"):
         server.wait_ready()
+
+
+def test_killing_the_server_leaves_no_process_behind(engine_dir: Path):
+    http, grpc, metrics = free_ports(3)
+    faser = str(Path(sys.executable).with_name("faser"))
+    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command = [faser, "serve", "--engine-dir", str(engine_dir), *ports, "--num-threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("ready: ")
+        family = descendants(process.pid)
+        assert len(family) >= 5, "a server and a process for each Python model"
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 15
+    while (left := [pid for pid in family if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below pid (Linux)."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -135,7 +135,7 @@ class RequestStats:
     last_token_ns: int = 0
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
-    num_allocated_blocks: int = 0
+    num_allocated_blocks: int = 0  # held at the end, reused ones included
     num_reused_blocks: int = 0
     num_drafted: int = 0
     num_accepted: int = 0  # excludes bonus and recovered tokens

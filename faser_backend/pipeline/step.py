@@ -131,5 +131,6 @@ class Stepper:
     def release(self, sequence: Sequence) -> None:
         """Takes a sequence out of the engine, whatever state it is in."""
         if sequence.slot >= 0:
+            sequence.stats.num_allocated_blocks = self.scheduler.blocks.num_blocks_of(sequence.slot)
             self.sampler.remove(sequence.slot)
         self.scheduler.remove(sequence)

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from faser_backend.serving.parameters import Parameters, read_engine_config, rea
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray
 
+PARENT_POLL_S = 1.0
 ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: the engine is up by then
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -71,7 +73,7 @@ class FaceModel:
     _frontend: Frontend
 
     def initialize(self, args: dict[str, str]) -> None:
-        _log_to_stderr()
+        _prepare_process()
         config = json.loads(args["model_config"])
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._is_ready = threading.Event()
@@ -112,7 +114,7 @@ class EngineModel:
         from faser_backend.serving.engine_host import EngineHost
         from faser_backend.serving.metrics import MetricReporter
 
-        _log_to_stderr()
+        _prepare_process()
         config = json.loads(args["model_config"])
         parameters = Parameters(config)
         options = read_serving_options(parameters)
@@ -150,7 +152,7 @@ class _Converter:
     """A model that only converts: it borrows the engine's tokenizer file and answers at once."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        _log_to_stderr()
+        _prepare_process()
         self._hello: Hello | None = None
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -187,5 +189,14 @@ class PostprocessingModel(_Converter):
         return postprocess(tensors, self._tokenizer)
 
 
-def _log_to_stderr() -> None:
+def _prepare_process() -> None:
+    """Logs to Triton's log, and ends this process when the server is gone, killed ones included."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_exit_with_server, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+
+
+def _exit_with_server(server_pid: int) -> None:
+    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine.
+    while os.getppid() == server_pid:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
