@@ -61,7 +61,7 @@ class Verification:
 
 @dataclass(slots=True, eq=False)
 class Acceptance:
-    """Tokens that leave the step. Row b emits tokens[b, :num_emitted[b]].
+    """Tokens that leave the step. Row b emits tokens[b, :num_emitted[b]]; what follows has no meaning.
 
     The last emitted token is the recovered token, or the bonus token where all were accepted.
     """
