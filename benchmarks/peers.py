@@ -57,7 +57,7 @@ class LlamaServer:
     async def _run(self, tokenizer: Tokenizer, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
         traces = [Trace(0.0, [], 0, 0, 0, "") for _ in jobs]
         work = iter([(llama_body(tokenizer, job), trace) for job, trace in zip(jobs, traces, strict=True)])
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
             start = time.perf_counter()
             await asyncio.gather(*(self._client(session, work) for _ in range(num_clients)))
             return traces, time.perf_counter() - start
