@@ -47,7 +47,7 @@ class OutOfVocab(Enum):
 EngineDir = Annotated[
     Path | None, typer.Option(help="Engine directory; default: the demo pair, built on first use.", show_default=False)
 ]
-Policy = Annotated[str, typer.Option(help="Speculation: none or fixed:K.")]
+Policy = Annotated[str, typer.Option(help="Speculation: none, fixed:K, schedule:4:4,8:2,32:1 or goodput.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
 
 

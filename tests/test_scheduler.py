@@ -10,12 +10,18 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculative_length import parse_policy
-from tests.harness import request
+from tests.harness import guessed_costs, request
 
 
 def scheduler(num_blocks: int = 20, policy: str = "fixed:4", *, budget: int = 16, never_evicts: bool = False):
     blocks = BlockManager(num_blocks, 4, 4, 40)
-    return Scheduler(blocks, parse_policy(policy), max_num_seqs=4, max_prefill_tokens=budget, never_evicts=never_evicts)
+    return Scheduler(
+        blocks,
+        parse_policy(policy, guessed_costs),
+        max_num_seqs=4,
+        max_prefill_tokens=budget,
+        never_evicts=never_evicts,
+    )
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 8, **options) -> Sequence:
@@ -129,8 +135,25 @@ def test_random_load_always_finishes(seed: int, never_evicts: bool):
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "fixed", "fixed:0", "fixed:33", "fixed:x", "fixed:-1", "none:3", "eagle", "fixed:²"]
+    "spec",
+    [
+        "",
+        "fixed",
+        "fixed:0",
+        "fixed:33",
+        "fixed:x",
+        "fixed:-1",
+        "none:3",
+        "eagle",
+        "fixed:²",
+        "goodput:2",
+        "schedule",
+        "schedule:4",
+        "schedule:4:99",
+        "schedule:8:2,4:4",
+        "schedule:0:1",
+    ],
 )
 def test_unknown_policies_are_refused_by_name(spec: str):
     with pytest.raises(ConfigError, match="policy"):
-        parse_policy(spec)
+        parse_policy(spec, guessed_costs)

@@ -138,6 +138,7 @@ class RequestStats:
     num_allocated_blocks: int = 0  # held at the end, reused ones included
     num_reused_blocks: int = 0
     num_drafted: int = 0
+    num_tested: int = 0  # drafted tokens up to the first rejection
     num_accepted: int = 0  # excludes bonus and recovered tokens
     num_pruned: int = 0
     num_steps: int = 0  # verifications that this request took part in

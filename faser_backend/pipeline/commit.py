@@ -20,6 +20,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], num_drafted: int, num_a
         sequence.draft_len = min(old + min(num_accepted, num_drafted - 1), sequence.num_tokens - 1)
     stats = sequence.stats
     stats.num_drafted += num_drafted
+    stats.num_tested += min(num_accepted + 1, num_drafted)
     stats.num_accepted += num_accepted
     stats.num_steps += 1
     return finish

@@ -1,7 +1,7 @@
 """Speculative length: how many tokens the draft proposes for each running request.
 
 A policy sees sequences and answers with numbers; it knows nothing of models or time. To add one:
-write a class with `choose`, and name it in `_POLICIES`.
+write a class with `choose` in a file of its own, and name it in `_POLICIES`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from typing import Protocol
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.cost_model import CostModel
+from faser_backend.policy.goodput import Goodput
+from faser_backend.policy.schedule import parse_schedule
 
 MAX_DRAFT_TOKENS = 32
+MAX_ADAPTIVE_TOKENS = 8  # longest length that an adaptive policy weighs
 
 
 class SpeculativeLength(Protocol):
@@ -46,29 +50,47 @@ class FixedLength:
         return [self.num_draft_tokens] * len(sequences)
 
 
-def parse_policy(spec: str) -> SpeculativeLength:
-    """Builds the policy that `spec` names: "none" or "fixed:K". Raises ConfigError."""
+def parse_policy(spec: str, load_costs: Callable[[], CostModel]) -> SpeculativeLength:
+    """Builds the policy that `spec` names. Raises ConfigError.
+
+    load_costs is called only by policies that weigh time: a missing or stale profile matters to no other.
+    """
     name, _, argument = spec.partition(":")
     if name not in _POLICIES:
         known = ", ".join(usage for usage, _ in _POLICIES.values())
         raise ConfigError(f"policy = {spec!r}: unknown; known are {known}")
     _, parse = _POLICIES[name]
-    return parse(spec, argument)
+    return parse(spec, argument, load_costs)
 
 
-def _parse_none(spec: str, argument: str) -> SpeculativeLength:
-    if argument:
-        raise ConfigError(f"policy = {spec!r}: 'none' takes no argument")
+def _parse_none(spec: str, argument: str, _: Callable[[], CostModel]) -> SpeculativeLength:
+    _refuse_argument(spec, argument)
     return NoSpeculation()
 
 
-def _parse_fixed(spec: str, argument: str) -> SpeculativeLength:
+def _parse_fixed(spec: str, argument: str, _: Callable[[], CostModel]) -> SpeculativeLength:
     if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= MAX_DRAFT_TOKENS:
         raise ConfigError(f"policy = {spec!r}: fixed:K needs an integer K in [1, {MAX_DRAFT_TOKENS}]")
     return FixedLength(int(argument))
 
 
-_POLICIES: dict[str, tuple[str, Callable[[str, str], SpeculativeLength]]] = {
+def _parse_schedule(spec: str, argument: str, _: Callable[[], CostModel]) -> SpeculativeLength:
+    return parse_schedule(spec, argument, MAX_DRAFT_TOKENS)
+
+
+def _parse_goodput(spec: str, argument: str, load_costs: Callable[[], CostModel]) -> SpeculativeLength:
+    _refuse_argument(spec, argument)
+    return Goodput(load_costs(), MAX_ADAPTIVE_TOKENS)
+
+
+def _refuse_argument(spec: str, argument: str) -> None:
+    if argument:
+        raise ConfigError(f"policy = {spec!r}: takes no argument")
+
+
+_POLICIES: dict[str, tuple[str, Callable[[str, str, Callable[[], CostModel]], SpeculativeLength]]] = {
     "none": ("none", _parse_none),
     "fixed": ("fixed:K", _parse_fixed),
+    "schedule": ("schedule:BATCH:LENGTH,...", _parse_schedule),
+    "goodput": ("goodput", _parse_goodput),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.speculative_length import parse_policy
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profiling.store import load_cost_model
 from faser_backend.serving.server import LaunchOptions, TritonServer
 
 
@@ -19,9 +20,9 @@ def check_engine(engine_dir: Path | None, policy: str, progress: Callable[[str, 
 
     Raises ConfigError or ManifestError.
     """
-    parse_policy(policy)
     directory = engine_dir or demo_engine_dir(progress)
-    EngineManifest.load(directory)
+    manifest = EngineManifest.load(directory)
+    parse_policy(policy, lambda: load_cost_model(directory, manifest))
     return directory
 
 

@@ -16,7 +16,6 @@ from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.speculative_length import parse_policy
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.text_stream import TextStream
@@ -51,7 +50,6 @@ def generate_once(
     """
     if (options.prompt is None) == (options.prompt_ids is None):
         raise RequestError("prompt", options.prompt, "give exactly one of --prompt and --prompt-ids")
-    parse_policy(options.policy)
     engine_dir = options.engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(engine_dir)
     tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name)

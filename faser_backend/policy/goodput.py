@@ -1,0 +1,57 @@
+"""`goodput`: the one length for the whole batch that promises most tokens per time.
+
+After SmartSpec (arXiv 2406.14066): with a_b the chance that a drafted token of request b is kept, a
+round of K drafted tokens emits (1 - a_b^(K+1)) / (1 - a_b) tokens of b; the cost model tells what the
+round takes. Length 0 is a candidate like any other, so a batch that does not gain does not speculate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE, CostModel
+
+PRIOR_ACCEPTANCE = 0.6  # until there is evidence
+PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits from the batch
+MAX_ACCEPTANCE = 0.98
+
+
+class Goodput:
+    """Reads the acceptance counts that sequences carry; keeps no state of its own."""
+
+    is_drafting = True
+
+    def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
+        self._costs = costs
+        self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
+
+    def choose(self, sequences: Sequence[RunningSequence]) -> list[int]:
+        emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
+        context = max(sequence.num_tokens for sequence in sequences)
+        best = int((emitted / self.round_us(len(sequences), context)).argmax())
+        return [best] * len(sequences)
+
+    def round_us(self, num_sequences: int, context: int) -> np.ndarray:
+        """[K + 1] predicted microseconds of a serial round, for each candidate length."""
+        costs, lengths = self._costs, self._lengths
+        num_rows = num_sequences * (lengths + 1)
+        draft_us = costs.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context)
+        draft_us = draft_us + costs.overhead.draft_call(num_sequences)
+        verify_us = costs.call_us(TARGET, WHOLE, num_rows, num_sequences, context)
+        return lengths * draft_us + verify_us + costs.overhead.step(num_sequences, num_rows)
+
+
+def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:
+    """[B] chance that a tested draft token is kept: a request's own counts, shrunk to the batch's."""
+    accepted = np.array([sequence.stats.num_accepted for sequence in sequences], np.float64)
+    tested = np.array([sequence.stats.num_tested for sequence in sequences], np.float64)
+    shared = (accepted.sum() + PRIOR_ACCEPTANCE * PRIOR_TESTS) / (tested.sum() + PRIOR_TESTS)
+    return np.minimum((accepted + shared * PRIOR_TESTS) / (tested + PRIOR_TESTS), MAX_ACCEPTANCE)
+
+
+def expected_tokens(rates: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B, N] tokens that a round emits, bonus or recovered token included (Leviathan 2211.17192, eq. 1)."""
+    return (1.0 - rates[:, None] ** (lengths + 1)) / (1.0 - rates[:, None])
