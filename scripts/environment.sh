@@ -29,10 +29,11 @@ apt_install() {
   }
 }
 
-# Prints the command of a Python 3.11 or 3.12, if there is one. A shim that cannot run does not count.
+# Prints the command of a Python 3.11 or 3.12, if there is one; where PYTHON names one, that or none.
+# A shim that cannot run does not count.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-} python3.11 python3.12 python3; do
+  for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
       printf '%s\n' "$candidate"
       return
@@ -43,7 +44,7 @@ find_python() {
 create_venv() {
   local python minor
   python="$(find_python)"
-  if [ -z "$python" ]; then
+  if [ -z "$python${PYTHON:-}" ]; then
     apt_install python3 python3-venv
     python="$(find_python)"
   fi
