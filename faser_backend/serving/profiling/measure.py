@@ -2,11 +2,13 @@
 
 All calls of a partition are interleaved in random order, sweep after sweep, and the median over sweeps is
 kept: what disturbs the machine for a while touches few samples of each call. A split's shares are timed
-while the other model works on the other share, for that is how splits are used.
+while the other model works on the other share, and a draft sample on the whole machine is a run of calls
+right after a target call, which leaves little of the draft in the caches: that is how they are used.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +30,17 @@ from faser_backend.serving.profiling.cases import Case, make_batch
 
 MAX_POOL_BYTES = 512 << 20
 CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner keeps
-DRAFT_RUN = 4  # drafting calls the draft several times in a row: a sample is the mean of such a run
+DRAFT_RUN = 4  # a draft sample is the mean of so many calls in a row
 
 Progress = Callable[[float], None]  # is told the share that is done, in [0, 1]
+Work = Callable[[], None]
+
+
+class Effort(NamedTuple):
+    """How long a share is measured: about budget_s seconds or max_sweeps sweeps, but 3 sweeps at least."""
+
+    budget_s: float
+    max_sweeps: int
 
 
 class Share(NamedTuple):
@@ -75,47 +85,47 @@ class Bench:
         self._pools = {model: self._filled_pool(model, cases[model], manifest.kv_block_size) for model in cases}
         self._cases = cases
 
-    def measure(self, share: Share, budget_s: float, max_sweeps: int, progress: Progress) -> list[Sampled]:
-        """Medians of the model's cases; cases that are too dear for the budget are left out.
-
-        Takes about budget_s seconds or max_sweeps sweeps, whichever ends first, but 3 sweeps at least.
-        """
+    def measure(self, share: Share, effort: Effort, progress: Progress) -> list[Sampled]:
+        """Medians of the model's cases; cases that are too dear for the budget are left out."""
         with _pinned_thread(share.cores) as on_cores:
             runner = on_cores.submit(self._open, share.model, share.cores).result()
+            before: Work = _nothing
+            if share.company is None and share.model == DRAFT:
+                before = on_cores.submit(self._other_work, TARGET, share.cores).result()
             with self._company(share):
-                return on_cores.submit(self._sweep, share.model, runner, budget_s, max_sweeps, progress).result()
+                return on_cores.submit(self._sweep, share.model, runner, before, effort, progress).result()
 
-    def _sweep(
-        self, model: str, runner: OrtRunner, budget_s: float, max_sweeps: int, progress: Progress
-    ) -> list[Sampled]:
+    def _sweep(self, model: str, runner: OrtRunner, before: Work, effort: Effort, progress: Progress) -> list[Sampled]:
         cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
         groups = [cases[i : i + CALLS_PER_GROUP] for i in range(0, len(cases), CALLS_PER_GROUP)]
         sampled = []
         for index, group in enumerate(groups):
-            group_budget_s = budget_s * len(group) / len(cases)
-            sampled += self._sweep_group(model, runner, group, group_budget_s, max_sweeps)
+            share_of_effort = effort._replace(budget_s=effort.budget_s * len(group) / len(cases))
+            sampled += self._sweep_group(model, runner, before, group, share_of_effort)
             progress((index + 1) / len(groups))
         return sampled
 
     def _sweep_group(
-        self, model: str, runner: OrtRunner, group: list[Case], budget_s: float, max_sweeps: int
+        self, model: str, runner: OrtRunner, before: Work, group: list[Case], effort: Effort
     ) -> list[Sampled]:
+        """before: what runs, untimed, ahead of every sample."""
         num_calls = DRAFT_RUN if model == DRAFT else 1
         calls = [(case, *self._batch(model, case)) for case in group]
         exits = self._exits(model)
-        deadline = time.perf_counter() + budget_s
+        deadline = time.perf_counter() + effort.budget_s
         first_us = [float(_timed_run(runner, exits, batch, ids, 1).sum()) for _, batch, ids in calls]
         warm = np.array([_timed_run(runner, exits, batch, ids, 1).sum() for _, batch, ids in calls])
         cheap_first = warm.argsort()
-        is_affordable = np.cumsum(warm[cheap_first]) * num_calls * 3 <= budget_s * 1e6
+        is_affordable = np.cumsum(warm[cheap_first]) * num_calls * 3 <= effort.budget_s * 1e6
         is_affordable[:8] = True
         kept = cheap_first[is_affordable]
         samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
-        for sweep in range(max_sweeps):
+        for sweep in range(effort.max_sweeps):
             if sweep >= 3 and time.perf_counter() > deadline:
                 break
             for index in self._rng.permutation(kept):
                 _, batch, ids = calls[index]
+                before()
                 samples[int(index)].append(_timed_run(runner, exits, batch, ids, num_calls))
         return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
 
@@ -139,27 +149,33 @@ class Bench:
         pool.storage[:] = self._rng.standard_normal(spec.head_dim).astype(np.float32)
         return pool
 
+    def _other_work(self, model: str, cores: CorePartition) -> Work:
+        """Opens a runner; each call of the result runs one call of middling size on it, in turn."""
+        runner, exits = self._open(model, cores), self._exits(model)
+        cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
+        middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
+        batches = itertools.cycle([self._batch(model, case) for case in middling])
+
+        def work() -> None:
+            _timed_run(runner, exits, *next(batches), 1)
+
+        return work
+
     @contextmanager
     def _company(self, share: Share) -> Iterator[None]:
-        """Keeps the other model busy on the other share, with calls of middling size."""
+        """Keeps the other model busy on the other share of a split."""
         if share.company is None:
             yield
             return
-        model = share.other_model
-        cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
-        middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
-        batches = [self._batch(model, case) for case in middling]
-        exits = self._exits(model)
         is_over = threading.Event()
 
-        def work() -> None:
-            runner = self._open(model, share.company or share.cores)
+        def keep_busy(work: Work) -> None:
             while not is_over.is_set():
-                for batch, ids in batches:
-                    _timed_run(runner, exits, batch, ids, 1)
+                work()
 
         with _pinned_thread(share.company) as on_cores:
-            working = on_cores.submit(work)
+            work = on_cores.submit(self._other_work, share.other_model, share.company).result()
+            working = on_cores.submit(keep_busy, work)
             try:
                 yield
             finally:
@@ -178,6 +194,10 @@ def _summary(case: Case, times: np.ndarray, first_us: float) -> Sampled:
     """times: [num_sweeps, num_segments] microseconds."""
     low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
     return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle), first_us)
+
+
+def _nothing() -> None:
+    """What runs before a sample where nothing has to."""
 
 
 def _timed_run(

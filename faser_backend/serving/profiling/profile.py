@@ -17,7 +17,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
 from faser_backend.serving.profiling.cases import Case, choose_cases
-from faser_backend.serving.profiling.measure import Bench, Sampled, Share, shares_of
+from faser_backend.serving.profiling.measure import Bench, Effort, Sampled, Share, shares_of
 from faser_backend.serving.profiling.overhead import measure_overhead
 from faser_backend.serving.profiling.store import (
     PROFILE_FILE,
@@ -56,8 +56,8 @@ def profile_engine(
     bench = Bench(engine_dir, manifest, cases, seed)
     shares = shares_of(menu)
     num_parts = len(shares) + 1
-    budget_s = (QUICK_BUDGET_S if is_quick else BUDGET_S) / len(shares)
-    max_sweeps = QUICK_MAX_SWEEPS if is_quick else MAX_SWEEPS
+    budget_s, max_sweeps = (QUICK_BUDGET_S, QUICK_MAX_SWEEPS) if is_quick else (BUDGET_S, MAX_SWEEPS)
+    effort = Effort(budget_s / len(shares), max_sweeps)
     sampled: dict[Share, list[Sampled]] = {}
     for index, share in enumerate(shares):
         what = f"{share.model} on {share.partition}"
@@ -66,7 +66,7 @@ def profile_engine(
         def tell(done: float, what: str = what, index: int = index) -> None:
             report(what, (index + done) / num_parts)
 
-        sampled[share] = bench.measure(share, budget_s, max_sweeps, tell)
+        sampled[share] = bench.measure(share, effort, tell)
     report("step overhead", len(shares) / num_parts)
     overhead, overhead_points = measure_overhead(engine_dir, is_quick=is_quick, seed=seed)
     report("done", 1.0)
