@@ -53,14 +53,17 @@ other machines or libraries round differently and end near these figures, not on
   `{listing}`. The tokenizer was trained on the training files.
 - **Target**: cross-entropy, {t[num_steps]} steps of {t[tokens_per_step]} tokens ({t_epochs:.2f} epochs) at 512 tokens
   of context, the last {t[num_long_steps]} steps at 1024. Muon (rate {t[muon_lr]}) for the matrices, AdamW
-  ({t[adam_lr]}) for embedding and norms, constant, then linear to zero over the second half; bfloat16 autocast.
+  ({t[adam_lr]}) for embedding and norms, constant, then linear over the second half of a plan of
+  {t[decay_steps]} steps, and faster to zero over the last 250 of those taken; bfloat16 autocast.
   {t_minutes:.0f} minutes, last training loss {t_loss:.3f} nats per token; held-out {t_nats:.3f}.
-- **Draft**: {w[num_steps]} steps of {w[tokens_per_step]} tokens of cross-entropy, then {d[num_steps]} steps of
-  {d[tokens_per_step]} tokens of imitation: KL(target || draft) over the target's 64 likeliest tokens and the rest as
-  one, and total variation added for the last {tv_share:.0%} of the steps. It read {sample_tokens:.2f} M tokens of the
-  target's own samples (512 long from corpus prefixes: half at temperature 1, 3/10 at 0.7, 1/5 greedy) and
-  {text_tokens:.2f} M tokens of corpus text, several times. {w_minutes:.0f} + {d_minutes:.0f} minutes, last KL
-  {d_kl:.3f} nats, TV {d_tv:.3f}; sampling and annotation come on top.
+- **Draft**: {w[num_steps]} steps of {w[tokens_per_step]} tokens of cross-entropy, then {d[num_steps]} and
+  {r[num_steps]} steps of {d[tokens_per_step]} tokens of imitation: KL(target || draft) over the target's 64 likeliest
+  tokens and the rest as one, with total variation added (times {d[tv_weight]} for the last {d_tv_share:.0%} of the
+  first part, times {r[tv_weight]} for the last {r_tv_share:.0%} of the second). Muon at {d[muon_lr]}, then
+  {r[muon_lr]}, AdamW at {d[adam_lr]}. It read {sample_tokens:.2f} M tokens of the target's own samples (512 long from
+  corpus prefixes: half at temperature 1, 3/10 at 0.7, 1/5 greedy) and {text_tokens:.2f} M tokens of corpus text,
+  {d_epochs:.0f} times. {w_minutes:.0f} + {d_minutes:.0f} + {r_minutes:.0f} minutes, last KL {r_kl:.3f}, TV {r_tv:.3f};
+  sampling and annotation took about 6 minutes more.
 
 ## Prompts
 
@@ -70,7 +73,8 @@ the docstring or, for undocumented functions, after the signature, with the newl
 
 ## Limits
 
-- The corpus, not the machine, is the limit: {train_mb:.0f} MB of text make a model of Python's look, not of its sense.
+- {train_mb:.0f} MB of text, read {t_epochs:.1f} times, make a model of Python's look, not of its sense; the loss was
+  still falling, so more `--target-steps` make a better target (and one that is harder to imitate).
 - Greedy decoding soon loops, and loops are easy to draft: report acceptance before loops, or sample at about 0.8.
 - Always set a largest number of tokens; an end-of-text token is rare within a file.
 - Positions beyond {context} were never trained.
@@ -123,10 +127,16 @@ def write_card(path: Path, metrics: dict) -> None:
         "w": run["draft_warm"],
         "w_minutes": training["draft_warm"]["minutes"],
         "d": run["draft"],
+        "r": run["draft_refined"],
         "d_minutes": training["draft"]["minutes"],
-        "d_kl": training["draft"]["kl"],
-        "d_tv": training["draft"]["tv"],
-        "tv_share": 1 - run["draft"]["tv_from"],
+        "r_minutes": training["draft_refined"]["minutes"],
+        "r_kl": training["draft_refined"]["kl"],
+        "r_tv": training["draft_refined"]["tv"],
+        "d_tv_share": 1 - run["draft"]["tv_from"],
+        "r_tv_share": 1 - run["draft_refined"]["tv_from"],
+        "d_epochs": (run["draft"]["num_steps"] + run["draft_refined"]["num_steps"])
+        * run["draft"]["tokens_per_step"]
+        / (run["sample"]["num_tokens"] + run["annotate"]["num_text_tokens"]),
         "sample_tokens": run["sample"]["num_tokens"] / 1e6,
         "text_tokens": run["annotate"]["num_text_tokens"] / 1e6,
         "num_prompts": metrics["num_prompts"],

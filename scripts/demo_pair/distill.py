@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .corpus import WindowSampler
 from .model import DRAFT_SHAPE, TARGET_SHAPE, Llama
-from .optim import PairOptimizer
+from .optim import PairOptimizer, Schedule
 from .training import AUTOCAST, CHECKPOINT_EVERY, REPORT_EVERY, Checkpoint, load_model
 
 NUM_TOP = 64  # the rest of the vocabulary is one bucket
@@ -74,14 +74,18 @@ class SoftSet:
 
 @torch.no_grad()
 def annotate(target: Llama, windows: np.ndarray, build_dir: Path, name: str, batch_size: int) -> None:
-    """Writes the soft set `name`: the target's `NUM_TOP` likeliest next tokens at each place of `windows`."""
+    """Writes the soft set `name`: the target's `NUM_TOP` likeliest next tokens at each place of `windows`.
+
+    `windows` `[rows, len]` has a multiple of `batch_size` rows.
+    """
     soft = SoftSet.open(build_dir, name, *windows.shape)
     soft.ids[:] = windows
+    compiled = torch.compile(target, dynamic=False)
     started = time.monotonic()
     for start in range(0, len(windows), batch_size):
         rows = slice(start, start + batch_size)
         with torch.autocast(**AUTOCAST):
-            logits = target(torch.from_numpy(windows[rows].astype(np.int64))).float()
+            logits = compiled(torch.from_numpy(windows[rows].astype(np.int64))).float()
         values, ids = logits.topk(NUM_TOP, dim=-1, sorted=False)
         soft.top_ids[rows] = ids.numpy().astype(np.uint16)
         soft.top_logprobs[rows] = (values - logits.logsumexp(-1, keepdim=True)).numpy().astype(np.float16)
@@ -129,11 +133,11 @@ class RowSchedule:
         self.steps = steps[:num_steps]
 
 
-def distill_draft(plan: DistillPlan, build_dir: Path, seed: int) -> None:
-    """The draft stage's second half: from the warm start to draft.safetensors; resumes."""
-    draft = load_model(DRAFT_SHAPE, build_dir / "draft_warm.safetensors")
-    optimizer = PairOptimizer(draft, plan.num_steps, plan.muon_lr, plan.adam_lr)
-    checkpoint = Checkpoint(build_dir, "draft")
+def distill_draft(plan: DistillPlan, build_dir: Path, start: str, name: str, seed: int) -> None:
+    """One cycle of imitation, from the weights `start` to the weights `name`; resumes."""
+    draft = load_model(DRAFT_SHAPE, build_dir / f"{start}.safetensors")
+    optimizer = PairOptimizer(draft, Schedule(plan.num_steps), plan.muon_lr, plan.adam_lr)
+    checkpoint = Checkpoint(build_dir, name)
     first_step, seconds, _ = checkpoint.load(draft, optimizer)
     sets = [SoftSet.open(build_dir, name) for name in ("samples", "text")]
     schedule = RowSchedule(sets, plan.tokens_per_step, plan.num_steps, seed)

@@ -155,7 +155,7 @@ def evaluate(build_dir: Path, seed: int, max_len: int = 1024) -> None:
     started = time.monotonic()
     tokenizer = Tokenizer.from_file(str(build_dir / "tokenizer.json"))
     target = load_rounded(TARGET_SHAPE, build_dir / "target.safetensors")
-    draft = load_rounded(DRAFT_SHAPE, build_dir / "draft.safetensors")
+    draft = load_rounded(DRAFT_SHAPE, build_dir / "draft_refined.safetensors")
     held_out = np.load(build_dir / "held_out.npy")
     prompts = write_prompts(tokenizer, build_dir / "prompts.jsonl", seed)
     encoded = [tokenizer.encode(p["prompt"], add_special_tokens=False).ids[-PROMPT_LEN:] for p in prompts]

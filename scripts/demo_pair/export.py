@@ -89,8 +89,8 @@ def export(build_dir: Path, models_dir: Path, run: dict) -> None:
     tokenizer_json = (build_dir / "tokenizer.json").read_text()
     held_out = np.load(build_dir / "held_out.npy")
     differences = {}
-    for name, shape in (("target", TARGET_SHAPE), ("draft", DRAFT_SHAPE)):
-        model = load_model(shape, build_dir / f"{name}.safetensors")
+    for name, weights, shape in (("target", "target", TARGET_SHAPE), ("draft", "draft_refined", DRAFT_SHAPE)):
+        model = load_model(shape, build_dir / f"{weights}.safetensors")
         export_model(model, tokenizer_json, models_dir / name)
         windows = held_out[: 2 * MAX_LEN].reshape(2, MAX_LEN)
         differences[name] = check_with_transformers(model, models_dir / name, windows)
@@ -102,7 +102,9 @@ def export(build_dir: Path, models_dir: Path, run: dict) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "run": run,
-        "training": {name: training_summary(build_dir, name) for name in ("target", "draft_warm", "draft")},
+        "training": {
+            name: training_summary(build_dir, name) for name in ("target", "draft_warm", "draft", "draft_refined")
+        },
         "samples": {"num_rows": len(np.load(build_dir / "samples.npy", mmap_mode="r"))},
         "figures": json.loads((build_dir / "figures.json").read_text()),
         "num_prompts": len(prompts),

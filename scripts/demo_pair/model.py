@@ -4,7 +4,7 @@ Small enough to read, quick enough to train on one core; the export stage compar
 with `transformers`. Knows nothing of data or of training.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ HEAD_DIM = 64
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-5
 QUERY_BLOCK = 128
+CACHE_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -81,24 +82,31 @@ class RMSNorm(nn.Module):
 
 
 class KVCache:
-    """Keys and values of one layer `[batch, heads, max_len, HEAD_DIM]`; the owner moves the length."""
+    """Keys and values of one layer `[batch, heads, capacity, HEAD_DIM]`, which grows by CACHE_BLOCK positions.
 
-    def __init__(self, batch: int, heads: int, max_len: int, dtype: torch.dtype):
-        self.keys = torch.zeros(batch, heads, max_len, HEAD_DIM, dtype=dtype)
+    `attend` reads the whole of it and masks what lies ahead: a CPU multiplies contiguous batches only,
+    and would otherwise copy the cache at every token.
+    """
+
+    def __init__(self, batch: int, heads: int, dtype: torch.dtype):
+        self.keys = torch.zeros(batch, heads, 0, HEAD_DIM, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
 
     def store(self, k: Tensor, v: Tensor, position: int) -> None:
         """Keeps `k`, `v` `[batch, heads, seq, HEAD_DIM]` of the positions from `position` on."""
-        self.keys[:, :, position : position + k.shape[2]] = k
-        self.values[:, :, position : position + k.shape[2]] = v
+        end = position + k.shape[2]
+        missing = end - self.keys.shape[2]
+        if missing > 0:
+            num_new = -(-missing // CACHE_BLOCK) * CACHE_BLOCK
+            self.keys, self.values = (F.pad(t, (0, 0, 0, num_new)) for t in (self.keys, self.values))
+        self.keys[:, :, position:end] = k
+        self.values[:, :, position:end] = v
 
     def attend(self, q: Tensor, num_tokens: int) -> Tensor:
-        """Attention of one query per row `[batch, heads, 1, HEAD_DIM]` to the first `num_tokens` positions.
-
-        Batched products without copies of the cache: several times quicker on a CPU than the fused kernel.
-        """
-        k, v = (t.flatten(0, 1)[:, :num_tokens] for t in (self.keys, self.values))
+        """Attention of one query per row `[batch, heads, 1, HEAD_DIM]` to the first `num_tokens` positions."""
+        k, v = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         scores = torch.bmm(q.flatten(0, 1), k.mT).float() * HEAD_DIM**-0.5
+        scores[:, :, num_tokens:] = float("-inf")
         return torch.bmm(scores.softmax(-1).to(v.dtype), v).view_as(q)
 
 
@@ -191,8 +199,5 @@ class Llama(nn.Module):
         logits = self(windows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
-    def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[KVCache]:
-        return [KVCache(batch, self.shape.num_heads, max_len, dtype) for _ in self.model.layers]
-
-    def shape_dict(self) -> dict:
-        return asdict(self.shape)
+    def new_caches(self, batch: int, dtype: torch.dtype) -> list[KVCache]:
+        return [KVCache(batch, self.shape.num_heads, dtype) for _ in self.model.layers]

@@ -3,6 +3,8 @@
 Muon (K. Jordan, 2024): momentum, then the nearest orthogonal matrix by five Newton-Schulz steps.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -50,20 +52,35 @@ class Muon(torch.optim.Optimizer):
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
 
 
-def decay_factor(step: int, num_steps: int, num_warmup: int = 30, flat_share: float = 0.5) -> float:
-    """Learning-rate factor: short warm-up, flat, then linear to (almost) zero."""
-    if step < num_warmup:
-        return (step + 1) / num_warmup
-    return min(1.0, (num_steps - step) / (num_steps * (1 - flat_share)))
+@dataclass(frozen=True)
+class Schedule:
+    """Learning-rate factor: a short warm-up, flat, then linear to zero over the second half of `num_steps`.
+
+    With `stop_at`, training ends there, before `num_steps`, and the rate goes to zero faster over the
+    last `num_final_steps`.
+    """
+
+    num_steps: int
+    stop_at: int = 0
+    num_final_steps: int = 250
+    num_warmup: int = 30
+
+    def factor(self, step: int) -> float:
+        if step < self.num_warmup:
+            return (step + 1) / self.num_warmup
+        decay = min(1.0, 2 * (self.num_steps - step) / self.num_steps)
+        if self.stop_at:
+            decay *= min(1.0, (self.stop_at - step) / self.num_final_steps)
+        return decay
 
 
 class PairOptimizer:
     """Both optimizers of a model, stepped together on one schedule."""
 
-    def __init__(self, model: nn.Module, num_steps: int, muon_lr: float, adam_lr: float, weight_decay: float = 0.0):
+    def __init__(self, model: nn.Module, schedule: Schedule, muon_lr: float, adam_lr: float, weight_decay: float = 0.0):
         inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         outer = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-        self.num_steps = num_steps
+        self.schedule = schedule
         self.optimizers = [
             Muon(inner, muon_lr, weight_decay=weight_decay),
             torch.optim.AdamW(outer, adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
@@ -73,7 +90,7 @@ class PairOptimizer:
                 group["base_lr"] = group["lr"]
 
     def step(self, step: int) -> None:
-        factor = decay_factor(step, self.num_steps)
+        factor = self.schedule.factor(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * factor

@@ -36,11 +36,12 @@ GROUPS = (
 
 
 def pick(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """One token id per row of `logits` `[batch, vocab_size]`: `[batch]`."""
+    """One token id per row of `logits` `[batch, vocab_size]`: `[batch]`, drawn through the cumulative sums."""
     if temperature == 0:
         return logits.argmax(-1)
-    weights = torch.softmax(logits.float() / temperature, dim=-1)
-    return torch.multinomial(weights, 1, generator=generator)[:, 0]
+    sums = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
+    points = torch.rand(len(logits), 1, generator=generator) * sums[:, -1:]
+    return torch.searchsorted(sums, points, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def generate(model: Llama, prompts: Tensor, total_len: int, temperature: float, 
     batch, prompt_len = prompts.shape
     ids = torch.empty(batch, total_len, dtype=torch.long)
     ids[:, :prompt_len] = prompts
-    caches = model.new_caches(batch, total_len, torch.bfloat16)
+    caches = model.new_caches(batch, torch.bfloat16)
     with torch.autocast(**AUTOCAST):
         logits = model(prompts, caches)[:, -1]
         for position in range(prompt_len, total_len):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from .corpus import WindowSampler
 from .model import Llama, ModelShape
-from .optim import PairOptimizer
+from .optim import PairOptimizer, Schedule
 
 AUTOCAST = {"device_type": "cpu", "dtype": torch.bfloat16}
 CHECKPOINT_EVERY = 100
@@ -23,9 +23,14 @@ REPORT_EVERY = 20
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Steps of `tokens_per_step`; the last `num_long_steps` of them use windows twice as long."""
+    """Steps of `tokens_per_step`; the last `num_long_steps` of them use windows twice as long.
+
+    `decay_steps` lays the learning rate out for a longer run than `num_steps`, which then ends faster
+    (`Schedule.stop_at`); 0 for the plain schedule.
+    """
 
     num_steps: int
+    decay_steps: int = 0
     num_long_steps: int = 0
     tokens_per_step: int = 8192
     tokens_per_pass: int = 4096  # one forward/backward; gradients are summed over a step
@@ -96,7 +101,13 @@ def train_on_text(shape: ModelShape, plan: TrainPlan, build_dir: Path, name: str
     """Trains `name` on train.npy by cross-entropy; resumes from its checkpoint if there is one."""
     torch.manual_seed(seed)
     model = Llama(shape)
-    optimizer = PairOptimizer(model, plan.num_steps, plan.muon_lr, plan.adam_lr, plan.weight_decay)
+    optimizer = PairOptimizer(
+        model,
+        Schedule(plan.decay_steps or plan.num_steps, plan.num_steps * bool(plan.decay_steps)),
+        plan.muon_lr,
+        plan.adam_lr,
+        plan.weight_decay,
+    )
     checkpoint = Checkpoint(build_dir, name)
     first_step, seconds, extra = checkpoint.load(model, optimizer)
     sampler = WindowSampler(np.load(build_dir / "train.npy"), seed)
