@@ -91,9 +91,10 @@ class OverTriton:
             self._client = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.stream_client"],
                 cwd=ROOT,
-                # grpcio's newer event engine holds responses back by 100 ms and more where cores are
-                # busy: the client's own doing, which would be charged to the server.
-                env={**os.environ, "GRPC_VERBOSITY": "ERROR", "GRPC_EXPERIMENTS": "-event_engine_client"},
+                env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
+                # Linux shares cores between sessions first: in one with other busy programs the client
+                # could wait 100 ms for its turn, which would be charged to the server.
+                start_new_session=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import sys
 import time
@@ -17,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# Read by grpcio when it is imported: its newer event engine holds streamed responses back by 100 ms
-# and more where cores are busy.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
 import tritonclient.grpc as triton
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "demo" / "prompts.jsonl"
@@ -31,7 +26,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Streams one completion and prints its acceptance.")
     parser.add_argument("--url", default="127.0.0.1:8001", help="gRPC address of the server")
     parser.add_argument("--prompt", help="text to complete; default: one of the held-out prompts")
-    parser.add_argument("--prompt-index", type=int, default=3, help="which held-out prompt")
+    parser.add_argument("--prompt-index", type=int, default=20, help="which held-out prompt")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
