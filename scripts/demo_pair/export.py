@@ -123,5 +123,6 @@ def training_summary(build_dir: Path, name: str) -> dict:
     summary: dict = {}
     for line in (build_dir / f"{name}_log.jsonl").read_text().splitlines():
         summary |= json.loads(line)
+    summary.pop("held_out_loss", None)  # a quick look at a few windows; the figures say it of all
     summary["minutes"] = round(summary.pop("seconds") / 60, 1)
     return summary
