@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Streams one completion and prints its acceptance.")
     parser.add_argument("--url", default="127.0.0.1:8001", help="gRPC address of the server")
     parser.add_argument("--prompt", help="text to complete; default: one of the held-out prompts")
-    parser.add_argument("--prompt-index", type=int, default=20, help="which held-out prompt")
+    parser.add_argument("--prompt-index", type=int, default=1, help="which held-out prompt")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
