@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,31 @@ def make_inputs(max_tokens: int, max_prompt_chars: int = 1000) -> dict[str, Any]
     }
 
 
+def numbers_of(name: str, text: str) -> list[int]:
+    """The numbers of a JSON array by the name of its field."""
+    found = re.search(rf'"{name}":\[([\d,]+)\]', text)
+    if found is None:
+        raise ValueError(f"perf_analyzer's profile has no {name}")
+    return [int(number) for number in found[1].split(",")]
+
+
 def summarise_profile(path: Path, max_tokens: int) -> dict[str, Any]:
-    """Figures of one exported profile: requests wholly inside the measured windows; times are ns."""
-    experiment = json.loads(path.read_text())["experiments"][0]
-    windows = experiment["window_boundaries"]
-    low, high = min(windows), max(windows)
-    requests = [
-        (r["timestamp"], r["response_timestamps"])
-        for r in experiment["requests"]
-        if r["response_timestamps"] and low <= r["response_timestamps"][-1] <= high
-    ]
+    """Figures of one exported profile, profile-CONCURRENCY.json, whose times are nanoseconds.
+
+    Counts the requests that ended inside the measured windows.
+    """
+    # perf_analyzer does not escape the answers that it exports, so a profile is not always JSON; the
+    # numbers are taken by name.
+    text = path.read_text(encoding="utf-8", errors="replace")
+    low, *_, high = sorted(numbers_of("window_boundaries", text))
+    found = re.findall(r'"timestamp":(\d+),.*?"response_timestamps":\[([\d,]+)\]', text, re.DOTALL)
+    requests = [(int(start), [int(moment) for moment in moments.split(",")]) for start, moments in found]
+    requests = [(start, moments) for start, moments in requests if low <= moments[-1] <= high]
     first = np.array([times[0] - start for start, times in requests]) / 1e6
     gaps = np.concatenate([np.diff(times) for _, times in requests]) / 1e6
     total = np.array([times[-1] - start for start, times in requests]) / 1e6
     return {
-        "concurrency": int(experiment["experiment"]["value"]),
+        "concurrency": int(path.stem.rpartition("-")[2]),
         "num_requests": len(requests),
         "tokens_per_s": len(requests) * max_tokens / ((high - low) / 1e9),
         "responses_per_s": sum(len(times) for _, times in requests) / ((high - low) / 1e9),
@@ -74,7 +85,8 @@ def write_table(name: str, rows: list[dict[str, Any]], max_tokens: int, serve_op
         *environment.as_lines(meta),
         "",
         f"{server}; `perf_analyzer -m ensemble -i grpc --async --streaming`, greedy {max_tokens}-token completions of "
-        "held-out prompts, no end token. itl: gap between two responses, which may carry several tokens.",
+        "held-out prompts, no end token, prompts repeated and their prefixes reused. "
+        "itl: gap between two responses, which may carry several tokens.",
         "",
         "| in flight | requests | tokens/s | responses/s | ttft p50 ms | p99 | itl p50 ms | p99 | whole p50 ms |",
         "|" + "---|" * 9,
