@@ -51,7 +51,9 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
 
     def open_runner(model: ModelEngine) -> OrtRunner:
         threads = 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else config.num_threads
-        return OrtRunner(model, engine_dir, num_blocks, block_size, partition, num_threads=threads)
+        return OrtRunner(
+            model, engine_dir, num_blocks, block_size, partition, num_threads=threads, can_spin=config.can_spin
+        )
 
     target = open_runner(manifest.target)
     draft = open_runner(manifest.draft) if policy.is_drafting else None
