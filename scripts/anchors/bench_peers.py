@@ -39,7 +39,9 @@ class Contestants:
     def __init__(self, args: argparse.Namespace, engine_dir: Path, num_slots: int, stack: ExitStack) -> None:
         self._tokenizer = Tokenizer.from_file(str(args.pair / "target" / "tokenizer.json"))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
-        self._ours = OverTriton(engine_dir, args.policies.split(","), logs, ["--no-prefix-reuse"])
+        self._ours = OverTriton(
+            engine_dir, args.policies.split(","), logs, ["--no-prefix-reuse", *args.serve_options.split()]
+        )
         stack.callback(self._ours.close)
         self._peers: dict[str, LlamaServer | TransformersPeer] = {}
         self.missing = []
@@ -86,6 +88,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--max-prompt-chars", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve-options", default="", help="more options for `faser serve`, separated by blanks")
     parser.add_argument("--name", default="peers")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
@@ -94,6 +97,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     meta = environment.describe(args.seed) | {"repeats": args.repeats, "max_tokens": args.max_tokens}
+    meta["serve_options"] = args.serve_options
     meta["peers"] = {name: environment.installed_version(name) for name in ("transformers", "torch")}
     engine_dir = args.engine_dir or demo_engine_dir()
     clients = [int(count) for count in args.clients.split(",")]
@@ -116,10 +120,11 @@ def main() -> None:
                     print(one_line(rows[-1]), flush=True)
     version_file = BUILD / "llama-version"
     llama = version_file.read_text().strip() if version_file.exists() else "not built"
+    served = f" (`faser serve {args.serve_options}`)" if args.serve_options else ""
     notes = [
         f"Peers: llama.cpp ({llama}) through its own HTTP server, transformers {meta['peers']['transformers']} on "
-        f"torch {meta['peers']['torch']} in process, {args.threads} threads each; ours through Triton. fp32 weights "
-        "everywhere, token ids or text of the same prompts, prompt caches off. When sampling, answers of peers "
+        f"torch {meta['peers']['torch']} in process, {args.threads} threads each; ours through Triton{served}. "
+        "fp32 weights everywhere, token ids or text of the same prompts, prompt caches off. When sampling, answers of peers "
         "differ by right: they draw other noise.",
         f"Not measured: {', '.join(contest.missing)}.",
     ]
