@@ -124,8 +124,8 @@ def main() -> None:
     notes = [
         f"Peers: llama.cpp ({llama}) through its own HTTP server, transformers {meta['peers']['transformers']} on "
         f"torch {meta['peers']['torch']} in process, {args.threads} threads each; ours through Triton{served}. "
-        "fp32 weights everywhere, token ids or text of the same prompts, prompt caches off. When sampling, answers of peers "
-        "differ by right: they draw other noise.",
+        "fp32 weights everywhere, token ids or text of the same prompts, prompt caches off. "
+        "When sampling, answers of peers differ by right: they draw other noise.",
         f"Not measured: {', '.join(contest.missing)}.",
     ]
     args.output.mkdir(parents=True, exist_ok=True)
