@@ -27,9 +27,6 @@ from faser_backend.policy.speculative_length import parse_policy
 from faser_backend.serving.profiling.store import load_cost_model
 
 _log = logging.getLogger(__name__)
-# A model this small is done before a second thread has woken: the demo draft takes 82 us a call on one
-# thread and 122 us on two.
-ONE_THREAD_BYTES = 8 << 20
 KV_MEMORY_SHARE = 0.25  # of free memory, unless num_kv_blocks is given
 
 
@@ -50,10 +47,8 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     partition = core_partitions().whole
 
     def open_runner(model: ModelEngine) -> OrtRunner:
-        threads = 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else config.num_threads
-        return OrtRunner(
-            model, engine_dir, num_blocks, block_size, partition, num_threads=threads, can_spin=config.can_spin
-        )
+        threads, spins = config.num_threads, config.can_spin
+        return OrtRunner(model, engine_dir, num_blocks, block_size, partition, num_threads=threads, can_spin=spins)
 
     target = open_runner(manifest.target)
     draft = open_runner(manifest.draft) if policy.is_drafting else None
