@@ -5,11 +5,12 @@ Knows nothing of what a contestant is: a policy of ours, or a peer. `run` answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from benchmarks import environment
-from benchmarks.workload import Job, Trace, count_different, merge_repeats, summarise
+from benchmarks.workload import Job, Trace, count_different, load_jobs, merge_repeats, summarise
 
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:.0f}"),
@@ -54,6 +55,31 @@ def measure_load(
         row["speedup"] = row["tokens_per_s"] / reference
         row["num_different"] = count_different(answers[policy], answers[policies[0]])
         yield row
+
+
+def measure_loads(
+    place: Place, name: str, args: argparse.Namespace, contestants: Callable[[int], list[str]]
+) -> list[dict[str, Any]]:
+    """Every temperature and number of clients that the command line names; prints a line per row.
+
+    contestants: number of clients -> who takes part, the first being the reference.
+    """
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        for num_clients in map(int, args.clients.split(",")):
+            jobs = load_jobs(
+                args.prompts,
+                max(16, args.jobs_per_client * num_clients),
+                max_tokens=args.max_tokens,
+                temperature=temperature,
+                seed=args.seed,
+                max_prompt_chars=args.max_prompt_chars,
+            )
+            load = {"place": name, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
+            for row in measure_load(place, contestants(num_clients), jobs, num_clients, args.repeats):
+                rows.append(load | row)
+                print(one_line(rows[-1]), flush=True)
+    return rows
 
 
 def one_line(row: dict[str, Any]) -> str:

@@ -19,9 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import environment, in_process, servers
 from benchmarks.in_process import InProcess
-from benchmarks.measure import Place, markdown, measure_load, one_line
+from benchmarks.measure import markdown, measure_loads
 from benchmarks.servers import OverTriton
-from benchmarks.workload import load_jobs
 from faser_backend.serving.demo_engine import demo_engine_dir
 
 NO_REUSE = "--no-prefix-reuse"
@@ -50,26 +49,6 @@ def print_progress(what: str, steps_done: int, steps_total: int) -> None:
     print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)
 
 
-def measure(place: Place, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All loads of one place."""
-    rows = []
-    for temperature in map(float, args.temperatures.split(",")):
-        for num_clients in map(int, args.clients.split(",")):
-            jobs = load_jobs(
-                args.prompts,
-                max(16, args.jobs_per_client * num_clients),
-                max_tokens=args.max_tokens,
-                temperature=temperature,
-                seed=args.seed,
-                max_prompt_chars=args.max_prompt_chars,
-            )
-            load = {"place": name, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
-            for row in measure_load(place, args.policies.split(","), jobs, num_clients, args.repeats):
-                rows.append(load | row)
-                print(one_line(rows[-1]), flush=True)
-    return rows
-
-
 def phase_notes(step_ms: dict[str, dict[str, float]]) -> list[str]:
     """Where the steps in process went, policy by policy."""
     if not step_ms:
@@ -89,14 +68,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if "process" in args.places:
         place = InProcess(engine_dir, policies)
-        rows += measure(place, in_process.PLACE, args)
+        rows += measure_loads(place, in_process.PLACE, args, lambda _: policies)
         step_ms = {policy: place.overhead(policy) for policy in policies}
         place.close()
     if "triton" in args.places:
         with tempfile.TemporaryDirectory(prefix="faser-bench-") as logs:
             over = OverTriton(engine_dir, policies, Path(logs), [NO_REUSE, *args.serve_options.split()])
             try:
-                rows += measure(over, servers.PLACE, args)
+                rows += measure_loads(over, servers.PLACE, args, lambda _: policies)
             finally:
                 over.close()
     meta["step_ms"] = step_ms

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from benchmarks.servers import free_ports
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from tests.serving_pair import build_pair
 from tests.test_contract import HELLO, TOKENIZER
-from tests.triton_clients import Stream, free_ports, wait_for_free_blocks
+from tests.triton_clients import Stream, wait_for_free_blocks
 
 OUTPUTS = ["text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate"]
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.servers import free_ports
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from tests.serving_pair import MAX_CONTEXT, build_pair
-from tests.triton_clients import Stream, events_of, free_ports, metric, post, wait_for_free_blocks
+from tests.triton_clients import Stream, events_of, metric, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "end_id": -1, "exclude_input_in_output": True}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -18,14 +17,6 @@ KINDS = {"max_tokens": np.int32, "request_output_len": np.int32, "input_ids": np
 KINDS |= {"seed": np.uint64, "beam_width": np.int32, "end_id": np.int32, "num_draft_tokens": np.int32}
 KINDS |= {"sampling_param_max_tokens": np.int32, "sampling_param_seed": np.uint64}
 TRITON_TYPES = {"O": "BYTES", "i": "INT32", "f": "FP32", "u": "UINT64", "b": "BOOL"}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def inputs_of(*, has_batch: bool = True, **tensors: Any) -> list[triton.InferInput]:

@@ -2,7 +2,7 @@
 
 A row of noise is a pure function of (seed, position), and of the table's size above 2^17 tokens: draft and
 target draw the same in any batch. The integers behind it are the same on every machine; the two logarithms
-may differ in their last bits. Hashing every (position, token) would be several times dearer, so a row is the
+may differ in their last bits. Hashing every (position, token) would be 1.5 to 3 times dearer, so a row is the
 sum modulo 1 of two windows of one fixed table of uniforms, at two offsets hashed from (seed, position).
 
 Why the sum. The table holds N >= 2^20 stratified uniforms in a fixed random order, so the law of one window

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import QueueFullError, RequestError
@@ -172,7 +172,7 @@ class Engine:
                 self._forget([request_id])
         return outputs
 
-    def _forget(self, request_ids) -> None:
+    def _forget(self, request_ids: Iterable[str]) -> None:
         ended = list(request_ids)
         if ended:
             with self._condition:

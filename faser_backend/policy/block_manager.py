@@ -142,7 +142,7 @@ class BlockManager:
             if digest not in self._published:
                 self._published[digest] = block
                 self._digest_of[block] = digest
-                self._has_draft[block] = (index + 1) * self.block_size <= draft_len
+                self._has_draft[block] = draft_len > 0
 
     def _digest(self, parent: bytes, token_ids: np.ndarray, index: int) -> bytes:
         # 128 bits over the whole prefix: two prefixes share a digest only if they are equal.

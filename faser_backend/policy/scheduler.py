@@ -112,8 +112,7 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, num_needed: int) -> bool:
         if not self.never_evicts:
             # One spare block per running sequence, so that an admission is not undone a step later.
-            spare = len(self.running) if self.running else 0
-            return num_needed + spare <= self.blocks.num_free_blocks
+            return num_needed + len(self.running) <= self.blocks.num_free_blocks
         reserved = sum(self.blocks.num_blocks_for(other.token_ids.size) for other in self.running)
         return reserved + self.blocks.num_blocks_for(sequence.token_ids.size) <= self.blocks.num_blocks
 

@@ -15,7 +15,6 @@ import tempfile
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -23,10 +22,10 @@ sys.path.insert(0, str(ROOT))
 from tokenizers import Tokenizer
 
 from benchmarks import environment
-from benchmarks.measure import markdown, measure_load, one_line
+from benchmarks.measure import markdown, measure_loads
 from benchmarks.peers import LlamaServer, TransformersPeer
 from benchmarks.servers import OverTriton
-from benchmarks.workload import Job, Trace, load_jobs
+from benchmarks.workload import Job, Trace
 from faser_backend.serving.demo_engine import demo_engine_dir
 
 PLACE = "own servers"
@@ -101,23 +100,9 @@ def main() -> None:
     meta["peers"] = {name: environment.installed_version(name) for name in ("transformers", "torch")}
     engine_dir = args.engine_dir or demo_engine_dir()
     clients = [int(count) for count in args.clients.split(",")]
-    rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         contest = Contestants(args, engine_dir, max(clients), stack)
-        for temperature in map(float, args.temperatures.split(",")):
-            for num_clients in clients:
-                jobs = load_jobs(
-                    args.prompts,
-                    max(16, args.jobs_per_client * num_clients),
-                    max_tokens=args.max_tokens,
-                    temperature=temperature,
-                    seed=args.seed,
-                    max_prompt_chars=args.max_prompt_chars,
-                )
-                load = {"place": PLACE, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
-                for row in measure_load(contest, contest.names(args, num_clients), jobs, num_clients, args.repeats):
-                    rows.append(load | row)
-                    print(one_line(rows[-1]), flush=True)
+        rows = measure_loads(contest, PLACE, args, lambda num_clients: contest.names(args, num_clients))
     version_file = BUILD / "llama-version"
     llama = version_file.read_text().strip() if version_file.exists() else "not built"
     served = f" (`faser serve {args.serve_options}`)" if args.serve_options else ""
