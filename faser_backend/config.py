@@ -17,7 +17,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: str = "fixed:4"  # speculative length, see policy/speculative_length.py
+    policy: str = "fixed:4"  # see policy/registry.py
     acceptance: Literal["match", "rejection"] = "match"
     max_num_seqs: Annotated[int, Field(ge=1, le=1024)] = 32
     max_queue_size: Annotated[int, Field(ge=0, le=1_000_000)] = 256

@@ -16,6 +16,8 @@ class HashRunner:
     """memory: how many trailing tokens the logits depend on. noise: deviation from the shared model."""
 
     num_segments = 1
+    num_layers = (1,)
+    exits: frozenset[int] = frozenset()
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, memory: int = 10**6, noise: float = 0.0):
         self.vocab_size = vocab_size

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.cost_model import CostModel, ModelSize, default_cost_model
+from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculative_length import parse_policy
 from tests.fakes import CountingClock, HashRunner
 
 VOCAB, CONTEXT, BLOCK = 24, 96, 4
@@ -55,7 +57,8 @@ def fake_engine(
     )
     clock = CountingClock()
     sampler = NumpySampler(vocab_size, max_num_seqs)
-    stepper = Stepper(scheduler, target, draft, sampler, clock, uses_rejection=uses_rejection)
+    partitions = {WHOLE: Partition(target, draft, None)}
+    stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=uses_rejection)
     return Engine(stepper, Limits(vocab_size, CONTEXT), clock, max_queue_size=max_queue_size), target
 
 

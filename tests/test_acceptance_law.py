@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from faser_backend.core.batch import SamplingRows
-from faser_backend.core.plan import Acceptance, Frontier
+from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.sampler import NumpySampler
@@ -71,7 +71,7 @@ def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray
     size = first.size
     draft_probs = np.stack([np.broadcast_to(q1, (size, 3)), q2[first]], axis=1) / 4
     target_probs = np.stack([np.broadcast_to(p1, (size, 3)), p2[first], p3[first, second]], axis=1) / 4
-    frontier = Frontier(np.stack([first, second], axis=1), np.full(size, 2), draft_probs)
+    frontier = Frontier.whole(np.stack([first, second], axis=1), np.full(size, 2), draft_probs)
     accept_uniforms = np.stack([COINS[coin1], COINS[coin2], COINS[coin2]], axis=1).ravel()
     num_kept = prune(first, second)
     result = accept_by_rejection(
@@ -187,7 +187,7 @@ def run_rejection(pair: MarkovPair, boost: float = 1.0, reused: str = "") -> np.
         positions = range(start, start + num_drafts + 1)
         accept_uniforms = np.stack([coins(t, 0 if reused == "proposal" else 1) for t in positions], axis=1).ravel()
         sample_uniforms = np.stack([coins(t, 1 if reused == "test" else 2) for t in positions], axis=1).ravel()
-        frontier = Frontier(
+        frontier = Frontier.whole(
             columns_of(drafted, runs.size),
             np.full(runs.size, num_drafts),
             np.stack(draft_probs, axis=1) if drafted else None,
@@ -222,7 +222,7 @@ def run_matching(pair: MarkovPair, *, is_position_keyed: bool = True) -> np.ndar
             prefix = drafted[-1] if drafted else last
             drafted.append(sample(pair.draft[start + j, prefix], j, drafted))
             sampled.append(sample(pair.target[start + j + 1, drafted[-1]], j + 1, drafted))
-        frontier = Frontier(columns_of(drafted, runs.size), np.full(runs.size, num_drafts))
+        frontier = Frontier.whole(columns_of(drafted, runs.size), np.full(runs.size, num_drafts))
         return accept_matches(frontier, np.stack(sampled, axis=1).ravel(), np.arange(runs.size + 1) * (num_drafts + 1))
 
     return decode(one_round)

@@ -67,12 +67,12 @@ def test_joint_law_is_the_targets(policy: str, uses_rejection: bool):
     assert p_value(observed(policy, temperature, uses_rejection=uses_rejection), exact_law(temperature)) > 1e-3
 
 
-def _accepts_too_often(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms):
-    return _REAL(frontier, target_probs, cu_rows, accept_uniforms * 0.5, sample_uniforms)
+def _accepts_too_often(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, *, num_kept):
+    return _REAL(frontier, target_probs, cu_rows, accept_uniforms * 0.5, sample_uniforms, num_kept=num_kept)
 
 
-def _shares_noise_between_rounds(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms):
-    return _REAL(frontier, target_probs, cu_rows, accept_uniforms, accept_uniforms)
+def _shares_noise_between_rounds(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, *, num_kept):
+    return _REAL(frontier, target_probs, cu_rows, accept_uniforms, accept_uniforms, num_kept=num_kept)
 
 
 _REAL = verify.accept_by_rejection

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence
-from faser_backend.policy.cost_model import WHOLE, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.goodput import Goodput, acceptance_rates, expected_tokens
-from faser_backend.policy.speculative_length import parse_policy
+from faser_backend.policy.registry import parse_policy
 from tests.harness import guessed_costs, request
 
 FREE_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -35,7 +36,7 @@ def running(num_accepted: int, num_tested: int, count: int = 1) -> list[Sequence
 @pytest.mark.parametrize(("batch", "length"), [(1, 4), (4, 4), (5, 2), (8, 2), (9, 1), (32, 1), (33, 0)])
 def test_schedule_reads_as_documented(batch: int, length: int):
     policy = parse_policy("schedule:4:4,8:2,32:1", guessed_costs)
-    assert policy.choose(running(0, 0, batch)) == [length] * batch
+    assert policy.decide(running(0, 0, batch)).num_draft_tokens == [length] * batch
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
@@ -55,13 +56,13 @@ def test_rates_start_from_the_prior_and_follow_the_evidence():
 
 def test_goodput_speculates_while_rows_are_cheap_and_stops_when_they_are_not():
     cheap, dear = costs(1.0, 1000.0, 1.0), costs(1.0, 0.0, 1000.0)
-    assert Goodput(cheap, 8).choose(running(80, 100)) == [8]
-    assert Goodput(dear, 8).choose(running(80, 100)) == [0]
+    assert Goodput(cheap, 8).decide(running(80, 100)).num_draft_tokens == [8]
+    assert Goodput(dear, 8).decide(running(80, 100)).num_draft_tokens == [0]
 
 
 def test_goodput_follows_acceptance():
     model = costs(100.0, 1000.0, 20.0)
-    lengths = [Goodput(model, 8).choose(running(kept, 1000))[0] for kept in (50, 300, 600, 950)]
+    lengths = [Goodput(model, 8).decide(running(kept, 1000)).num_draft_tokens[0] for kept in (50, 300, 600, 950)]
     assert lengths == sorted(lengths)
     assert lengths[0] < 2 < lengths[-1]
 
@@ -72,4 +73,4 @@ def test_goodput_is_the_best_static_length_of_its_own_model():
     rate = acceptance_rates(sequences)[0]
     rounds = policy.round_us(6, 3)
     speed = [6 * sum(rate**i for i in range(k + 1)) / rounds[k] for k in range(9)]
-    assert policy.choose(sequences) == [int(np.argmax(speed))] * 6
+    assert policy.decide(sequences).num_draft_tokens == [int(np.argmax(speed))] * 6

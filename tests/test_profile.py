@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from engines.build import build_engines
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
-from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE
+from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.profiling import profile as profile_module
 from faser_backend.serving.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
 from faser_backend.serving.profiling.measure import shares_of

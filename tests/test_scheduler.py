@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.plan import InFlight
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
+from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculative_length import parse_policy
 from tests.harness import guessed_costs, request
 
 
@@ -42,11 +43,11 @@ def test_prefill_is_chunked_beside_decodes():
     sched = scheduler()
     first, second = sequence("a", 5), sequence("b", 36, 4)
     sched.add(first)
-    run(sched.schedule())
+    run(sched.schedule(InFlight.empty()))
     sched.add(second)
     chunks = []
     for _ in range(3):
-        plan = sched.schedule()
+        plan = sched.schedule(InFlight.empty())
         assert plan.decodes == [first]
         chunks += [(chunk.start, chunk.num_tokens) for chunk in plan.prefills]
         run(plan)
@@ -58,9 +59,9 @@ def test_one_token_prompt_needs_no_prefill():
     sched = scheduler()
     seq = sequence("a", 1)
     sched.add(seq)
-    plan = sched.schedule()
+    plan = sched.schedule(InFlight.empty())
     assert plan.admitted == [seq] and plan.prefills == []
-    assert sched.schedule().decodes == [seq]
+    assert sched.schedule(InFlight.empty()).decodes == [seq]
 
 
 def test_lengths_are_clipped_to_the_request():
@@ -68,8 +69,8 @@ def test_lengths_are_clipped_to_the_request():
     full, capped, ending = sequence("a", 1, 20), sequence("b", 1, 20, max_draft_tokens=2), sequence("c", 1, 3)
     for seq in (full, capped, ending):
         sched.add(seq)
-    sched.schedule()
-    plan = sched.schedule()
+    sched.schedule(InFlight.empty())
+    plan = sched.schedule(InFlight.empty())
     assert dict(zip([s.request.request_id for s in plan.decodes], plan.num_draft_tokens, strict=True)) == {
         "a": 8, "b": 2, "c": 2}  # fmt: skip
 
@@ -77,10 +78,10 @@ def test_lengths_are_clipped_to_the_request():
 def test_drafts_are_given_up_before_anyone_is_preempted():
     sched = scheduler(num_blocks=10)
     sched.add(sequence("a", 38, 2))
-    run(sched.schedule())
-    run(sched.schedule())
-    run(sched.schedule())
-    plan = sched.schedule()
+    run(sched.schedule(InFlight.empty()))
+    run(sched.schedule(InFlight.empty()))
+    run(sched.schedule(InFlight.empty()))
+    plan = sched.schedule(InFlight.empty())
     assert len(plan.decodes) == 1 and not plan.preempted
 
 
@@ -91,7 +92,7 @@ def test_the_newest_is_preempted_and_returns_first():
         sched.add(seq)
     preempted = []
     while not preempted:
-        plan = sched.schedule()
+        plan = sched.schedule(InFlight.empty())
         preempted = [seq for seq, _ in plan.preempted]
         sched.check_integrity()
         run(plan)
@@ -104,7 +105,7 @@ def test_removal_gives_back_everything_at_once():
     sched = scheduler()
     running, waiting = sequence("a", 20), sequence("b", 40)
     sched.add(running)
-    sched.schedule()
+    sched.schedule(InFlight.empty())
     sched.add(waiting)
     sched.remove(waiting)
     sched.remove(running)
@@ -122,7 +123,7 @@ def test_random_load_always_finishes(seed: int, never_evicts: bool):
     while pending or sched.waiting or sched.running:
         if pending and rng.random() < 0.5:
             sched.add(pending.pop())
-        plan = sched.schedule()
+        plan = sched.schedule(InFlight.empty())
         sched.check_integrity()
         assert sum(chunk.num_tokens for chunk in plan.prefills) <= 8
         assert not (never_evicts and plan.preempted)

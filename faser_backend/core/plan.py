@@ -1,4 +1,4 @@
-"""What passes between the phases of a step: the plan, a frontier, its verification, the acceptance.
+"""The plan of one step, and the drafts that one step leaves for the next.
 
 Plain values: in-flight work is an argument and a result, never hidden state.
 """
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from faser_backend.core.decision import Decision
+from faser_backend.core.frontier import Frontier
 from faser_backend.core.sequence import Sequence
 
 
@@ -21,12 +23,42 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight:
+    """Drafted, and not yet verified. Row b of the frontier follows the last token of sequences[b]."""
+
+    sequences: list[Sequence]
+    frontier: Frontier
+
+    @classmethod
+    def empty(cls) -> InFlight:
+        return cls([], Frontier.empty(0))
+
+    def take(self, rows: list[int]) -> InFlight:
+        if len(rows) == len(self.sequences):
+            return self
+        return InFlight([self.sequences[row] for row in rows], self.frontier.take(np.array(rows, np.int64)))
+
+    def present(self) -> InFlight:
+        """Without the sequences that have left their slot: finished, cancelled or preempted."""
+        return self.take([row for row, sequence in enumerate(self.sequences) if sequence.slot >= 0])
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does. Blocks for every position that it touches are already allocated."""
+    """What one step does. Blocks for every position that it touches are already allocated.
 
-    decodes: list[Sequence] = field(default_factory=list)
-    num_draft_tokens: list[int] = field(default_factory=list)  # per decode, 0 = plain decoding
+    A serial step drafts for its decodes and then verifies them. An overlapped step verifies its decodes,
+    whose drafts are in flight, while the draft works on `drafts`: sequences that are verified later and,
+    running ahead, sequences of `decodes`, behind what is in flight for them.
+    """
+
+    decision: Decision
+    in_flight: InFlight
+    decodes: list[Sequence] = field(default_factory=list)  # verified in this step
+    num_draft_tokens: list[int] = field(default_factory=list)  # per decode, drafted before the verification
+    drafts: list[Sequence] = field(default_factory=list)  # drafted beside the verification
+    num_ahead_tokens: list[int] = field(default_factory=list)  # per entry of drafts, >= 1
     prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)  # got a slot in this step
     num_reused_blocks: int = 0  # by the admissions of this step
@@ -34,38 +66,4 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decodes or self.prefills)
-
-
-@dataclass(slots=True, eq=False)
-class Frontier:
-    """Draft tokens that are ready to be verified."""
-
-    drafted: np.ndarray  # [B, K] int64, K = max(num_drafted); entries past num_drafted are 0
-    num_drafted: np.ndarray  # [B] int64
-    draft_probs: np.ndarray | None = None  # [B, K, V] float32, rejection sampling only
-
-    @classmethod
-    def empty(cls, num_sequences: int) -> Frontier:
-        """Nothing drafted: verification is plain decoding."""
-        return cls(np.zeros((num_sequences, 0), np.int64), np.zeros(num_sequences, np.int64))
-
-
-@dataclass(slots=True, eq=False)
-class Verification:
-    """The target's view of a frontier: row j of sequence b follows drafted[b, :j]."""
-
-    logits: np.ndarray  # [R, V] float32, R = sum(num_drafted + 1)
-    cu_rows: np.ndarray  # [B + 1] int64
-
-
-@dataclass(slots=True, eq=False)
-class Acceptance:
-    """Tokens that leave the step. Row b emits tokens[b, :num_emitted[b]]; what follows has no meaning.
-
-    The last emitted token is the recovered token, or the bonus token where all were accepted.
-    """
-
-    tokens: np.ndarray  # [B, K + 1] int64
-    num_accepted: np.ndarray  # [B] int64, drafted tokens kept, without bonus
-    num_emitted: np.ndarray  # [B] int64
+        return not (self.decodes or self.drafts or self.prefills)

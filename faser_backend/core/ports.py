@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.request import SamplingParams
 
+Verified = TypeVar("Verified")
+Proposed = TypeVar("Proposed")
+
 
 class ModelRunner(Protocol):
     """A compiled decoder with its paged KV pool. Calls are serial per runner."""
 
     num_segments: int
+    num_layers: tuple[int, ...]  # of each segment
+    exits: frozenset[int]  # segments that end at an exit layer
     vocab_size: int
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -27,6 +33,21 @@ class ModelRunner(Protocol):
         array may be reused by the next call of the same shape: copy what must live longer.
         """
         ...
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As run_segment, for a segment of `exits`. Returns (hidden, scores [T, C]): the logits that the
+        head would give exit_candidates [T, C] if the model ended here."""
+        ...
+
+
+class DraftTokens(NamedTuple):
+    """One draft token per row, and how sure the draft was."""
+
+    tokens: np.ndarray  # [R] int64
+    margins: np.ndarray  # [R] float32 >= 0: lead over the second best, noise included, in logits (times temperature)
+    candidates: np.ndarray | None  # [R, C] int64: the best tokens, the chosen one first; None if not asked for
 
 
 class Sampler(Protocol):
@@ -53,6 +74,15 @@ class Sampler(Protocol):
         """logits [R, V] -> token ids [R]: argmax of processed logits + position-keyed Gumbel noise."""
         ...
 
+    def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
+        """As `sample`, with the confidence in each token. num_candidates 0: none are wanted."""
+        ...
+
+    def candidate_margins(self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """scores [R, C] of token ids candidates [R, C] -> [R]: by how much the first candidate leads the best
+        of the others when the row's noise is added; negative where it trails. In logits, as DraftTokens.margins."""
+        ...
+
     def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] -> processed probabilities [R, V] (one-hot where greedy)."""
         ...
@@ -70,3 +100,11 @@ class Clock(Protocol):
     """Nanoseconds; real or virtual."""
 
     def now_ns(self) -> int: ...
+
+
+class Lanes(Protocol):
+    """Where two phases run at once, each on its own share of the device."""
+
+    def run_both(self, verify: Callable[[], Verified], propose: Callable[[], Proposed]) -> tuple[Verified, Proposed]:
+        """Returns both results when both have ended; then raises the first error if there was one."""
+        ...

@@ -27,6 +27,7 @@ class Sequence:
     slot: int = -1  # -1 while waiting
     target_len: int = 0  # leading tokens whose KV is in the target's pool
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
+    num_proposals: int = 0  # that the draft made for it, discarded ones included
     log_probs: list[float] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 

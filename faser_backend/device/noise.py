@@ -118,6 +118,13 @@ class GumbelNoise:
         np.negative(rows, out=rows)
         return np.log(rows, out=rows)
 
+    def log_exponentials_at(self, keys: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """[R, C] float32: entries token_ids [R, C] of the rows of `log_exponentials`."""
+        words = _counters(keys, positions)
+        first, second = (words & self._mask).view(np.int64), (words >> self._shift).view(np.int64)
+        sums = self._windows[first[:, None], token_ids] + self._windows[second[:, None], token_ids]
+        return np.log(-np.log(sums.astype(np.float32) * _MIN_UNIFORM_STEP))
+
     def gumbel(self, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[R, V] float32 standard Gumbel noise for seeds [R] uint64 and positions [R] int64."""
         return -self.log_exponentials(seed_keys(seeds), positions)

@@ -58,6 +58,8 @@ class OrtRunner:
         self.num_threads = min(num_threads or most_threads, most_threads)
         self.pool = pool or KvPool(model.spec, num_blocks, block_size)
         self.num_segments = len(model.segments)
+        self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
+        self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
         self._block_size = self.pool.kv_block_size
         self._shapes: list[ShapeCache] = []

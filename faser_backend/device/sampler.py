@@ -13,11 +13,13 @@ import numpy as np
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
+from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
 from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, softmax
 
+MAX_MARGIN = 1e4  # of a token that is the only one allowed
 MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
 
 
@@ -92,9 +94,7 @@ class NumpySampler:
         special = np.flatnonzero(is_special)
         if special.size == 0:
             return self._pick(self._perturbed(logits, slots, rows.positions), rows)
-        scores = self._processed(logits, rows, special)
-        random = np.flatnonzero(self._is_random[slots[special]])
-        self._subtract_noise(scores, random, slots[special], rows.positions[special])
+        scores = self._special_scores(logits, rows, special)
         if special.size == slots.size:
             return self._pick(scores, rows)
         token_ids = np.empty(slots.shape, np.int64)
@@ -102,6 +102,29 @@ class NumpySampler:
         plain = np.flatnonzero(~is_special)
         token_ids[plain] = self._pick(self._perturbed(logits[plain], slots[plain], rows.positions[plain]), rows, plain)
         return token_ids
+
+    def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
+        """See core.ports.Sampler. Raises as `sample` does."""
+        scores = self._scores(logits, rows)
+        token_ids = self._pick(scores, rows)
+        index = np.arange(token_ids.size)
+        best = scores[index, token_ids]
+        scores[index, token_ids] = -np.inf  # of the caller's logits where all rows are greedy: put back below
+        margins = np.minimum(best - scores.max(axis=1), MAX_MARGIN) / self._inverse_temperature[rows.slots]
+        candidates = None
+        if num_candidates:
+            others = np.argpartition(scores, -num_candidates, axis=1)[:, 1 - num_candidates :]
+            candidates = np.concatenate([token_ids[:, None], others], axis=1)
+        scores[index, token_ids] = best
+        return DraftTokens(token_ids, margins, candidates)
+
+    def candidate_margins(self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """See core.ports.Sampler; rules and filters are left out: this is a guess about a token, not a draw."""
+        slots = rows.slots
+        temperature = 1.0 / self._inverse_temperature[slots]
+        noise_weight = np.where(self._is_random[slots], temperature, 0.0)[:, None]
+        noisy = scores - noise_weight * self._noise.log_exponentials_at(self._keys[slots], rows.positions, candidates)
+        return noisy[:, 0] - noisy[:, 1:].max(axis=1)
 
     def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] float32 -> processed probabilities [R, V] float32, one-hot where greedy.
@@ -138,6 +161,21 @@ class NumpySampler:
         self._num_active = int(np.count_nonzero(self._is_active))
         self._num_random = int(np.count_nonzero(self._is_random))
         self._num_special = int(np.count_nonzero(self._is_special))
+
+    def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
+        special = np.flatnonzero(self._is_special[rows.slots]) if self._num_special else np.zeros(0, np.int64)
+        scores = self._perturbed(logits, rows.slots, rows.positions)
+        if special.size:
+            scores = scores.copy() if scores is logits else scores
+            scores[special] = self._special_scores(logits, rows, special)
+        return scores
+
+    def _special_scores(self, logits: np.ndarray, rows: SamplingRows, special: np.ndarray) -> np.ndarray:
+        scores = self._processed(logits, rows, special)
+        random = np.flatnonzero(self._is_random[rows.slots[special]])
+        self._subtract_noise(scores, random, rows.slots[special], rows.positions[special])
+        return scores
 
     def _perturbed(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Scores [R, V] of plain rows; `logits` itself where all are greedy."""

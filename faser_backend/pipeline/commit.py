@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.request import FinishReason, Request, RequestOutput
 from faser_backend.core.sequence import Sequence
 
 
-def commit_tokens(sequence: Sequence, tokens: list[int], num_drafted: int, num_accepted: int) -> FinishReason | None:
+class RoundCounts(NamedTuple):
+    """What became of one sequence's draft tokens in one verification."""
+
+    num_drafted: int
+    num_tested: int  # up to the first rejection
+    num_accepted: int
+    num_pruned: int  # rows that left at an exit
+
+
+def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
+    """One per sequence."""
+    drafted, kept = frontier.num_drafted, verification.num_kept
+    tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
+    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept)
+    return list(map(RoundCounts, *(column.tolist() for column in columns)))
+
+
+def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
     """Appends tokens (cut in place at the first stop) and advances both KV lengths.
 
     The target has run the anchor and all drafts, the draft all drafts but its last one; of these
@@ -15,13 +37,15 @@ def commit_tokens(sequence: Sequence, tokens: list[int], num_drafted: int, num_a
     old = sequence.num_tokens
     finish = _cut_at_stop(sequence, tokens)
     sequence.append(tokens)
-    sequence.target_len = min(old + num_accepted, sequence.num_tokens - 1)
-    if num_drafted:
-        sequence.draft_len = min(old + min(num_accepted, num_drafted - 1), sequence.num_tokens - 1)
+    sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
+    if counts.num_drafted:
+        last_run = min(counts.num_accepted, counts.num_drafted - 1)
+        sequence.draft_len = min(old + last_run, sequence.num_tokens - 1)
     stats = sequence.stats
-    stats.num_drafted += num_drafted
-    stats.num_tested += min(num_accepted + 1, num_drafted)
-    stats.num_accepted += num_accepted
+    stats.num_drafted += counts.num_drafted
+    stats.num_tested += counts.num_tested
+    stats.num_accepted += counts.num_accepted
+    stats.num_pruned += counts.num_pruned
     stats.num_steps += 1
     return finish
 

@@ -6,61 +6,79 @@ prefix): the first call of a round feeds every token that the draft has not seen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.plan import Frontier
-from faser_backend.core.ports import ModelRunner, Sampler
+from faser_backend.core.decision import TrimRule
+from faser_backend.core.frontier import Frontier
+from faser_backend.core.ports import DraftTokens, ModelRunner, Sampler
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.rows import DecodeBatch, draft_sampling_rows, draft_step_rows, token_range_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.acceptance import draw
+from faser_backend.policy.acceptance import draw, rank_drawn
 from faser_backend.policy.randomness import PURPOSE_DRAFT
+from faser_backend.policy.trim import chances, continues
 
 # A sequence that lags by more rows than this is caught up alone, not padding everyone's first call.
 MAX_FIRST_ROWS = 4
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """What to draft for the B sequences of a batch.
+
+    behind: uncommitted chains that the new tokens follow (empty ones where they follow the last token).
+    """
+
+    num_draft_tokens: np.ndarray  # [B] int64 >= 0
+    behind: Frontier
+    trim: TrimRule | None = None  # chains that are no longer worth it end early
+    num_candidates: int = 0  # that the draft names per token, for the exit head
+
+
 class Proposer:
-    """Drafts with one runner. `keeps_probs`: rejection sampling, which tests against the draft's
+    """Drafts with one runner at a time. `keeps_probs`: rejection sampling, which tests against the draft's
     processed probabilities and draws with noise of its own; else the target's noise is shared.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
         sampler: Sampler,
         times: PhaseTimes,
         block_tables: np.ndarray,  # [max_num_seqs, max_blocks], by slot
         *,
         keeps_probs: bool,
     ) -> None:
-        self._runner = runner
         self._sampler = sampler
         self._times = times
         self._block_tables = block_tables
         self._keeps_probs = keeps_probs
 
-    def propose(self, batch: DecodeBatch, num_draft_tokens: list[int]) -> Frontier:
-        """Drafts num_draft_tokens [B] >= 0 tokens per sequence, one model call per position."""
-        num_drafted = np.array(num_draft_tokens, np.int64)
-        longest, shortest = int(num_drafted.max()), int(num_drafted.min())
-        drafted = np.zeros((len(batch), longest), np.int64)  # [B, K]
-        probs = np.zeros((*drafted.shape, self._runner.vocab_size), np.float32) if self._keeps_probs else None
-        for step in range(longest):
-            active = None if step < shortest else np.flatnonzero(num_drafted > step)
-            logits = self._first_logits(batch, active) if step == 0 else self._next_logits(batch, active, drafted, step)
-            rows = draft_sampling_rows(batch, active, drafted, step)
-            if probs is None:
-                tokens = self._sampler.sample(logits, rows)
-            else:
-                tokens, probs[rows.sequence, step] = self._sample_fresh(batch, logits, rows)
-            drafted[rows.sequence, step] = tokens
+    def propose(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal) -> Frontier:
+        """Drafts up to num_draft_tokens tokens per sequence, one model call per position."""
+        self._times.start()
+        chain = _Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
+        active = np.flatnonzero(proposal.num_draft_tokens)
+        step = 0
+        while active.size:
+            whole = active.size == len(batch)  # the common case needs no gathering
+            tables = batch.block_tables if whole else batch.block_tables[active]
+            rows = self._first_rows(runner, chain, active, tables) if step == 0 else chain.next_rows(active, tables)
+            self._times.lap("draft_rows")
+            logits = run_model(runner, rows)
+            self._times.lap("draft_model")
+            chain.add(active, step, *self._draw(chain, active, step, logits, proposal.num_candidates))
+            step += 1
+            active = active[chain.wants_more(active, step)]
             self._times.lap("draft_sample")
-        return Frontier(drafted, num_drafted, probs)
+        for sequence in batch.sequences:
+            sequence.num_proposals += 1
+        return chain.frontier()
 
-    def prefill(self, sequences: list[Sequence], stops: list[int]) -> None:
+    def prefill(self, runner: ModelRunner, sequences: list[Sequence], stops: list[int]) -> None:
         """Feeds tokens [draft_len, stop) of each sequence, without logits."""
         behind = [(seq, stop) for seq, stop in zip(sequences, stops, strict=True) if seq.draft_len < stop]
         if not behind:
@@ -70,36 +88,106 @@ class Proposer:
         starts = [sequence.draft_len for sequence in lagging]
         rows = token_range_rows(lagging, starts, [stop for _, stop in behind], tables, with_logits=False)
         self._times.lap("prefill_rows")
-        run_model(self._runner, rows)
+        run_model(runner, rows)
         self._times.lap("prefill_model")
         for sequence, stop in behind:
             sequence.draft_len = stop
 
-    def _first_logits(self, batch: DecodeBatch, active: np.ndarray | None) -> np.ndarray:
-        """Feeds what the draft has not seen, the anchor last. Returns logits [A, V]."""
-        sequences = batch.sequences if active is None else [batch.sequences[i] for i in active]
-        far_behind = [seq for seq in sequences if seq.num_tokens - seq.draft_len > MAX_FIRST_ROWS]
-        self.prefill(far_behind, [seq.num_tokens - 1 for seq in far_behind])
-        starts = [seq.draft_len for seq in sequences]
-        stops = [seq.num_tokens for seq in sequences]
-        tables = batch.block_tables if active is None else batch.block_tables[active]
-        return self._timed_run(token_range_rows(sequences, starts, stops, tables, with_logits=True))
+    def _first_rows(self, runner: ModelRunner, chain: _Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
+        """What the draft has not seen, the anchor or the last uncommitted token at its end."""
+        sequences = [chain.batch.sequences[i] for i in active]
+        is_behind = chain.num_behind[active] > 0
+        fresh = [seq for seq, waits in zip(sequences, is_behind, strict=True) if not waits]
+        far_behind = [seq for seq in fresh if seq.num_tokens - seq.draft_len > MAX_FIRST_ROWS]
+        self.prefill(runner, far_behind, [seq.num_tokens - 1 for seq in far_behind])
+        if len(fresh) == len(sequences):
+            starts = [seq.draft_len for seq in sequences]
+            return token_range_rows(sequences, starts, [seq.num_tokens for seq in sequences], tables, with_logits=True)
+        last = chain.last_tokens(active)
+        pieces = [
+            last[row : row + 1] if is_behind[row] else seq.token_ids[seq.draft_len : seq.num_tokens]
+            for row, seq in enumerate(sequences)
+        ]
+        ends = chain.positions[active]
+        starts = [int(end) - piece.size for end, piece in zip(ends, pieces, strict=True)]
+        return piece_rows(pieces, starts, tables, with_logits=True)
 
-    def _next_logits(self, batch: DecodeBatch, active: np.ndarray | None, drafted: np.ndarray, step: int) -> np.ndarray:
-        """Feeds the draft token of the step before. Returns logits [A, V]."""
-        tokens = drafted[:, step - 1] if active is None else drafted[active, step - 1]
-        return self._timed_run(draft_step_rows(batch, active, tokens, step - 1))
-
-    def _timed_run(self, rows: RowBatch) -> np.ndarray:
-        self._times.lap("draft_rows")
-        logits = run_model(self._runner, rows)
-        self._times.lap("draft_model")
-        return logits
-
-    def _sample_fresh(
-        self, batch: DecodeBatch, logits: np.ndarray, rows: SamplingRows
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [A] from the draft's own distribution, and its probabilities [A, V]."""
+    def _draw(
+        self, chain: _Chain, active: np.ndarray, step: int, logits: np.ndarray, num_candidates: int
+    ) -> tuple[DraftTokens, np.ndarray | None]:
+        """A token for each active sequence; under rejection sampling also the law it came from, [A, V]."""
+        rows = chain.sampling_rows(active, step)
+        if not self._keeps_probs:
+            return self._sampler.sample_draft(logits, rows, num_candidates), None
         probs = self._sampler.probabilities(logits, rows)
-        uniforms = self._sampler.uniforms(rows, PURPOSE_DRAFT, batch.rounds[rows.sequence])
-        return draw(probs, uniforms), probs
+        uniforms = self._sampler.uniforms(rows, PURPOSE_DRAFT, chain.batch.draft_rounds[active])
+        return rank_drawn(probs, draw(probs, uniforms), num_candidates), probs
+
+
+class _Chain:
+    """The growing chains of one proposal: uncommitted tokens first, new ones after them."""
+
+    def __init__(self, batch: DecodeBatch, proposal: Proposal, num_probs: int) -> None:
+        behind, num_wanted = proposal.behind, proposal.num_draft_tokens
+        self.batch = batch
+        self.num_behind = behind.num_drafted  # [B]
+        self._trim = proposal.trim
+        self._num_wanted = num_wanted
+        size, width, old = len(batch), int(num_wanted.max(initial=0)), behind.drafted.shape[1]
+        self.positions = batch.num_tokens + self.num_behind  # [B] of the next token
+        self._tokens = np.zeros((size, old + width), np.int64)
+        self._tokens[:, :old] = behind.drafted
+        self._num_tokens = self.num_behind.copy()  # [B] filled entries of a row
+        self._margins = np.zeros((size, width), np.float32)
+        self._candidates: np.ndarray | None = None
+        if proposal.num_candidates:
+            self._candidates = np.zeros((size, width, proposal.num_candidates), np.int64)
+        self._probs = np.zeros((size, width, num_probs), np.float32) if num_probs else None
+        self._survival = np.ones(size)
+        if self._trim is not None and old and behind.margins is not None:
+            is_token = np.arange(old) < self.num_behind[:, None]
+            self._survival = np.where(is_token, chances(self._trim, behind.margins), 1.0).prod(axis=1)
+
+    def last_tokens(self, active: np.ndarray) -> np.ndarray:
+        return self._tokens[active, self._num_tokens[active] - 1]
+
+    def next_rows(self, active: np.ndarray, tables: np.ndarray) -> RowBatch:
+        """One row per active sequence: its newest draft token."""
+        return single_rows(self.last_tokens(active), self.positions[active] - 1, tables)
+
+    def sampling_rows(self, active: np.ndarray, step: int) -> SamplingRows:
+        return SamplingRows(
+            self.batch.slots[active], self.positions[active], active, self._num_tokens[active], self._tokens
+        )
+
+    def add(self, active: np.ndarray, step: int, drawn: DraftTokens, probs: np.ndarray | None) -> None:
+        self._tokens[active, self._num_tokens[active]] = drawn.tokens
+        self._num_tokens[active] += 1
+        self.positions[active] += 1
+        self._margins[active, step] = drawn.margins
+        if self._candidates is not None:
+            self._candidates[active, step] = drawn.candidates
+        if self._probs is not None:
+            self._probs[active, step] = probs
+        if self._trim is not None:
+            self._survival[active] *= chances(self._trim, drawn.margins)
+
+    def wants_more(self, active: np.ndarray, step: int) -> np.ndarray:
+        """[A] whether to draft a further token, after `step` new ones."""
+        is_open = self._num_wanted[active] > step
+        if self._trim is not None and is_open.any():
+            is_open &= continues(self._trim, self._survival[active])
+        return is_open
+
+    def frontier(self) -> Frontier:
+        """The new tokens alone; every one of them has a row."""
+        counts = self._num_tokens - self.num_behind
+        width = int(counts.max(initial=0))
+        if self._tokens.shape[1] == self._margins.shape[1]:
+            drafted = self._tokens[:, :width]
+        else:
+            columns = self.num_behind[:, None] + np.arange(width)
+            drafted = np.take_along_axis(self._tokens, np.minimum(columns, self._tokens.shape[1] - 1), axis=1)
+        candidates = None if self._candidates is None else self._candidates[:, :width]
+        probs = None if self._probs is None else self._probs[:, :width]
+        return Frontier(drafted, counts, counts + 1, self._margins[:, :width], candidates, probs)

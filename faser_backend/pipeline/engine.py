@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import QueueFullError, RequestError
-from faser_backend.core.plan import StepPlan
+from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import final_output
@@ -46,7 +47,8 @@ class EngineMetrics:
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
-    num_pruned: int = 0
+    num_pruned: int = 0  # rows that left verifications at an exit
+    num_row_layers: int = 0  # computed in verifications
     phase_times_ns: dict[str, int] = field(default_factory=dict)
 
 
@@ -73,7 +75,9 @@ class Engine:
         self._live: set[str] = set()  # submitted and not yet ended, guarded by _condition
         self._condition = threading.Condition()
         self._sequences: dict[str, Sequence] = {}  # inside the engine, owned by the step thread
+        self._in_flight = InFlight.empty()  # what a step left for the next one
         self._metrics = EngineMetrics()
+        stepper.observers.append(self._count_round)
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -125,13 +129,14 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step. A step that raises fails the requests in it, and nobody else."""
         outputs = self._take_commands()
-        plan = self._stepper.plan()
+        plan = self._stepper.plan(self._in_flight)
+        self._in_flight = plan.in_flight
         self._metrics.num_preemptions += len(plan.preempted)
         self._metrics.num_reused_blocks += plan.num_reused_blocks
         if plan.is_empty:
             return outputs
         try:
-            stepped = self._stepper.run(plan)
+            stepped, self._in_flight = self._stepper.run(plan)
         except Exception as error:
             _log.exception("a step failed; its requests fail, the others go on")
             return outputs + self._fail(plan, error)
@@ -162,7 +167,7 @@ class Engine:
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         self._metrics.num_failed_steps += 1
         outputs = []
-        for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.prefills)]:
+        for sequence in [*plan.decodes, *plan.drafts, *(chunk.sequence for chunk in plan.prefills)]:
             request_id = sequence.request.request_id
             if request_id in self._sequences:
                 if sequence.slot >= 0:  # not if commit had already released it
@@ -186,9 +191,14 @@ class Engine:
         metrics.num_steps += 1
         metrics.num_scheduled = len(plan.decodes) + len(plan.prefills)
         metrics.num_context_tokens = sum(chunk.num_tokens for chunk in plan.prefills)
-        metrics.num_drafted += sum(plan.num_draft_tokens)
         metrics.num_emitted += sum(len(output.token_ids) for output in outputs)
-        metrics.num_accepted = self._stepper.num_accepted
+
+    def _count_round(self, record: StepRecord) -> None:
+        metrics = self._metrics
+        metrics.num_drafted += int(record.frontier.num_drafted.sum())
+        metrics.num_accepted += int(record.acceptance.num_accepted.sum())
+        metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
+        metrics.num_row_layers += record.verification.num_row_layers
 
     def metrics(self) -> EngineMetrics:
         """The live snapshot; read it from the step thread, or accept that it is a step old."""
@@ -201,7 +211,7 @@ class Engine:
         metrics.num_free_blocks = blocks.num_free_blocks
         metrics.num_cached_blocks = blocks.num_cached_blocks
         metrics.kv_block_size = blocks.block_size
-        metrics.phase_times_ns = dict(self._stepper.times.total_ns)
+        metrics.phase_times_ns = self._stepper.phase_times_ns
         return metrics
 
     def check_integrity(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.plan import Frontier
+from faser_backend.core.frontier import Frontier
 from faser_backend.core.sequence import Sequence
 
 _NO_ROWS = np.zeros(0, np.int64)
@@ -24,8 +24,13 @@ class DecodeBatch:
 
     @property
     def rounds(self) -> np.ndarray:
-        """[B] verifications that each sequence has been through: keys fresh noise."""
+        """[B] verifications that each sequence has been through: keys the noise of acceptance."""
         return np.array([sequence.stats.num_steps for sequence in self.sequences], np.int64)
+
+    @property
+    def draft_rounds(self) -> np.ndarray:
+        """[B] proposals that each sequence has been through: keys the draft's own noise."""
+        return np.array([sequence.num_proposals for sequence in self.sequences], np.int64)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -38,10 +43,14 @@ def token_range_rows(
 
     block_tables: [B, max_blocks], one row per sequence of the batch.
     """
-    counts = np.array([stop - start for start, stop in zip(starts, stops, strict=True)], np.int64)
-    cu_rows = np.zeros(len(sequences) + 1, np.int64)
-    np.cumsum(counts, out=cu_rows[1:])
     pieces = [seq.token_ids[start:stop] for seq, start, stop in zip(sequences, starts, stops, strict=True)]
+    return piece_rows(pieces, starts, block_tables, with_logits=with_logits)
+
+
+def piece_rows(pieces: list[np.ndarray], starts: list[int], block_tables: np.ndarray, *, with_logits: bool) -> RowBatch:
+    """Rows for the tokens of each piece, the first of them at position start."""
+    cu_rows = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([piece.size for piece in pieces], out=cu_rows[1:])
     return RowBatch(
         token_ids=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
         cu_rows=cu_rows,
@@ -51,30 +60,15 @@ def token_range_rows(
     )
 
 
-def draft_step_rows(batch: DecodeBatch, active: np.ndarray | None, tokens: np.ndarray, step: int) -> RowBatch:
-    """One row per active sequence: its newest draft token, at position num_tokens + step.
-
-    active: [A] indices into the batch, None = all. tokens: [A].
-    """
-    num_tokens, tables = batch.num_tokens, batch.block_tables
-    if active is not None:
-        num_tokens, tables = num_tokens[active], tables[active]
+def single_rows(tokens: np.ndarray, positions: np.ndarray, block_tables: np.ndarray) -> RowBatch:
+    """One row per sequence, with logits: tokens [A] at positions [A]."""
     cu_rows = np.arange(tokens.shape[0] + 1)
-    return RowBatch(tokens, cu_rows, num_tokens + step, tables, cu_rows[:-1])
-
-
-def draft_sampling_rows(batch: DecodeBatch, active: np.ndarray | None, drafted: np.ndarray, step: int) -> SamplingRows:
-    """Draws position num_tokens + step of each active sequence, after `step` drafted tokens."""
-    if active is None:
-        active, slots, num_tokens = np.arange(len(batch)), batch.slots, batch.num_tokens
-    else:
-        slots, num_tokens = batch.slots[active], batch.num_tokens[active]
-    return SamplingRows(slots, num_tokens + step, active, np.full(active.shape[0], step), drafted)
+    return RowBatch(tokens, cu_rows, positions, block_tables, cu_rows[:-1])
 
 
 def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
-    """The anchor and the draft tokens of each sequence, ragged, logits on every row."""
-    counts = frontier.num_drafted + 1
+    """The anchor and the draft tokens of each sequence as far as they are verified, logits on every row."""
+    counts = frontier.num_rows
     cu_rows = np.zeros(len(batch) + 1, np.int64)
     np.cumsum(counts, out=cu_rows[1:])
     chains = np.empty((len(batch), frontier.drafted.shape[1] + 1), np.int64)  # [B, 1 + K]
@@ -88,8 +82,19 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
 
 def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.ndarray) -> SamplingRows:
     """Row j of sequence b draws position num_tokens[b] + j, after drafted[b, :j]."""
-    sequence = np.repeat(np.arange(len(batch)), frontier.num_drafted + 1)
+    sequence = np.repeat(np.arange(len(batch)), cu_rows[1:] - cu_rows[:-1])
     offsets = np.arange(sequence.shape[0]) - cu_rows[sequence]
     return SamplingRows(
         batch.slots[sequence], batch.num_tokens[sequence] + offsets, sequence, offsets, frontier.drafted
     )
+
+
+def keep_rows(rows: RowBatch, hidden: np.ndarray, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarray]:
+    """The first num_kept [B] rows of each sequence, and their hidden states: what the next segment runs."""
+    counts = rows.rows_per_sequence
+    offsets = np.arange(rows.num_rows) - np.repeat(rows.cu_rows[:-1], counts)
+    kept = np.flatnonzero(offsets < np.repeat(num_kept, counts))
+    cu_rows = np.zeros_like(rows.cu_rows)
+    np.cumsum(num_kept, out=cu_rows[1:])
+    shorter = RowBatch(rows.token_ids[kept], cu_rows, rows.context_lens, rows.block_tables, np.arange(kept.size))
+    return shorter, hidden[kept]

@@ -1,52 +1,69 @@
 """One step of the engine: schedule, prefill, propose, verify, accept, commit.
 
 This is the page to read first. What is in flight is passed along as values: a plan becomes a
-frontier, its verification, an acceptance, and then outputs. Runners and sampler are given.
+frontier, its verification, an acceptance, and then outputs; drafts that are verified later leave the
+step as `InFlight` and enter the next one. Runners, lanes and sampler are given.
 """
 
 from __future__ import annotations
 
-from faser_backend.core.plan import Acceptance, Frontier, StepPlan, Verification
-from faser_backend.core.ports import Clock, ModelRunner, Sampler
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
+from faser_backend.core.plan import InFlight, StepPlan
+from faser_backend.core.ports import Clock, Sampler
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.commit import commit_tokens, final_output
-from faser_backend.pipeline.draft import Proposer
+from faser_backend.pipeline.commit import commit_tokens, final_output, round_counts
+from faser_backend.pipeline.draft import Proposal, Proposer
+from faser_backend.pipeline.in_flight import join, merge, split, surviving
 from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.overlap import Partition, Phases, run_overlapped, without_bonus
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.pipeline.verify import accept, emitted_log_probs, verify
+from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.trim import admit
 
 
 class Stepper:
-    """Runs plans on a target, an optional draft and a sampler. Not thread-safe: one step at a time."""
+    """Runs plans on the partitions of a device. Not thread-safe: one step at a time."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        target: ModelRunner,
-        draft: ModelRunner | None,
+        partitions: Mapping[str, Partition],  # by name; WHOLE is one of them
         sampler: Sampler,
         clock: Clock,
         *,
         uses_rejection: bool,
     ) -> None:
         self.scheduler = scheduler
-        self.target = target
+        self.partitions = partitions
         self.sampler = sampler
         self.clock = clock
-        self.times = PhaseTimes(clock)
-        self.proposer = None
-        if draft is not None:
-            tables = scheduler.blocks.block_tables
-            self.proposer = Proposer(draft, sampler, self.times, tables, keeps_probs=uses_rejection)
-        self.num_accepted = 0  # draft tokens since the start, without bonus
+        self.times = PhaseTimes(clock)  # of the step's own thread and the target's lane
+        self.draft_times = PhaseTimes(clock)
+        self.verifier = Verifier(sampler, self.times)
+        tables = scheduler.blocks.block_tables
+        self.proposer = Proposer(sampler, self.draft_times, tables, keeps_probs=uses_rejection)
+        self.observers: list[Callable[[StepRecord], None]] = [scheduler.policy.observe]
 
-    def plan(self) -> StepPlan:
+    @property
+    def phase_times_ns(self) -> dict[str, int]:
+        """Nanoseconds per phase since the start, of both lanes."""
+        return dict(Counter(self.times.total_ns) + Counter(self.draft_times.total_ns))
+
+    def plan(self, in_flight: InFlight) -> StepPlan:
         """Decides the step and moves sampler state along with the slots."""
         self.times.start()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(in_flight)
         for _, slot in plan.preempted:
             self.sampler.remove(slot)
         for sequence in plan.admitted:
@@ -57,20 +74,44 @@ class Stepper:
         self.times.lap("schedule")
         return plan
 
-    def run(self, plan: StepPlan) -> list[RequestOutput]:
-        if plan.prefills:
-            self._prefill(plan)
-        if not plan.decodes:
-            return []
+    def run(self, plan: StepPlan) -> tuple[list[RequestOutput], InFlight]:
+        """Returns what was emitted, and what was drafted for later steps."""
+        start_ns = self.clock.now_ns()
+        self._prefill(plan)
         batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
-        frontier = self._propose(batch, plan)
-        verification = verify(self.target, self.times, batch, frontier)
-        acceptance = accept(self.sampler, batch, frontier, verification)
+        ready, waiting = split(plan.in_flight, batch.sequences)
+        if plan.drafts:
+            phases = self._run_phases_at_once(plan, batch, ready)
+        else:
+            phases = self._run_phases_in_turn(plan, batch, ready)
+        if phases.verification is None:
+            return [], join(waiting, phases.ahead)
+        acceptance = self.verifier.accept(batch, phases.frontier, phases.verification)
         self.times.lap("accept")
-        return self._commit(batch, frontier, verification, acceptance)
+        in_flight = join(waiting, surviving(phases.ahead, batch.sequences, phases.frontier, acceptance))
+        outputs = self._commit(batch, phases.frontier, phases.verification, acceptance, in_flight)
+        record = StepRecord(
+            plan,
+            phases.frontier,
+            phases.verification,
+            acceptance,
+            batch.num_tokens,
+            start_ns,
+            self.clock.now_ns(),
+            phases.propose_us,
+            phases.verify_us,
+            phases.overlap_us,
+        )
+        for observe in self.observers:
+            observe(record)
+        self.times.lap("observe")
+        return outputs, in_flight.present()
 
     def _prefill(self, plan: StepPlan) -> None:
         """Prompt chunks, through the target and, where the request drafts, through the draft."""
+        if not plan.prefills:
+            return
+        partition = self.partitions[WHOLE]
         tables = self.scheduler.blocks.block_tables
         sequences = [chunk.sequence for chunk in plan.prefills]
         stops = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
@@ -78,39 +119,86 @@ class Stepper:
         starts = [chunk.start for chunk in plan.prefills]
         rows = token_range_rows(sequences, starts, stops, tables[slots], with_logits=False)
         self.times.lap("prefill_rows")
-        run_model(self.target, rows)
+        run_model(partition.target, rows)
         self.times.lap("prefill_model")
-        if self.proposer is not None:
+        if partition.draft is not None:
             drafting = [i for i, sequence in enumerate(sequences) if sequence.request.max_draft_tokens != 0]
-            self.proposer.prefill([sequences[i] for i in drafting], [stops[i] for i in drafting])
+            self.draft_times.start()
+            self.proposer.prefill(partition.draft, [sequences[i] for i in drafting], [stops[i] for i in drafting])
+            self.times.start()
         for sequence, stop in zip(sequences, stops, strict=True):
             sequence.target_len = stop
             self.scheduler.blocks.publish(sequence.slot, sequence.token_ids, stop, sequence.draft_len)
         self.times.lap("commit")
 
-    def _propose(self, batch: DecodeBatch, plan: StepPlan) -> Frontier:
-        if self.proposer is None or not any(plan.num_draft_tokens):
+    def _run_phases_in_turn(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
+        """Drafts for the sequences that have nothing in flight, then verifies all."""
+        if not plan.decodes:
+            return Phases(ready, None, InFlight.empty())
+        start = self.clock.now_ns()
+        drafted = self._propose(plan, batch, plan.num_draft_tokens, Frontier.empty(len(batch)))
+        self.times.start()
+        frontier = merge(ready, drafted)
+        middle = self.clock.now_ns()
+        verification = self._verify(plan, batch, frontier)
+        propose_us, verify_us = (middle - start) / 1e3, (self.clock.now_ns() - middle) / 1e3
+        return Phases(frontier, verification, InFlight.empty(), propose_us, verify_us)
+
+    def _run_phases_at_once(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
+        """Verifies what is in flight while the draft works for later steps."""
+        frontier = without_bonus(ready, plan)
+        drafting = DecodeBatch(plan.drafts, self.scheduler.blocks.block_tables)
+        behind, _ = split(InFlight(plan.decodes, frontier), plan.drafts)
+
+        def propose() -> InFlight:
+            return InFlight(plan.drafts, self._propose(plan, drafting, plan.num_ahead_tokens, behind))
+
+        if not plan.decodes:
+            ahead = propose()
+            self.times.start()
+            return Phases(ready, None, ahead)
+        lanes = self.partitions[plan.decision.partition].lanes
+        assert lanes is not None, f"partition {plan.decision.partition} has no lanes to overlap on"
+        phases = run_overlapped(lanes, self.clock, frontier, lambda: self._verify(plan, batch, frontier), propose)
+        self.times.lap("wait")
+        return phases
+
+    def _propose(self, plan: StepPlan, batch: DecodeBatch, num_draft_tokens: list[int], behind: Frontier) -> Frontier:
+        draft = self.partitions[plan.decision.partition].draft
+        if draft is None or not any(num_draft_tokens):
             return Frontier.empty(len(batch))
-        return self.proposer.propose(batch, plan.num_draft_tokens)
+        trim, pruner = plan.decision.trim, plan.decision.pruner
+        num_candidates = 0 if pruner is None else pruner.num_candidates
+        lengths = np.array(num_draft_tokens, np.int64)
+        frontier = self.proposer.propose(draft, batch, Proposal(lengths, behind, trim, num_candidates))
+        return frontier if trim is None else replace(frontier, num_rows=admit(trim, frontier))
+
+    def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> Verification:
+        target = self.partitions[plan.decision.partition].target
+        return self.verifier.verify(target, batch, frontier, plan.decision.pruner)
 
     def _commit(
-        self, batch: DecodeBatch, frontier: Frontier, verification: Verification, acceptance: Acceptance
+        self,
+        batch: DecodeBatch,
+        frontier: Frontier,
+        verification: Verification,
+        acceptance: Acceptance,
+        in_flight: InFlight,
     ) -> list[RequestOutput]:
         """Tokens enter their sequences; a finished sequence gives back slot and blocks at once."""
         outputs = []
         blocks = self.scheduler.blocks
         now = self.clock.now_ns()
+        num_ahead = dict(zip(in_flight.sequences, in_flight.frontier.num_drafted.tolist(), strict=True))
         emitted = acceptance.tokens.tolist()
-        counts = acceptance.num_emitted.tolist()
-        drafted = frontier.num_drafted.tolist()
-        accepted = acceptance.num_accepted.tolist()
-        self.num_accepted += sum(accepted)
+        num_emitted = acceptance.num_emitted.tolist()
+        counts = round_counts(frontier, verification, acceptance)
         for index, sequence in enumerate(batch.sequences):
-            tokens = emitted[index][: counts[index]]
+            tokens = emitted[index][: num_emitted[index]]
             log_probs = None
             if sequence.request.wants_log_probs:
-                log_probs = emitted_log_probs(self.sampler, verification, acceptance, index).tolist()
-            finish = commit_tokens(sequence, tokens, drafted[index], accepted[index])
+                log_probs = self.verifier.emitted_log_probs(verification, acceptance, index).tolist()
+            finish = commit_tokens(sequence, tokens, counts[index])
             stats = sequence.stats
             stats.first_token_ns = stats.first_token_ns or now
             stats.last_token_ns = now
@@ -120,7 +208,7 @@ class Stepper:
                 self.release(sequence)
             else:
                 self.sampler.append(sequence.slot, tokens)
-                blocks.truncate(sequence.slot, sequence.num_tokens)
+                blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
                 output = RequestOutput(sequence.request.request_id, tokens)
             if log_probs is not None:
                 output.log_probs = log_probs[: len(tokens)]

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from faser_backend.core.ports import Clock
 
-MODEL_PHASES = frozenset({"draft_model", "target_model", "prefill_model"})
+# An overlapped step waits for its lanes, whose own laps tell what ran meanwhile.
+MODEL_PHASES = frozenset({"draft_model", "target_model", "prefill_model", "wait"})
+
+
+class PhaseEvent(NamedTuple):
+    """One lap, in nanoseconds of the engine's clock."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
 
 
 class PhaseTimes:
-    """Nanoseconds per phase since the engine started. `lap` charges the time since the last lap."""
+    """Nanoseconds per phase since the engine started. `lap` charges the time since the last lap.
+
+    Each lane has one of its own. `events`: set to a list, it collects every lap (for a timeline).
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._last_ns = 0
         self.total_ns: dict[str, int] = {}
+        self.events: list[PhaseEvent] | None = None
 
     def start(self) -> None:
         self._last_ns = self._clock.now_ns()
@@ -21,11 +36,6 @@ class PhaseTimes:
     def lap(self, phase: str) -> None:
         now = self._clock.now_ns()
         self.total_ns[phase] = self.total_ns.get(phase, 0) + now - self._last_ns
+        if self.events is not None:
+            self.events.append(PhaseEvent(phase, self._last_ns, now))
         self._last_ns = now
-
-    @property
-    def overhead_share(self) -> float:
-        """Share of the step that is not a model call, in [0, 1]."""
-        total = sum(self.total_ns.values())
-        model = sum(ns for phase, ns in self.total_ns.items() if phase in MODEL_PHASES)
-        return 1.0 - model / total if total else 0.0

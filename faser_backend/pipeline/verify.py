@@ -1,45 +1,110 @@
-"""The verify and accept phases: the target scores a frontier, acceptance decides what is emitted."""
+"""The verify and accept phases: the target scores a frontier, acceptance decides what is emitted.
+
+Between target segments a pruner may end chains early: their last rows leave the batch, and with them the
+work of the deeper layers. What a pruned row left in the shallow layers' KV is overwritten before it is read.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.plan import Acceptance, Frontier, Verification
+from faser_backend.core.batch import RowBatch, SamplingRows
+from faser_backend.core.decision import ExitView, Pruner
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.ports import ModelRunner, Sampler
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.rows import DecodeBatch, verify_rows, verify_sampling_rows
+from faser_backend.pipeline.rows import DecodeBatch, keep_rows, verify_rows, verify_sampling_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.acceptance import accept_by_rejection, accept_matches
 from faser_backend.policy.randomness import PURPOSE_ACCEPT, PURPOSE_RECOVER
 
 
-def verify(runner: ModelRunner, times: PhaseTimes, batch: DecodeBatch, frontier: Frontier) -> Verification:
-    """Runs anchor and draft tokens of every sequence through the target in one call."""
-    rows = verify_rows(batch, frontier)
-    times.lap("target_rows")
-    logits = run_model(runner, rows)
-    times.lap("target_model")
-    return Verification(logits, rows.cu_rows)
+class Verifier:
+    """Verifies with one runner at a time."""
+
+    def __init__(self, sampler: Sampler, times: PhaseTimes) -> None:
+        self._sampler = sampler
+        self._times = times
+
+    def verify(
+        self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, pruner: Pruner | None
+    ) -> Verification:
+        """Runs the rows of a frontier through the target, without those that the pruner ends on the way."""
+        rows = verify_rows(batch, frontier)
+        self._times.lap("target_rows")
+        if pruner is None or frontier.candidates is None or not pruner.exits & runner.exits:
+            logits = run_model(runner, rows)
+            self._times.lap("target_model")
+            return Verification(logits, rows.cu_rows, frontier.num_rows, rows.num_rows * sum(runner.num_layers))
+        return self._verify_with_exits(runner, batch, frontier, rows, pruner)
+
+    def _verify_with_exits(
+        self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, rows: RowBatch, pruner: Pruner
+    ) -> Verification:
+        exits = pruner.exits & runner.exits
+        output: np.ndarray | None = None
+        num_kept = frontier.num_rows
+        num_row_layers = 0
+        for segment, num_layers in enumerate(runner.num_layers):
+            num_row_layers += rows.num_rows * num_layers
+            if segment not in exits or rows.num_rows == len(batch):  # anchors are never pruned
+                output = runner.run_segment(segment, rows, output)
+                self._times.lap("target_model")
+                continue
+            drawing = verify_sampling_rows(batch, frontier, rows.cu_rows)
+            candidates = _candidates_of(frontier, drawing)
+            self._times.lap("target_rows")
+            output, scores = runner.run_segment_with_scores(segment, rows, output, candidates)
+            self._times.lap("target_model")
+            margins = self._exit_margins(frontier, drawing, candidates, scores)
+            kept = pruner.keep(ExitView(segment, margins, frontier, num_kept))
+            if (kept < num_kept).any():
+                num_kept = kept
+                rows, output = keep_rows(rows, output, kept)
+            self._times.lap("exit")
+        assert output is not None, "a model has at least one segment"
+        return Verification(output, rows.cu_rows, num_kept, num_row_layers)
+
+    def _exit_margins(
+        self, frontier: Frontier, drawing: SamplingRows, candidates: np.ndarray, scores: np.ndarray
+    ) -> np.ndarray:
+        """[B, K] leads of the draft tokens in scores [T, C] of candidates [T, C]; see ExitView."""
+        if frontier.draft_probs is None:
+            leads = self._sampler.candidate_margins(scores, candidates, drawing)
+        else:  # rejection sampling: the target's own noise must stay unseen until it draws
+            leads = scores[:, 0] - scores[:, 1:].max(axis=1)
+        sequence, column = drawing.sequence, drawing.num_drafted
+        tests = np.flatnonzero(column < frontier.num_drafted[sequence])  # all but the bonus rows
+        margins = np.zeros(frontier.drafted.shape, np.float32)
+        margins[sequence[tests], column[tests]] = leads[tests]
+        return margins
+
+    def accept(self, batch: DecodeBatch, frontier: Frontier, verification: Verification) -> Acceptance:
+        """Sample-and-match, or rejection sampling where the frontier carries draft probabilities."""
+        cu_rows, num_kept = verification.cu_rows, verification.num_kept
+        rows = verify_sampling_rows(batch, frontier, cu_rows)
+        sampler = self._sampler
+        if frontier.draft_probs is None:
+            return accept_matches(frontier, sampler.sample(verification.logits, rows), cu_rows, num_kept=num_kept)
+        rounds = batch.rounds[rows.sequence]
+        return accept_by_rejection(
+            frontier,
+            sampler.probabilities(verification.logits, rows),
+            cu_rows,
+            sampler.uniforms(rows, PURPOSE_ACCEPT, rounds),
+            sampler.uniforms(rows, PURPOSE_RECOVER, rounds),
+            num_kept=num_kept,
+        )
+
+    def emitted_log_probs(self, verification: Verification, acceptance: Acceptance, index: int) -> np.ndarray:
+        """Log-probabilities [num_emitted] of what sequence `index` of the batch emits."""
+        first = int(verification.cu_rows[index])
+        count = int(acceptance.num_emitted[index])
+        return self._sampler.log_probs(verification.logits[first : first + count], acceptance.tokens[index, :count])
 
 
-def accept(sampler: Sampler, batch: DecodeBatch, frontier: Frontier, verification: Verification) -> Acceptance:
-    """Sample-and-match, or rejection sampling where the frontier carries draft probabilities."""
-    cu_rows = verification.cu_rows
-    rows = verify_sampling_rows(batch, frontier, cu_rows)
-    if frontier.draft_probs is None:
-        return accept_matches(frontier, sampler.sample(verification.logits, rows), cu_rows)
-    rounds = batch.rounds[rows.sequence]
-    return accept_by_rejection(
-        frontier,
-        sampler.probabilities(verification.logits, rows),
-        cu_rows,
-        sampler.uniforms(rows, PURPOSE_ACCEPT, rounds),
-        sampler.uniforms(rows, PURPOSE_RECOVER, rounds),
-    )
-
-
-def emitted_log_probs(sampler: Sampler, verification: Verification, acceptance: Acceptance, index: int) -> np.ndarray:
-    """Log-probabilities [num_emitted] of what sequence `index` of the batch emits."""
-    first = int(verification.cu_rows[index])
-    count = int(acceptance.num_emitted[index])
-    return sampler.log_probs(verification.logits[first : first + count], acceptance.tokens[index, :count])
+def _candidates_of(frontier: Frontier, drawing: SamplingRows) -> np.ndarray:
+    """[T, C]: row j of a sequence scores the candidates for draft token j + 1; a bonus row any."""
+    assert frontier.candidates is not None
+    last = frontier.candidates.shape[1] - 1
+    return frontier.candidates[drawing.sequence, np.minimum(drawing.num_drafted, last)]

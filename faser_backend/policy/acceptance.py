@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.plan import Acceptance, Frontier
+from faser_backend.core.frontier import Acceptance, Frontier
+from faser_backend.core.ports import DraftTokens
 
 
 def accept_matches(
@@ -19,12 +20,12 @@ def accept_matches(
 ) -> Acceptance:
     """Sample-and-match. sampled [R] are the target's draws; row j of sequence b is cu_rows[b] + j.
 
-    cu_rows [B + 1]; num_kept [B], in [1, num_drafted + 1], counts the rows that were computed whole
-    (default: all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend
-    on what was drafted or pruned.
+    cu_rows [B + 1]; num_kept [B], in [1, num_drafted + 1], counts the rows that were computed whole (default:
+    all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend on what was
+    drafted or pruned.
     """
     num_sequences, num_columns = frontier.drafted.shape
-    if num_kept is None and sampled.size == num_sequences * (num_columns + 1):
+    if sampled.size == num_sequences * (num_columns + 1) and (num_kept is None or (num_kept > num_columns).all()):
         return _accept_uniform(frontier.drafted, sampled)
     num_kept = _kept_rows(cu_rows, num_kept)
     tokens = sampled[_padded_rows(cu_rows, num_kept, num_columns + 1)]  # [B, K + 1]
@@ -96,6 +97,21 @@ def draw(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     # Strictly below the total, or rounding could run past the last token of positive weight.
     targets = np.minimum(uniforms * totals, np.nextafter(totals, 0.0))
     return np.count_nonzero(cumulative <= targets[:, None], axis=1)
+
+
+def rank_drawn(probs: np.ndarray, tokens: np.ndarray, num_candidates: int) -> DraftTokens:
+    """Tokens [n] that were drawn from probs [n, V], with their confidence: the lead in log probability over the
+    best other token (negative where that one was likelier), and the best candidates after the drawn one."""
+    rows = np.arange(tokens.size)
+    others = probs.copy()
+    others[rows, tokens] = 0.0
+    tiny = np.finfo(np.float32).tiny
+    margins = np.log(np.maximum(probs[rows, tokens], tiny)) - np.log(np.maximum(others.max(axis=1), tiny))
+    candidates = None
+    if num_candidates:
+        best = np.argpartition(-others, num_candidates - 1, axis=1)[:, : num_candidates - 1]
+        candidates = np.concatenate([tokens[:, None], best], axis=1)
+    return DraftTokens(tokens, margins.astype(np.float32), candidates)
 
 
 def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from faser_backend.core.decision import WHOLE
+
 DRAFT, TARGET = "draft", "target"
-WHOLE = "whole"  # the partition of all cores; splits are named "draft cores/target cores", e.g. "2/6"
 FAR = 1e9  # where the last slope of a curve is pinned: beyond every call
 
 Numbers = np.ndarray | int | float

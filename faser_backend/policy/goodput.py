@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE, CostModel
+from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 
 PRIOR_ACCEPTANCE = 0.6  # until there is evidence
 PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits from the batch
@@ -28,11 +30,14 @@ class Goodput:
         self._costs = costs
         self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
 
-    def choose(self, sequences: Sequence[RunningSequence]) -> list[int]:
+    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
         context = max(sequence.num_tokens for sequence in sequences)
         best = int((emitted / self.round_us(len(sequences), context)).argmax())
-        return [best] * len(sequences)
+        return Decision([best] * len(sequences))
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn: the counts are in the sequences."""
 
     def round_us(self, num_sequences: int, context: int) -> np.ndarray:
         """[K + 1] predicted microseconds of a serial round, for each candidate length."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from faser_backend.core.decision import Decision
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 
 
@@ -21,9 +23,12 @@ class LengthSchedule:
         self.limits = limits
         self.lengths = [*lengths, 0]
 
-    def choose(self, sequences: Sequence[RunningSequence]) -> list[int]:
+    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         length = self.lengths[bisect_left(self.limits, len(sequences))]
-        return [length] * len(sequences)
+        return Decision([length] * len(sequences))
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
 
 
 def parse_schedule(spec: str, argument: str, max_draft_tokens: int) -> LengthSchedule:

@@ -1,4 +1,4 @@
-"""Continuous batching: which sequences run in the next step, and with how many draft tokens.
+"""Continuous batching: which sequences are verified in the next step, which draft, which prefill.
 
 Owns the waiting queue, the running list and the slots; is given a block manager and a policy.
 Decodes come first, then admissions, then prefill chunks in what is left of the token budget.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from faser_backend.core.plan import PrefillChunk, StepPlan
+from faser_backend.core.decision import Decision, PipelineMode
+from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
-from faser_backend.policy.speculative_length import SpeculativeLength
+from faser_backend.policy.speculation import SpeculationPolicy
 
 
 class Scheduler:
@@ -23,14 +24,14 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockManager,
-        length_policy: SpeculativeLength,
+        policy: SpeculationPolicy,
         *,
         max_num_seqs: int,
         max_prefill_tokens: int,
         never_evicts: bool,
     ) -> None:
         self.blocks = blocks
-        self.length_policy = length_policy
+        self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.never_evicts = never_evicts
@@ -49,34 +50,61 @@ class Scheduler:
         self.running.remove(sequence)
         self._give_back(sequence)
 
-    def schedule(self) -> StepPlan:
-        plan = StepPlan()
-        self._plan_decodes(plan)
+    def schedule(self, in_flight: InFlight) -> StepPlan:
+        """in_flight: what the step before drafted; sequences that have left are taken out of it."""
+        ready = [sequence for sequence in self.running if sequence.is_ready]
+        plan = StepPlan(self.policy.decide(ready) if ready else Decision([]), in_flight)
+        self._plan_decodes(plan, ready)
         if not plan.preempted:
             self._admit(plan)
         self._plan_prefills(plan)
+        plan.in_flight = in_flight.present()
         return plan
 
-    def _plan_decodes(self, plan: StepPlan) -> None:
-        ready = [sequence for sequence in self.running if sequence.is_ready]
-        if not ready:
-            return
-        for sequence, wanted in zip(ready, self.length_policy.choose(ready), strict=True):
+    def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
+        in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
+        mode = plan.decision.mode
+        # In ping-pong half of the sequences are verified while the others draft; a cohort that has
+        # grown too large is brought back to size by letting its youngest wait for a step.
+        most_ready = -(-len(ready) // 2) if mode is PipelineMode.PING_PONG else len(ready)
+        for sequence, chosen in zip(ready, plan.decision.num_draft_tokens, strict=True):
             if sequence.slot < 0:  # preempted for an older sequence of this step
                 continue
+            num_ready = in_flight.get(sequence, 0)
             cap = sequence.request.max_draft_tokens
-            usable = sequence.num_remaining_tokens - 1 if cap is None else min(cap, sequence.num_remaining_tokens - 1)
-            granted = self._grow(sequence, min(wanted, usable), plan)
-            if granted is not None:
-                plan.decodes.append(sequence)
-                plan.num_draft_tokens.append(granted)
+            usable = sequence.num_remaining_tokens - num_ready - 1
+            wanted = max(0, min(chosen, usable if cap is None else min(cap, usable)))
+            if mode is PipelineMode.SERIAL:
+                self._plan_decode(plan, sequence, 0 if num_ready else wanted, num_ready)
+            elif not num_ready and wanted:
+                self._plan_draft(plan, sequence, wanted, 0)
+            elif not num_ready or most_ready:
+                most_ready -= num_ready > 0
+                self._plan_decode(plan, sequence, 0, num_ready)
+                if mode is PipelineMode.RUN_AHEAD and num_ready and wanted and sequence.slot >= 0:
+                    self._plan_draft(plan, sequence, wanted, num_ready)
 
-    def _grow(self, sequence: Sequence, num_draft_tokens: int, plan: StepPlan) -> int | None:
-        """Blocks for anchor and drafts: first without drafts, then at the cost of the newest."""
-        while not self.blocks.grow(sequence.slot, sequence.num_tokens + num_draft_tokens):
-            if num_draft_tokens:
-                num_draft_tokens = 0
-                continue
+    def _plan_decode(self, plan: StepPlan, sequence: Sequence, num_draft_tokens: int, num_ready: int) -> None:
+        """Verification of the anchor, what is in flight, and what is drafted first, in this step."""
+        num_tokens = sequence.num_tokens + num_ready
+        if not self.blocks.grow(sequence.slot, num_tokens + num_draft_tokens):
+            num_draft_tokens = 0
+            if not self._make_room(plan, sequence, num_tokens):
+                return
+        plan.decodes.append(sequence)
+        plan.num_draft_tokens.append(num_draft_tokens)
+
+    def _plan_draft(self, plan: StepPlan, sequence: Sequence, num_ahead_tokens: int, num_ready: int) -> None:
+        """Drafting for a later step. Where blocks are short the sequence decodes plainly instead."""
+        if self.blocks.grow(sequence.slot, sequence.num_tokens + num_ready + num_ahead_tokens):
+            plan.drafts.append(sequence)
+            plan.num_ahead_tokens.append(num_ahead_tokens)
+        elif not num_ready:
+            self._plan_decode(plan, sequence, 0, 0)
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for num_tokens at the cost of the newest sequences; False if that is this one."""
+        while not self.blocks.grow(sequence.slot, num_tokens):
             victim = self.running.pop()
             plan.preempted.append((victim, victim.slot))
             self._give_back(victim)
@@ -84,8 +112,8 @@ class Scheduler:
             victim.stats.num_preemptions += 1
             self.waiting.appendleft(victim)
             if victim is sequence:
-                return None
-        return num_draft_tokens
+                return False
+        return True
 
     def _give_back(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.slot)

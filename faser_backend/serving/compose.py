@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
 from faser_backend.device.kv_pool import KvPool
@@ -19,11 +20,12 @@ from faser_backend.device.partition import core_partitions
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.cost_model import CostModel
+from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculative_length import parse_policy
 from faser_backend.serving.profiling.store import load_cost_model
 
 _log = logging.getLogger(__name__)
@@ -65,7 +67,8 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     )
     clock = SystemClock()
     sampler = NumpySampler(vocab_size, config.max_num_seqs)
-    stepper = Stepper(scheduler, target, draft, sampler, clock, uses_rejection=config.acceptance == "rejection")
+    partitions = {WHOLE: Partition(target, draft, None)}
+    stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=config.acceptance == "rejection")
 
     def close() -> None:
         target.close()

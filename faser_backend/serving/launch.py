@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faser_backend.manifest import EngineManifest
-from faser_backend.policy.speculative_length import parse_policy
+from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profiling.store import load_cost_model
 from faser_backend.serving.server import LaunchOptions, TritonServer

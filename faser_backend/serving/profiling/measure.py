@@ -21,11 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.core.decision import WHOLE
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu
 from faser_backend.manifest import EngineManifest, ModelEngine
-from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE
+from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.profiling.cases import Case, make_batch
 
 MAX_POOL_BYTES = 512 << 20

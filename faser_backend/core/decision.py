@@ -1,0 +1,88 @@
+"""What a policy decides for one step: lengths, trimming, early exit, pipeline mode and partition.
+
+A decision is data: it can be printed, compared and simulated. Applying it is the pipeline's work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from faser_backend.core.frontier import Frontier
+
+WHOLE = "whole"  # the partition of the whole device; splits are named "draft share/target share", e.g. "1/1"
+
+
+class PipelineMode(Enum):
+    """How drafting and verification follow each other."""
+
+    SERIAL = "serial"  # in turn, on the whole device
+    RUN_AHEAD = "run_ahead"  # the draft goes on behind a frontier while the target verifies it
+    PING_PONG = "ping_pong"  # one cohort drafts while the other is verified
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrimRule:
+    """Confidence trimming: which draft tokens are worth drafting and which rows worth verifying (policy/trim.py).
+
+    match_probs [M] at margin_knots [M], ascending: the calibrated chance that a draft token is accepted, by the
+    margin with which the draft chose it; margin_shares [M] sum to 1: how often such margins occur.
+    """
+
+    margin_knots: np.ndarray
+    match_probs: np.ndarray
+    margin_shares: np.ndarray
+    verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
+    draft_us: float  # predicted time of one draft call for the batch
+    tokens_per_us: float  # what the batch earns per time: turns times into tokens
+
+    @property
+    def row_price(self) -> float:
+        """Tokens that the time of one more row is worth, on average over verify_us."""
+        rise = float(self.verify_us[-1] - self.verify_us[0])
+        return self.tokens_per_us * rise / max(self.verify_us.size - 1, 1)
+
+    @property
+    def draft_price(self) -> float:
+        """Tokens that the time of one more draft call is worth."""
+        return self.tokens_per_us * self.draft_us
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExitView:
+    """What is known at an exit about B chains of at most K draft tokens; entries past a chain have no meaning.
+
+    exit_margins[b, j]: by how much drafted[b, j] leads the draft's other candidates in the scores that row
+    j gives at this exit, in logits, noise included.
+    """
+
+    segment: int  # that was just run
+    exit_margins: np.ndarray  # [B, K]
+    frontier: Frontier
+    num_rows: np.ndarray  # [B] rows that are still there
+
+
+class Pruner(Protocol):
+    """Token-wise early exit: predicts rejections between target segments."""
+
+    exits: frozenset[int]  # segments after which it looks at scores
+    num_candidates: int  # that the exit head scores per row, the drafted token included
+
+    def keep(self, view: ExitView) -> np.ndarray:
+        """[B] rows to keep, in [1, view.num_rows]. Row j (which processes drafted[:, j - 1]) may be pruned
+        because of entries [:, :j] of the view, never because of later ones: N must be a stopping time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """For the B sequences that are ready to decode. Only num_draft_tokens is needed."""
+
+    num_draft_tokens: list[int]  # [B], 0 = plain decoding; the scheduler clips it to what a request can use
+    mode: PipelineMode = PipelineMode.SERIAL
+    partition: str = WHOLE
+    trim: TrimRule | None = None
+    pruner: Pruner | None = None

@@ -1,0 +1,38 @@
+"""What a step did, for those who learn from it (policies) or tell of it (metrics, benchmarks)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
+from faser_backend.core.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """One step that verified something, its tokens already committed. Arrays are the step's own: read only.
+
+    Row b of frontier, verification and acceptance belongs to plan.decodes[b].
+    """
+
+    plan: StepPlan
+    frontier: Frontier
+    verification: Verification
+    acceptance: Acceptance
+    num_tokens: np.ndarray  # [B] tokens of each sequence before the step
+    start_ns: int
+    end_ns: int
+    propose_us: float  # of the draft phase, which an overlapped step runs beside the verification
+    verify_us: float
+    overlap_us: float  # time in which both phases ran
+
+    @property
+    def step_us(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e3
+
+    @property
+    def num_testable(self) -> np.ndarray:
+        """[B] draft tokens that a fully computed row tests."""
+        return np.minimum(self.frontier.num_drafted, self.verification.num_kept)

@@ -1,0 +1,88 @@
+"""Chains that are drafted in one step and verified in a later one: taking them out, joining, discarding.
+
+Pure array work on `InFlight` values; chains of different lengths are padded to the longest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.frontier import Acceptance, Frontier
+from faser_backend.core.plan import InFlight
+from faser_backend.core.sequence import Sequence
+
+
+def split(in_flight: InFlight, sequences: list[Sequence]) -> tuple[Frontier, InFlight]:
+    """What is in flight for each of B sequences (an empty chain where nothing is), and for all others."""
+    if not in_flight.sequences:
+        return Frontier.empty(len(sequences)), in_flight
+    row_of = {sequence: row for row, sequence in enumerate(in_flight.sequences)}
+    none = len(in_flight.sequences)  # an empty chain behind all others
+    chains = stack(in_flight.frontier, Frontier.empty(1))
+    ready = chains.take(np.array([row_of.pop(sequence, none) for sequence in sequences], np.int64))
+    return ready, in_flight.take(sorted(row_of.values()))
+
+
+def join(first: InFlight, second: InFlight) -> InFlight:
+    if not second.sequences:
+        return first
+    if not first.sequences:
+        return second
+    return InFlight(first.sequences + second.sequences, stack(first.frontier, second.frontier))
+
+
+def merge(ready: Frontier, drafted: Frontier) -> Frontier:
+    """Two frontiers of the same B sequences, of which at most one has a chain for each: that chain."""
+    if not ready.num_drafted.any():
+        return drafted
+    size = ready.num_drafted.size
+    rows = np.arange(size)
+    return stack(ready, drafted).take(np.where(ready.num_drafted > 0, rows, size + rows))
+
+
+def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, acceptance: Acceptance) -> InFlight:
+    """Of what was drafted beside a verification, the chains whose premise came true.
+
+    A chain that ran ahead of sequences[b] follows verified.drafted[b] and holds if all of that was accepted; the
+    frontier then had no bonus row, so its last token is the new anchor. Other chains hold in any case.
+    """
+    if not ahead.sequences:
+        return ahead
+    is_whole = acceptance.num_accepted == verified.num_drafted
+    holds = dict(zip(sequences, is_whole.tolist(), strict=True))
+    return ahead.take([row for row, sequence in enumerate(ahead.sequences) if holds.get(sequence, True)])
+
+
+def stack(first: Frontier, second: Frontier) -> Frontier:
+    """The chains of `first`, then those of `second`. What only one of them knows is dropped, but an empty
+    frontier knows everything."""
+    width = max(first.drafted.shape[1], second.drafted.shape[1])
+    pairs = (
+        (first.margins, second.margins),
+        (first.candidates, second.candidates),
+        (first.draft_probs, second.draft_probs),
+    )
+    return Frontier(
+        np.concatenate([_padded(first.drafted, width), _padded(second.drafted, width)]),
+        np.concatenate([first.num_drafted, second.num_drafted]),
+        np.concatenate([first.num_rows, second.num_rows]),
+        *(_stack_optional(a, b, first, second, width) for a, b in pairs),
+    )
+
+
+def _stack_optional(
+    a: np.ndarray | None, b: np.ndarray | None, first: Frontier, second: Frontier, width: int
+) -> np.ndarray | None:
+    if a is None and b is not None and not first.num_drafted.any():
+        a = np.zeros((first.num_drafted.size, 0, *b.shape[2:]), b.dtype)
+    if b is None and a is not None and not second.num_drafted.any():
+        b = np.zeros((second.num_drafted.size, 0, *a.shape[2:]), a.dtype)
+    if a is None or b is None or a.shape[2:] != b.shape[2:]:
+        return None
+    return np.concatenate([_padded(a, width), _padded(b, width)])
+
+
+def _padded(array: np.ndarray, width: int) -> np.ndarray:
+    """array [B, K, ...] with zeros up to `width` columns."""
+    missing = width - array.shape[1]
+    return array if missing == 0 else np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))
