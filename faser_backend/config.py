@@ -19,6 +19,9 @@ class EngineConfig(BaseModel):
 
     policy: str = "fixed:4"  # see policy/registry.py
     acceptance: Literal["match", "rejection"] = "match"
+    # For ablations: "auto" is what the policy decides.
+    early_exit: Literal["auto", "on", "off"] = "auto"
+    pipeline: Literal["auto", "serial", "run_ahead", "ping_pong"] = "auto"
     max_num_seqs: Annotated[int, Field(ge=1, le=1024)] = 32
     max_queue_size: Annotated[int, Field(ge=0, le=1_000_000)] = 256
     max_prefill_tokens: Annotated[int, Field(ge=1, le=65536)] = 256  # per step, beside the decodes

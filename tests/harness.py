@@ -13,7 +13,8 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
-from faser_backend.policy.cost_model import CostModel, ModelSize, default_cost_model
+from faser_backend.policy.cost_model import ModelSize, default_cost_model
+from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
 from tests.fakes import CountingClock, HashRunner
@@ -21,11 +22,11 @@ from tests.fakes import CountingClock, HashRunner
 VOCAB, CONTEXT, BLOCK = 24, 96, 4
 
 
-def guessed_costs() -> CostModel:
+def guessed() -> Knowledge:
     """The conservative default for the demo pair's sizes: no engine was measured."""
     target = ModelSize(num_layers=(6,), layer_weights=800_000, head_weights=520_000, kv_width=256)
     draft = ModelSize(num_layers=(2,), layer_weights=200_000, head_weights=260_000, kv_width=128)
-    return default_cost_model(target, draft)
+    return Knowledge(default_cost_model(target, draft))
 
 
 def fake_engine(
@@ -42,7 +43,7 @@ def fake_engine(
     draft_noise: float = 0.3,
 ) -> tuple[Engine, HashRunner]:
     """The real scheduler, pipeline and sampler on fake models. Returns the engine and its target."""
-    length_policy = parse_policy(policy, guessed_costs)
+    length_policy = parse_policy(policy, guessed)
     target = HashRunner(num_blocks, BLOCK, vocab_size)
     draft = (
         HashRunner(num_blocks, BLOCK, vocab_size, memory=6, noise=draft_noise) if length_policy.is_drafting else None

@@ -10,7 +10,7 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.goodput import Goodput, acceptance_rates, expected_tokens
 from faser_backend.policy.registry import parse_policy
-from tests.harness import guessed_costs, request
+from tests.harness import guessed, request
 
 FREE_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -35,7 +35,7 @@ def running(num_accepted: int, num_tested: int, count: int = 1) -> list[Sequence
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 4), (4, 4), (5, 2), (8, 2), (9, 1), (32, 1), (33, 0)])
 def test_schedule_reads_as_documented(batch: int, length: int):
-    policy = parse_policy("schedule:4:4,8:2,32:1", guessed_costs)
+    policy = parse_policy("schedule:4:4,8:2,32:1", guessed)
     assert policy.decide(running(0, 0, batch)).num_draft_tokens == [length] * batch
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.goodput import Goodput
+from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.schedule import parse_schedule
 from faser_backend.policy.speculation import (
     MAX_ADAPTIVE_TOKENS,
@@ -16,43 +16,43 @@ from faser_backend.policy.speculation import (
     SpeculationPolicy,
 )
 
-LoadCosts = Callable[[], CostModel]
+LoadKnowledge = Callable[[], Knowledge]
 
 
-def parse_policy(spec: str, load_costs: LoadCosts) -> SpeculationPolicy:
+def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     """Builds the policy that `spec` names. Raises ConfigError.
 
-    load_costs is called only by policies that weigh time: a missing or stale profile matters to no other.
+    load_knowledge is called only by policies that weigh time: a missing or stale profile matters to no other.
     """
     name, _, argument = spec.partition(":")
     if name not in _POLICIES:
         raise ConfigError(f"policy = {spec!r}: unknown; known are {known_policies()}")
     _, parse = _POLICIES[name]
-    return parse(spec, argument, load_costs)
+    return parse(spec, argument, load_knowledge)
 
 
 def known_policies() -> str:
     return ", ".join(usage for usage, _ in _POLICIES.values())
 
 
-def _parse_none(spec: str, argument: str, _: LoadCosts) -> SpeculationPolicy:
+def _parse_none(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
     return NoSpeculation()
 
 
-def _parse_fixed(spec: str, argument: str, _: LoadCosts) -> SpeculationPolicy:
+def _parse_fixed(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
     if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= MAX_DRAFT_TOKENS:
         raise ConfigError(f"policy = {spec!r}: fixed:K needs an integer K in [1, {MAX_DRAFT_TOKENS}]")
     return FixedLength(int(argument))
 
 
-def _parse_schedule(spec: str, argument: str, _: LoadCosts) -> SpeculationPolicy:
+def _parse_schedule(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
     return parse_schedule(spec, argument, MAX_DRAFT_TOKENS)
 
 
-def _parse_goodput(spec: str, argument: str, load_costs: LoadCosts) -> SpeculationPolicy:
+def _parse_goodput(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
-    return Goodput(load_costs(), MAX_ADAPTIVE_TOKENS)
+    return Goodput(load_knowledge().costs, MAX_ADAPTIVE_TOKENS)
 
 
 def _refuse_argument(spec: str, argument: str) -> None:
@@ -60,7 +60,7 @@ def _refuse_argument(spec: str, argument: str) -> None:
         raise ConfigError(f"policy = {spec!r}: takes no argument")
 
 
-_POLICIES: dict[str, tuple[str, Callable[[str, str, LoadCosts], SpeculationPolicy]]] = {
+_POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationPolicy]]] = {
     "none": ("none", _parse_none),
     "fixed": ("fixed:K", _parse_fixed),
     "schedule": ("schedule:BATCH:LENGTH,...", _parse_schedule),

@@ -23,7 +23,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
-from faser_backend.policy.cost_model import CostModel
+from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.serving.profiling.store import load_cost_model
@@ -42,7 +42,7 @@ class SystemClock:
 def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     """Loads and checks the directory, opens sessions and pools. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
-    policy = parse_policy(config.policy, lambda: _load_costs(engine_dir, manifest))
+    policy = parse_policy(config.policy, lambda: _load_knowledge(engine_dir, manifest))
     max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
     num_blocks = choose_num_blocks(manifest, config, max_context)
     block_size = manifest.kv_block_size
@@ -78,11 +78,11 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     return Engine(stepper, Limits(vocab_size, max_context), clock, max_queue_size=config.max_queue_size, on_close=close)
 
 
-def _load_costs(engine_dir: Path, manifest: EngineManifest) -> CostModel:
+def _load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     costs = load_cost_model(engine_dir, manifest)
     if not costs.is_measured:
         _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
-    return costs
+    return Knowledge(costs)
 
 
 def choose_num_blocks(manifest: EngineManifest, config: EngineConfig, max_context: int) -> int:

@@ -1,0 +1,77 @@
+"""From the margin of a draft token to the chance that the target accepts it.
+
+Margins fall into fixed bins; each bin counts tests and acceptances, starting from what `faser profile` counted (or
+from a guess) and following the traffic. A tested token is one that all tokens before it let through, so the counts
+estimate exactly the factor that a chain's survival is the product of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from faser_backend.core.record import StepRecord
+
+MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0])  # logits; bin starts
+_PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
+_MEMORY_TESTS = 4000.0  # older evidence fades beyond so many tests
+# Guess without a profile: the logistic curve of the demo pair, rounded.
+_GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
+_GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MarginCounts:
+    """Draft tokens by margin: [M] tested and [M] accepted, M = MARGIN_KNOTS.size."""
+
+    tested: np.ndarray
+    accepted: np.ndarray
+
+    @classmethod
+    def of(cls, margins: np.ndarray, is_accepted: np.ndarray) -> MarginCounts:
+        """margins [n] of tested draft tokens, is_accepted bool [n]."""
+        bins = margin_bins(margins)
+        size = MARGIN_KNOTS.size
+        tested = np.bincount(bins, minlength=size).astype(np.float64)
+        return cls(tested, np.bincount(bins, weights=is_accepted, minlength=size))
+
+
+def margin_bins(margins: np.ndarray) -> np.ndarray:
+    """The bin of each margin; negative margins (rejection sampling knows such) belong to the first."""
+    return np.maximum(np.searchsorted(MARGIN_KNOTS, margins, side="right") - 1, 0)
+
+
+class MatchCalibration:
+    """Chances of acceptance by margin, updated online."""
+
+    def __init__(self, known: MarginCounts | None) -> None:
+        if known is None or not known.tested.any():
+            tested = _GUESSED_SHARES * _PRIOR_TESTS
+            accepted = tested * _GUESSED_PROBS
+        else:
+            weight = min(1.0, _PRIOR_TESTS / float(known.tested.sum()))
+            # Half a test of the guess keeps bins that were never seen from dividing by zero.
+            tested = known.tested * weight + 0.5
+            accepted = known.accepted * weight + 0.5 * _GUESSED_PROBS
+        self._tested, self._accepted = tested, accepted
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.margin_shares = self._tested / self._tested.sum()  # [M]
+        # More margin never means less chance; the running maximum irons out thin bins.
+        self.match_probs = np.maximum.accumulate(self._accepted / self._tested)  # [M]
+
+    def observe(self, record: StepRecord) -> None:
+        """Counts the tests of one step."""
+        margins = record.frontier.margins
+        if margins is None or margins.shape[1] == 0:
+            return
+        columns = np.arange(margins.shape[1])
+        num_accepted = record.acceptance.num_accepted[:, None]
+        is_tested = columns < np.minimum(num_accepted + 1, record.num_testable[:, None])
+        fresh = MarginCounts.of(margins[is_tested], (columns < num_accepted)[is_tested])
+        fade = max(0.0, 1.0 - float(fresh.tested.sum()) / _MEMORY_TESTS)
+        self._tested = self._tested * fade + fresh.tested
+        self._accepted = self._accepted * fade + fresh.accepted
+        self._refresh()

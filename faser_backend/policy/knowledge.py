@@ -1,0 +1,18 @@
+"""What `faser profile` learned about an engine on this machine, as policies see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from faser_backend.policy.calibration import MarginCounts
+from faser_backend.policy.cost_model import CostModel
+from faser_backend.policy.early_exit import ExitCalibration
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knowledge:
+    """costs are guesses, and the rest is missing, where nothing was measured."""
+
+    costs: CostModel
+    margins: MarginCounts | None = None
+    exits: tuple[ExitCalibration, ...] = ()
