@@ -11,14 +11,14 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
-from tests.harness import guessed_costs, request
+from tests.harness import guessed, request
 
 
 def scheduler(num_blocks: int = 20, policy: str = "fixed:4", *, budget: int = 16, never_evicts: bool = False):
     blocks = BlockManager(num_blocks, 4, 4, 40)
     return Scheduler(
         blocks,
-        parse_policy(policy, guessed_costs),
+        parse_policy(policy, guessed),
         max_num_seqs=4,
         max_prefill_tokens=budget,
         never_evicts=never_evicts,
@@ -157,4 +157,4 @@ def test_random_load_always_finishes(seed: int, never_evicts: bool):
 )
 def test_unknown_policies_are_refused_by_name(spec: str):
     with pytest.raises(ConfigError, match="policy"):
-        parse_policy(spec, guessed_costs)
+        parse_policy(spec, guessed)
