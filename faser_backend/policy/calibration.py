@@ -45,6 +45,8 @@ def margin_bins(margins: np.ndarray) -> np.ndarray:
 class MatchCalibration:
     """Chances of acceptance by margin, updated online."""
 
+    margin_knots = MARGIN_KNOTS
+
     def __init__(self, known: MarginCounts | None) -> None:
         if known is None or not known.tested.any():
             tested = _GUESSED_SHARES * _PRIOR_TESTS

@@ -15,6 +15,7 @@ from faser_backend.policy.speculation import (
     NoSpeculation,
     SpeculationPolicy,
 )
+from faser_backend.policy.survival import Survival
 
 LoadKnowledge = Callable[[], Knowledge]
 
@@ -55,6 +56,11 @@ def _parse_goodput(spec: str, argument: str, load_knowledge: LoadKnowledge) -> S
     return Goodput(load_knowledge().costs, MAX_ADAPTIVE_TOKENS)
 
 
+def _parse_survival(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
+    _refuse_argument(spec, argument)
+    return Survival(load_knowledge(), MAX_ADAPTIVE_TOKENS)
+
+
 def _refuse_argument(spec: str, argument: str) -> None:
     if argument:
         raise ConfigError(f"policy = {spec!r}: takes no argument")
@@ -65,4 +71,5 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "fixed": ("fixed:K", _parse_fixed),
     "schedule": ("schedule:BATCH:LENGTH,...", _parse_schedule),
     "goodput": ("goodput", _parse_goodput),
+    "survival": ("survival", _parse_survival),
 }

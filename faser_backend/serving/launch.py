@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faser_backend.manifest import EngineManifest
+from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profiling.store import load_cost_model
@@ -22,7 +23,7 @@ def check_engine(engine_dir: Path | None, policy: str, progress: Callable[[str, 
     """
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
-    parse_policy(policy, lambda: load_cost_model(directory, manifest))
+    parse_policy(policy, lambda: Knowledge(load_cost_model(directory, manifest)))
     return directory
 
 
