@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from benchmarks import environment
-from benchmarks.workload import Job, Trace, count_different, load_jobs, merge_repeats, summarise
+from faser_backend.serving.bench import environment
+from faser_backend.serving.bench.workload import Job, Trace, count_different, load_jobs, merge_repeats, summarise
 
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:.0f}"),

@@ -21,7 +21,7 @@ import aiohttp
 from tokenizers import Tokenizer
 
 from benchmarks.servers import free_ports
-from benchmarks.workload import Job, Trace
+from faser_backend.serving.bench.workload import Job, Trace
 
 START_TIMEOUT_S = 60.0
 

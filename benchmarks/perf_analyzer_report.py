@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
+from faser_backend.serving.bench import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import Job, Trace
+from faser_backend.serving.bench.workload import Job, Trace
 
 PLACE = "Triton, gRPC streaming"
 ROOT = Path(__file__).resolve().parents[1]

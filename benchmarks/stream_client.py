@@ -75,7 +75,7 @@ def outputs_of(response: Any) -> dict[str, bytes]:
 
 
 def read_trace(start: float, responses: list[tuple[float, Any]]) -> dict[str, Any]:
-    """Fields of benchmarks.workload.Trace. Counters are those of the last response that has them."""
+    """Fields of bench.workload.Trace. Counters are those of the last response that has them."""
     trace: dict[str, Any] = {"start_s": start, "response_s": [], **dict.fromkeys(COUNTERS, 0)}
     text = hashlib.sha256()
     for moment, response in responses:

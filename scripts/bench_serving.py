@@ -17,10 +17,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import environment, in_process, servers
-from benchmarks.in_process import InProcess
+from benchmarks import servers
 from benchmarks.measure import markdown, measure_loads
 from benchmarks.servers import OverTriton
+from faser_backend.config import EngineConfig
+from faser_backend.serving.bench import environment, in_process
+from faser_backend.serving.bench.in_process import InProcess
 from faser_backend.serving.demo_engine import demo_engine_dir
 
 NO_REUSE = "--no-prefix-reuse"
@@ -67,7 +69,9 @@ def main() -> None:
     step_ms: dict[str, dict[str, float]] = {}
     rows: list[dict[str, Any]] = []
     if "process" in args.places:
-        place = InProcess(engine_dir, policies)
+        # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+        configs = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in policies}
+        place = InProcess(engine_dir, configs)
         rows += measure_loads(place, in_process.PLACE, args, lambda _: policies)
         step_ms = {policy: place.overhead(policy) for policy in policies}
         place.close()

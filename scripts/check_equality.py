@@ -23,14 +23,14 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import environment
 from benchmarks.equality import Comparison, Reference, run_alone, run_mixed
-from benchmarks.workload import load_jobs
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
+from faser_backend.serving.bench import environment
+from faser_backend.serving.bench.workload import load_jobs
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 

@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT))
 
 from tokenizers import Tokenizer
 
-from benchmarks import environment
 from benchmarks.measure import markdown, measure_loads
 from benchmarks.peers import LlamaServer, TransformersPeer
 from benchmarks.servers import OverTriton
-from benchmarks.workload import Job, Trace
+from faser_backend.serving.bench import environment
+from faser_backend.serving.bench.workload import Job, Trace
 from faser_backend.serving.demo_engine import demo_engine_dir
 
 PLACE = "own servers"

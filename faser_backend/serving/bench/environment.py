@@ -7,9 +7,10 @@ import platform
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from faser_backend.serving.demo_engine import PROJECT_ROOT
+from faser_backend.serving.profiling.store import cpu_name
+
 PACKAGES = ("faser-backend", "numpy", "onnxruntime", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
 
 
@@ -28,13 +29,6 @@ def describe(seed: int) -> dict[str, object]:
     }
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def installed_version(name: str) -> str:
     try:
         return version(name)
@@ -46,11 +40,11 @@ def commit() -> str:
     """The checkout's commit, with + where tracked files differ from it."""
     try:
         head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=ROOT,
+            cwd=PROJECT_ROOT,
             capture_output=True,
             text=True,
             check=True,
@@ -61,7 +55,7 @@ def commit() -> str:
 
 
 def as_lines(meta: dict[str, object]) -> list[str]:
-    """One line for people: what a table's reader must know."""
+    """Two lines for people: what a table's reader must know."""
     versions = meta["versions"]
     assert isinstance(versions, dict)
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())

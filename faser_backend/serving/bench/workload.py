@@ -49,7 +49,7 @@ def load_jobs(
 
 
 def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
-    """Figures of one closed loop. A verification emits one token beyond those that it accepts, so
+    """Figures of one run. A verification emits one token beyond those that it accepts, so
     num_tokens - num_accepted of them made an answer (the first token of an answer included)."""
     tokens = sum(trace.num_tokens for trace in traces)
     accepted = sum(trace.num_accepted for trace in traces)
@@ -59,6 +59,7 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
     per_token_ms = [
         (trace.response_s[-1] - trace.response_s[0]) * 1e3 / max(trace.num_tokens - 1, 1) for trace in traces
     ]
+    whole_ms = [(trace.response_s[-1] - trace.start_s) * 1e3 for trace in traces]
     return {
         "tokens_per_s": tokens / seconds,
         "ttft_ms_p50": float(np.percentile(first_ms, 50)),
@@ -66,6 +67,8 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
         "itl_ms_p50": float(np.percentile(gaps_ms, 50)) if gaps_ms.size else 0.0,
         "itl_ms_p99": float(np.percentile(gaps_ms, 99)) if gaps_ms.size else 0.0,
         "tpot_ms_p50": float(np.percentile(per_token_ms, 50)),
+        "e2e_ms_p50": float(np.percentile(whole_ms, 50)),
+        "e2e_ms_p99": float(np.percentile(whole_ms, 99)),
         "mean_accepted": accepted / max(tokens - accepted, 1),
         "acceptance_rate": accepted / drafted if drafted else 0.0,
     }

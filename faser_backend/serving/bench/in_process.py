@@ -1,0 +1,144 @@
+"""Loads on engines in this process: no server, no text, no network.
+
+A closed loop keeps a number of requests in flight; an open loop submits each one when it is due,
+whether or not the engine keeps up. The loop itself is the engine's step thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import FaserError
+from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.pipeline.engine import Engine
+from faser_backend.serving.bench.workload import Job, Trace
+from faser_backend.serving.compose import build_engine
+
+PLACE = "in process"
+
+
+class Feed(Protocol):
+    """When requests are submitted; seconds since the start of the run."""
+
+    def num_due(self, now_s: float, num_ended: int) -> int:
+        """Requests that should have been submitted by now."""
+        ...
+
+    def due_s(self, index: int, now_s: float) -> float:
+        """From when on request `index` waits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """num_clients requests in flight, each answer followed by the next request."""
+
+    num_clients: int
+
+    def num_due(self, now_s: float, num_ended: int) -> int:
+        return self.num_clients + num_ended
+
+    def due_s(self, index: int, now_s: float) -> float:
+        return now_s
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests at given times, ascending; the wait until a step has ended counts as theirs."""
+
+    arrivals_s: list[float]
+
+    def num_due(self, now_s: float, num_ended: int) -> int:
+        return bisect_right(self.arrivals_s, now_s)
+
+    def due_s(self, index: int, now_s: float) -> float:
+        return self.arrivals_s[index]
+
+
+class InProcess:
+    """One engine per name, all loaded, so that repeats can take turns."""
+
+    def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
+        self._tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+        self._engines: dict[str, Engine] = {}
+        try:
+            for name, config in configs.items():
+                self._engines[name] = build_engine(engine_dir, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def engine(self, name: str) -> Engine:
+        return self._engines[name]
+
+    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
+        """num_clients requests in flight until all jobs are answered. Returns traces and seconds."""
+        return self.serve(policy, jobs, ClosedLoop(num_clients))
+
+    def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Trace], float]:
+        """Submits jobs in order as `feed` says. Returns a trace per job, and seconds. Raises FaserError."""
+        engine = self._engines[name]
+        requests = [self._request(index, job) for index, job in enumerate(jobs)]
+        traces = [Trace(0.0, [], 0, 0, 0, "") for _ in jobs]
+        tokens: list[list[int]] = [[] for _ in jobs]
+        num_sent = num_ended = 0
+        start = time.perf_counter()
+        while num_ended < len(jobs):
+            now = time.perf_counter() - start
+            for index in range(num_sent, min(feed.num_due(now, num_ended), len(jobs))):
+                traces[index].start_s = start + feed.due_s(index, time.perf_counter() - start)
+                engine.submit(requests[index])
+                num_sent += 1
+            if not engine.has_work:
+                time.sleep(max(0.0, feed.due_s(num_sent, now) - now))
+                continue
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                index = int(output.request_id)
+                tokens[index] += output.token_ids
+                _take(traces[index], output, now)
+                num_ended += output.is_final
+        seconds = time.perf_counter() - start
+        for trace, ids in zip(traces, tokens, strict=True):
+            trace.num_tokens = len(ids)
+            trace.digest = hashlib.sha256(np.array(ids, dtype=np.int64).tobytes()).hexdigest()
+        return traces, seconds
+
+    def _request(self, index: int, job: Job) -> Request:
+        return Request(
+            request_id=str(index),
+            prompt_ids=np.array(self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
+            max_tokens=job.max_tokens,
+            sampling=SamplingParams(temperature=job.temperature, seed=job.seed),
+        )
+
+    def overhead(self, policy: str) -> dict[str, float]:
+        """Milliseconds per phase of a step since the start, largest first."""
+        metrics = self._engines[policy].metrics()
+        phases = sorted(metrics.phase_times_ns.items(), key=lambda item: -item[1])
+        return {phase: ns / 1e6 / max(metrics.num_steps, 1) for phase, ns in phases}
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+def _take(trace: Trace, output: RequestOutput, now_s: float) -> None:
+    if output.error is not None:
+        raise FaserError(f"request {output.request_id} failed: {output.error}")
+    trace.response_s.append(now_s)
+    if output.is_final:
+        assert output.stats is not None
+        trace.num_drafted = output.stats.num_drafted
+        trace.num_accepted = output.stats.num_accepted
