@@ -20,6 +20,7 @@ from faser_backend.core.request import FinishReason, Limits, Request, RequestOut
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.timing import PhaseEvent
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Engine:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.limits = limits
-        self._stepper = stepper
+        self.stepper = stepper  # for those who listen to steps, or try a policy of their own
         self._scheduler = stepper.scheduler
         self._clock = clock
         self._max_queue_size = max_queue_size
@@ -78,6 +79,16 @@ class Engine:
         self._in_flight = InFlight.empty()  # what a step left for the next one
         self._metrics = EngineMetrics()
         stepper.observers.append(self._count_round)
+
+    def observe(self, callback: Callable[[StepRecord], None]) -> None:
+        """Calls back after every step that verified something, on the step's thread. Call before the first step."""
+        self._stepper.observers.append(callback)
+
+    def record_phases(self) -> tuple[list[PhaseEvent], list[PhaseEvent]]:
+        """Collects every lap from now on: of the step and the target's lane, and of the draft's lane."""
+        times = self._stepper.times, self._stepper.draft_times
+        times[0].events, times[1].events = target, draft = [], []
+        return target, draft
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -129,14 +140,14 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step. A step that raises fails the requests in it, and nobody else."""
         outputs = self._take_commands()
-        plan = self._stepper.plan(self._in_flight)
+        plan = self.stepper.plan(self._in_flight)
         self._in_flight = plan.in_flight
         self._metrics.num_preemptions += len(plan.preempted)
         self._metrics.num_reused_blocks += plan.num_reused_blocks
         if plan.is_empty:
             return outputs
         try:
-            stepped, self._in_flight = self._stepper.run(plan)
+            stepped, self._in_flight = self.stepper.run(plan)
         except Exception as error:
             _log.exception("a step failed; its requests fail, the others go on")
             return outputs + self._fail(plan, error)
@@ -159,7 +170,7 @@ class Engine:
         for request_id, reason in endings:
             sequence = self._sequences.get(request_id)
             if sequence is not None:  # it may have finished in between
-                self._stepper.release(sequence)
+                self.stepper.release(sequence)
                 outputs.append(final_output(sequence, reason))
                 self._forget([request_id])
         return outputs
@@ -171,7 +182,7 @@ class Engine:
             request_id = sequence.request.request_id
             if request_id in self._sequences:
                 if sequence.slot >= 0:  # not if commit had already released it
-                    self._stepper.release(sequence)
+                    self.stepper.release(sequence)
                 message = f"the step of this request failed: {type(error).__name__}: {error}"
                 outputs.append(final_output(sequence, FinishReason.ERROR, error=message))
                 self._forget([request_id])
@@ -211,7 +222,7 @@ class Engine:
         metrics.num_free_blocks = blocks.num_free_blocks
         metrics.num_cached_blocks = blocks.num_cached_blocks
         metrics.kv_block_size = blocks.block_size
-        metrics.phase_times_ns = self._stepper.phase_times_ns
+        metrics.phase_times_ns = self.stepper.phase_times_ns
         return metrics
 
     def check_integrity(self) -> None:
