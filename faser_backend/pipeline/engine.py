@@ -20,7 +20,6 @@ from faser_backend.core.request import FinishReason, Limits, Request, RequestOut
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
-from faser_backend.pipeline.timing import PhaseEvent
 
 _log = logging.getLogger(__name__)
 
@@ -79,16 +78,6 @@ class Engine:
         self._in_flight = InFlight.empty()  # what a step left for the next one
         self._metrics = EngineMetrics()
         stepper.observers.append(self._count_round)
-
-    def observe(self, callback: Callable[[StepRecord], None]) -> None:
-        """Calls back after every step that verified something, on the step's thread. Call before the first step."""
-        self._stepper.observers.append(callback)
-
-    def record_phases(self) -> tuple[list[PhaseEvent], list[PhaseEvent]]:
-        """Collects every lap from now on: of the step and the target's lane, and of the draft's lane."""
-        times = self._stepper.times, self._stepper.draft_times
-        times[0].events, times[1].events = target, draft = [], []
-        return target, draft
 
     # -- any thread ------------------------------------------------------------------------------
 
