@@ -33,7 +33,12 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
 
 
 def known_policies() -> str:
-    return ", ".join(usage for usage, _ in _POLICIES.values())
+    return ", ".join(policy_usages().values())
+
+
+def policy_usages() -> dict[str, str]:
+    """How each policy is asked for, by its name; "name:..." where it takes an argument."""
+    return {name: usage for name, (usage, _) in _POLICIES.items()}
 
 
 def _parse_none(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
