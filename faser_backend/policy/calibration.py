@@ -64,6 +64,10 @@ class MatchCalibration:
         # More margin never means less chance; the running maximum irons out thin bins.
         self.match_probs = np.maximum.accumulate(self._accepted / self._tested)  # [M]
 
+    def chances(self, margins: np.ndarray) -> np.ndarray:
+        """The chance of acceptance of draft tokens with these margins, same shape."""
+        return np.interp(margins, self.margin_knots, self.match_probs)
+
     def observe(self, record: StepRecord) -> None:
         """Counts the tests of one step."""
         margins = record.frontier.margins

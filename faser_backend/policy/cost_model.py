@@ -8,7 +8,7 @@ nothing of clocks, files or runtimes; `faser profile` fits it, and `default_cost
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,8 @@ class OverheadCost:
     """Microseconds around the model calls of a step: scheduling, packing, sampling, acceptance, commit.
 
     A step of B sequences that verifies T rows: step_us + B step_sequence_us + T step_row_us. Each draft
-    call inside it, of B sequences: draft_us + B draft_sequence_us.
+    call inside it, of B sequences: draft_us + B draft_sequence_us. Each exit that T rows pass: exit_us +
+    T exit_row_us. The last three default to guesses on the high side.
     """
 
     step_us: float
@@ -117,10 +118,12 @@ class OverheadCost:
     step_row_us: float
     draft_us: float
     draft_sequence_us: float
+    exit_us: float = 150.0
+    exit_row_us: float = 5.0
+    lanes_us: float = 100.0  # hand-over to a second lane and back, in a step that overlaps its phases
 
     def __post_init__(self) -> None:
-        values = (self.step_us, self.step_sequence_us, self.step_row_us, self.draft_us, self.draft_sequence_us)
-        if not all(0.0 <= value < FAR for value in values):
+        if not all(0.0 <= getattr(self, each.name) < FAR for each in fields(self)):
             raise ValueError("overheads must be non-negative numbers")
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
@@ -130,6 +133,10 @@ class OverheadCost:
     def draft_call(self, num_sequences: Numbers) -> Numbers:
         """Of one draft call: packing its rows and sampling from its logits."""
         return self.draft_us + num_sequences * self.draft_sequence_us
+
+    def exit(self, num_rows: Numbers) -> Numbers:
+        """Of one exit in a verification: scoring the candidates, reading the scores, taking rows out."""
+        return self.exit_us + num_rows * self.exit_row_us
 
 
 @dataclass(frozen=True, slots=True, eq=False)

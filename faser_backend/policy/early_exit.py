@@ -1,11 +1,24 @@
 """Token-wise early exit: predicts between target segments which draft tokens will be rejected.
 
+Prune rows, never tests: row j is judged by draft tokens 1..j alone, so what is emitted stays exact
+(policy/acceptance.py). Whether an exit is worth its price is a question of its own: `predicted_saving_us`.
 Pure; the pipeline calls it with the leads that the exit head gives to draft tokens (core/decision.py ExitView).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.decision import WHOLE, ExitView
+from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.cost_model import TARGET, CostModel
+
+NUM_CANDIDATES = 8  # that the exit head scores per row: the draft's best tokens
+_MAX_LOGIT = 7.0  # calibrated chances of 0.1 % and 99.9 % say all that counts can tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +26,8 @@ class ExitCalibration:
     """How to read one exit, fitted by `faser profile` (logistic regression) at a chosen retention.
 
     P(accepted) = sigmoid(bias + chance_weight logit(c) + margin_weight m), with c the calibrated chance by draft
-    margin and m the exit margin. A chain's rows are kept while the product of these exceeds `threshold`.
+    margin and m the exit margin. A chain's rows are kept while the product of these is at least `threshold`.
+    Shares are of held-out chains: as they were drafted, and after confidence trimming at the same retention.
     """
 
     segment: int  # the exit is behind it
@@ -22,5 +36,108 @@ class ExitCalibration:
     chance_weight: float
     margin_weight: float
     threshold: float
-    retention: float  # share of tokens that would be accepted and are kept, on the calibration data
-    pruned_share: float  # share of draft rows pruned there
+    retention: float  # share of tokens that would be accepted and are kept
+    pruned_shares: tuple[float, ...]  # of rows 1, 2, ... of a chain, how many of each are pruned
+    trimmed_retention: float  # the same two of what trimming left
+    trimmed_pruned_share: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no fit can have found."""
+        if not all(map(math.isfinite, (self.bias, self.chance_weight, self.margin_weight))):
+            raise ValueError(f"exit at layer {self.layer}: weights must be finite numbers")
+        shares = (self.threshold, self.retention, self.trimmed_retention, self.trimmed_pruned_share)
+        if not self.pruned_shares or not all(0.0 <= share <= 1.0 for share in (*shares, *self.pruned_shares)):
+            raise ValueError(f"exit at layer {self.layer}: threshold and shares must lie in [0, 1]")
+
+    def survival(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
+        """[B, K]: entry j - 1 is the predicted chance that draft tokens 1..j of a chain are all accepted.
+
+        chances [B, K] of acceptance by draft margin; exit_margins [B, K].
+        """
+        scores = self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins
+        return np.cumprod(sigmoid(scores), axis=1)
+
+    def pruned_share(self, num_draft_rows: float) -> float:
+        """Of chains of so many draft rows on average, drafted as they are; longer ones end as the last row does."""
+        known = np.array(self.pruned_shares)
+        longest = max(math.ceil(num_draft_rows), 1)
+        shares = known[np.minimum(np.arange(longest), known.size - 1)]
+        weights = np.minimum(num_draft_rows - np.arange(longest), 1.0)
+        return float(shares @ weights / num_draft_rows)
+
+
+class EarlyExit:
+    """The pruner (core.decision.Pruner): ends a chain where its survival falls below an exit's threshold."""
+
+    num_candidates = NUM_CANDIDATES
+
+    def __init__(self, exits: tuple[ExitCalibration, ...], matches: MatchCalibration) -> None:
+        self.exits = frozenset(calibration.segment for calibration in exits)
+        self._calibrations = {calibration.segment: calibration for calibration in exits}
+        self._matches = matches
+
+    def keep(self, view: ExitView) -> np.ndarray:
+        """See core.decision.Pruner. Survival falls along a chain, so what reaches the threshold is a prefix; an
+        entry that is no number ends the chain, and entries past it, whatever they are, judge nothing before it."""
+        margins = view.frontier.margins
+        assert margins is not None, "an exit needs the draft's margins: the frontier has none"
+        calibration = self._calibrations[view.segment]
+        survival = calibration.survival(self._matches.chances(margins), view.exit_margins)
+        return np.minimum(1 + np.count_nonzero(survival >= calibration.threshold, axis=1), view.num_rows)
+
+
+class VerifyBatch(NamedTuple):
+    """What a policy expects of one verification, before exits."""
+
+    num_sequences: int
+    num_rows: int  # that enter it, anchors included
+    context_tokens: int  # the longest
+    num_accepted: float  # draft tokens that would be accepted, over the batch
+    tokens_per_us: float  # what the batch earns per time: turns lost tokens into time
+    is_trimmed: bool = False  # confidence trimming has already taken the least likely rows
+    partition: str = WHOLE
+
+
+def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: VerifyBatch) -> float:
+    """Microseconds that this exit alone saves a verification on average; negative where it costs.
+
+    Deeper segments, sampling and acceptance of the pruned rows, less the time that the lost tokens are worth, less
+    the exit's own scores and bookkeeping. The longest chain is taken to stay: attention is padded to it.
+    """
+    num_draft_rows = batch.num_rows - batch.num_sequences
+    if num_draft_rows <= 0:
+        return 0.0
+    share, retention = calibration.trimmed_pruned_share, calibration.trimmed_retention
+    if not batch.is_trimmed:
+        share, retention = calibration.pruned_share(num_draft_rows / batch.num_sequences), calibration.retention
+    num_pruned = share * num_draft_rows
+    before, after = costs.call_us(
+        TARGET,
+        batch.partition,
+        np.array([batch.num_rows, batch.num_rows - num_pruned]),
+        batch.num_sequences,
+        batch.context_tokens,
+        max_rows=math.ceil(batch.num_rows / batch.num_sequences),
+        first_segment=calibration.segment + 1,
+    )
+    saved_us = float(before - after) + num_pruned * costs.overhead.step_row_us
+    lost_us = (1.0 - retention) * batch.num_accepted / batch.tokens_per_us
+    return saved_us - lost_us - float(costs.overhead.exit(batch.num_rows))
+
+
+def best_exit(costs: CostModel, exits: tuple[ExitCalibration, ...], batch: VerifyBatch) -> ExitCalibration | None:
+    """The exit that saves most in such verifications; None where none pays."""
+    savings = [predicted_saving_us(costs, calibration, batch) for calibration in exits]
+    best = max(range(len(exits)), key=savings.__getitem__, default=None)
+    return None if best is None or savings[best] <= 0.0 else exits[best]
+
+
+def logits(chances: np.ndarray) -> np.ndarray:
+    """log(c / (1 - c)), between -_MAX_LOGIT and _MAX_LOGIT."""
+    edge = 1.0 / (1.0 + math.exp(_MAX_LOGIT))
+    bounded = np.clip(chances, edge, 1.0 - edge)
+    return np.log(bounded / (1.0 - bounded))
+
+
+def sigmoid(scores: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-np.clip(scores, -500.0, 500.0)))
