@@ -14,6 +14,7 @@ from faser_backend.cli import main
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.device.partition import core_partitions
 from faser_backend.serving.doctor import examine
 from faser_backend.serving.parameters import Parameters
 from faser_backend.serving.server import MODEL_REPO, LaunchOptions, write_launch_copy
@@ -122,6 +123,7 @@ def test_doctor_tells_what_can_run(run):
     assert status == 0 and "This machine can serve." in out
     found = {entry["name"]: entry for entry in json.loads(run("doctor", "--json")[1])}
     assert found["Triton server"]["is_ok"] and found["ONNX Runtime"]["is_needed"]
+    assert found["CPU partitions"]["detail"] == core_partitions().note
     assert [finding.name for finding in examine()] == list(found)
 
 

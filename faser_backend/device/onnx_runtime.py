@@ -54,7 +54,7 @@ class OrtRunner:
             raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
         self.spec = model.spec
         self.partition = partition
-        most_threads = 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else partition.num_threads
+        most_threads = useful_threads(model, partition)
         self.num_threads = min(num_threads or most_threads, most_threads)
         self.pool = pool or KvPool(model.spec, num_blocks, block_size)
         self.num_segments = len(model.segments)
@@ -105,6 +105,11 @@ class OrtRunner:
         shape = self._shapes[segment].get(key)
         shape.run(rows, counts, hidden, candidates)
         return shape
+
+
+def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
+    """Threads that calls of the model gain from on this partition."""
+    return 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else partition.num_threads
 
 
 def _open_session(path: Path, num_threads: int, can_spin: bool) -> ort.InferenceSession:

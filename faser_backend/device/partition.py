@@ -54,9 +54,10 @@ def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu:
     sizes = [1 << n for n in range(len(cores).bit_length()) if 2 << n <= len(cores)]
     splits = tuple((CorePartition("draft", cores[:size]), CorePartition("target", cores[size:])) for size in sizes)
     return PartitionMenu(
-        whole, splits, f"{len(cores)} cores: in turn on all, or split {', '.join(map(_shown, splits))}"
+        whole, splits, f"{len(cores)} cores: in turn on all, or split {', '.join(split_name(*s) for s in splits)}"
     )
 
 
-def _shown(split: tuple[CorePartition, CorePartition]) -> str:
-    return f"{len(split[0].cores)}/{len(split[1].cores)}"
+def split_name(draft: CorePartition, target: CorePartition) -> str:
+    """The name of a split: "draft share/target share" in cores."""
+    return f"{len(draft.cores)}/{len(target.cores)}"

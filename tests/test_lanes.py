@@ -1,0 +1,141 @@
+"""ThreadLanes: two threads that really run at once, on their cores, and end both phases before they fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from engines.build import build_engines
+from faser_backend.core.errors import ConfigError
+from faser_backend.device import onnx_runtime
+from faser_backend.device.lanes import ThreadLanes
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.partition import CorePartition
+from faser_backend.manifest import EngineManifest
+from tests.tiny_models import write_checkpoint
+
+CORES = sorted(os.sched_getaffinity(0))
+DRAFT, TARGET = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def lanes() -> Iterator[ThreadLanes]:
+    lanes = ThreadLanes(DRAFT, TARGET)
+    yield lanes
+    lanes.close()
+
+
+def where_am_i() -> tuple[int, set[int]]:
+    return threading.get_ident(), os.sched_getaffinity(0)
+
+
+def test_both_run_at_once_and_each_result_has_its_place(lanes: ThreadLanes) -> None:
+    meeting = threading.Barrier(2)  # passed only by two at a time
+
+    def meet(name: str) -> str:
+        meeting.wait(WAIT_S)
+        return name
+
+    for _ in range(3):
+        assert lanes.run_both(lambda: meet("verified"), lambda: meet("proposed")) == ("verified", "proposed")
+
+
+def test_each_lane_is_one_lasting_thread_on_its_cores(lanes: ThreadLanes) -> None:
+    before = os.sched_getaffinity(0)
+    target, draft = lanes.run_both(where_am_i, where_am_i)
+    assert draft[1] == set(DRAFT.cores) and target[1] == set(TARGET.cores)
+    assert len({draft[0], target[0], threading.get_ident()}) == 3
+    for _ in range(3):
+        assert lanes.run_both(where_am_i, where_am_i) == (target, draft)
+        assert lanes.on_draft(where_am_i) == draft and lanes.on_target(where_am_i) == target
+    assert os.sched_getaffinity(0) == before, "the calling thread is never pinned"
+
+
+def failing(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("fails_first", ["target", "draft"])
+def test_a_failure_waits_for_the_other_phase(lanes: ThreadLanes, fails_first: str) -> None:
+    done = []
+
+    def slow() -> None:
+        time.sleep(0.05)
+        done.append(True)
+
+    phases = (lambda: failing(ValueError("quick")), slow)
+    with pytest.raises(ValueError, match="quick"):
+        lanes.run_both(*(phases if fails_first == "target" else phases[::-1]))
+    assert done
+    assert lanes.run_both(lambda: 1, lambda: 2) == (1, 2), "the lanes go on after a failure"
+
+
+def test_of_two_failures_the_targets_is_raised(lanes: ThreadLanes) -> None:
+    with pytest.raises(KeyError, match="verify"):
+        lanes.run_both(lambda: failing(KeyError("verify")), lambda: failing(ValueError("propose")))
+
+
+def test_errors_of_single_lane_work_reach_the_caller(lanes: ThreadLanes) -> None:
+    with pytest.raises(ValueError, match="draft"):
+        lanes.on_draft(lambda: failing(ValueError("draft")))
+    with pytest.raises(ValueError, match="target"):
+        lanes.on_target(lambda: failing(ValueError("target")))
+
+
+def test_close_ends_the_threads_and_can_be_repeated() -> None:
+    num_before = threading.active_count()
+    lanes = ThreadLanes(DRAFT, TARGET)
+    assert threading.active_count() == num_before + 2
+    lanes.close()
+    lanes.close()
+    assert threading.active_count() == num_before
+    with pytest.raises(RuntimeError, match="shutdown"):
+        lanes.run_both(lambda: 1, lambda: 2)
+
+
+@pytest.mark.parametrize("broken", ["draft", "target"])
+def test_cores_that_do_not_exist_are_refused_and_leave_no_thread(broken: str) -> None:
+    num_before = threading.active_count()
+    shares = {"draft": DRAFT, "target": TARGET, broken: CorePartition(broken, (100_000,))}
+    with pytest.raises(ConfigError, match=rf"partition {broken}: cores \(100000,\)"):
+        ThreadLanes(shares["draft"], shares["target"])
+    assert threading.active_count() == num_before
+
+
+def thread_affinities() -> dict[int, set[int]]:
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread of another test may end now
+            found[int(task.name)] = os.sched_getaffinity(int(task.name))
+    return found
+
+
+def test_helper_threads_of_a_session_stay_on_the_lane_that_opened_it(
+    lanes: ThreadLanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core is named twice: two threads to compute with, on one core."""
+    monkeypatch.setattr(onnx_runtime, "ONE_THREAD_BYTES", 0)
+    source = write_checkpoint(tmp_path / "source")
+    build_engines(source, source, tmp_path / "engine")
+    target = EngineManifest.load(tmp_path / "engine").target
+    twice = CorePartition("target", TARGET.cores * 2)
+
+    def helpers_of(opened: OrtRunner, before: dict[int, set[int]]) -> list[set[int]]:
+        helpers = [cores for task, cores in thread_affinities().items() if task not in before]
+        opened.close()
+        return helpers
+
+    before = thread_affinities()
+    runner = lanes.on_target(lambda: OrtRunner(target, tmp_path / "engine", 4, 16, twice))
+    assert helpers_of(runner, before) == [set(TARGET.cores)]
+    if len(CORES) > 1:  # opened elsewhere, helpers run anywhere
+        before = thread_affinities()
+        runner = OrtRunner(target, tmp_path / "engine", 4, 16, twice)
+        assert helpers_of(runner, before) == [set(CORES)]

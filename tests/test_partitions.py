@@ -1,0 +1,187 @@
+"""Opening partitions: which splits are opened and why, pools shared, sessions on the lanes, nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.build import build_engines
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError
+from faser_backend.device import onnx_runtime
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.overlap import Partition
+from faser_backend.serving.partitions import open_partitions, useful_splits
+from faser_backend.serving.profiling.measure import shares_of
+from tests.tiny_models import make_rows, run_all, write_checkpoint
+
+CORES = sorted(os.sched_getaffinity(0))
+# Both shares exist on a machine of one core too; they then take turns.
+PAIR = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
+MENU = PartitionMenu(CorePartition("whole", tuple(CORES)), (PAIR,), "as tested")
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("partitions")
+    target, draft = write_checkpoint(root / "target"), write_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
+    build_engines(target, draft, root / "engine", exit_layers=(1,), kv_block_size=BLOCK_SIZE)
+    return root / "engine"
+
+
+def open_on(engine: Path, menu: PartitionMenu = MENU, *, is_drafting: bool = True, wants_splits: bool = True):
+    return open_partitions(
+        engine,
+        EngineManifest.load(engine),
+        num_blocks=NUM_BLOCKS,
+        config=EngineConfig(),
+        menu=menu,
+        is_drafting=is_drafting,
+        wants_splits=wants_splits,
+    )
+
+
+def runners_of(partition: Partition) -> tuple[OrtRunner, OrtRunner]:
+    """(target, draft)"""
+    assert isinstance(partition.target, OrtRunner) and isinstance(partition.draft, OrtRunner)
+    return partition.target, partition.draft
+
+
+def test_a_split_continues_what_the_whole_began(engine: Path) -> None:
+    """And both models at once compute what they compute in turn."""
+    partitions, close = open_on(engine)
+    whole, split, lanes = runners_of(partitions[WHOLE]), runners_of(partitions["1/1"]), partitions["1/1"].lanes
+    assert lanes is not None and partitions[WHOLE].lanes is None
+    sequence, table = [np.arange(12) * 5 % 97], np.array([[8, 3, 11]])
+    wanted = [run_all(runner, make_rows(sequence, [0], [12], table)) for runner in whole]
+    for runner in whole:
+        runner.pool.storage[:] = 0.0
+        run_all(runner, make_rows(sequence, [0], [7], table))
+    rest = make_rows(sequence, [7], [5], table)
+    found = lanes.run_both(lambda: run_all(split[0], rest), lambda: run_all(split[1], rest))
+    for logits, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(logits, expected[7:], atol=1e-4)
+    close()
+
+
+def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each core is named twice, so that each runner computes with two threads on it."""
+    monkeypatch.setattr(onnx_runtime, "ONE_THREAD_BYTES", 0)
+    draft, target = (CorePartition(share.name, share.cores * 2) for share in PAIR)
+    num_sessions = {draft.cores[0]: 0, target.cores[0]: 0}
+
+    def pinned_threads() -> list[int]:
+        affinities = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+        return [next(iter(cores)) for cores in affinities if len(cores) == 1]
+
+    before = pinned_threads()
+    partitions, close = open_on(engine, PartitionMenu(PAIR[0], ((draft, target),), "as tested"))
+    assert list(partitions) == [WHOLE, "2/2"]
+    after = pinned_threads()
+    for core in num_sessions:
+        num_sessions[core] = after.count(core) - before.count(core)
+    close()
+    if len(CORES) > 1:  # a lane and a helper per segment: one of the draft, two of the target
+        assert num_sessions == {draft.cores[0]: 1 + 1, target.cores[0]: 1 + 2}
+
+
+@pytest.mark.parametrize(
+    ("menu", "wishes"),
+    [(MENU, {"wants_splits": False}), (MENU, {"is_drafting": False}), (core_partitions((CORES[0],)), {})],
+)
+def test_no_split_where_none_is_wanted_or_possible(engine: Path, menu: PartitionMenu, wishes: dict) -> None:
+    partitions, close = open_on(engine, menu, **wishes)
+    assert list(partitions) == [WHOLE]
+    assert (partitions[WHOLE].draft is None) == ("is_drafting" in wishes)
+    close()
+
+
+def test_the_log_tells_what_was_opened(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    _, close = open_on(engine)
+    close()
+    assert "splits opened: 1 of 1 (1/1); each loads 0 MiB" in caplog.text
+    _, close = open_on(engine, core_partitions((CORES[0],)))
+    close()
+    assert [record.levelname for record in caplog.records][-1] == "WARNING"
+    assert "none (1 core: draft and target run in turn, nothing can overlap)" in caplog.text
+
+
+def test_close_ends_every_lane_and_may_be_repeated(engine: Path) -> None:
+    num_before = threading.active_count()
+    partitions, close = open_on(engine)
+    assert threading.active_count() == num_before + 2
+    close()
+    close()
+    assert threading.active_count() == num_before
+    lanes = partitions["1/1"].lanes
+    assert lanes is not None
+    with pytest.raises(RuntimeError, match="shutdown"):
+        lanes.run_both(lambda: 1, lambda: 2)
+
+
+def test_a_split_that_cannot_be_opened_leaves_nothing_open(engine: Path) -> None:
+    num_before = threading.active_count()
+    menu = dataclasses.replace(MENU, splits=(PAIR, (PAIR[0], CorePartition("target", (100_000,)))))
+    with pytest.raises(ConfigError, match="partition target"):
+        open_on(engine, menu)
+    assert threading.active_count() == num_before
+
+
+class TestUsefulSplits:
+    EIGHT = core_partitions(tuple(range(8)))
+
+    @staticmethod
+    def sized(engine: Path, *, target: int, draft: int) -> EngineManifest:
+        """A manifest whose weight files are that large."""
+        manifest = EngineManifest.load(engine)
+        sizes = {"target": target, "draft": draft}
+        models = {
+            name: dataclasses.replace(model, weights=dataclasses.replace(model.weights, num_bytes=sizes[name]))
+            for name, model in (("target", manifest.target), ("draft", manifest.draft))
+        }
+        return dataclasses.replace(manifest, **models)
+
+    def names(self, engine: Path, *, draft: int, num_threads: int | None = None, free: int = 1 << 40):
+        manifest = self.sized(engine, target=100 << 20, draft=draft)
+        splits, reason = useful_splits(self.EIGHT, manifest, num_threads, free)
+        return [split_name(*split) for split in splits], reason
+
+    def test_a_large_draft_gets_every_share(self, engine: Path) -> None:
+        names, reason = self.names(engine, draft=50 << 20)
+        assert names == ["1/7", "2/6", "4/4"]
+        assert reason == "3 of 3 (1/7, 2/6, 4/4); each loads 150 MiB of weights again"
+
+    def test_a_draft_of_one_thread_leaves_the_other_cores_to_the_target(self, engine: Path) -> None:
+        names, reason = self.names(engine, draft=5 << 20)
+        assert names == ["1/7"] and "cannot use more than 1 core" in reason
+
+    @pytest.mark.parametrize(("free_mib", "num_splits"), [(1799, 2), (1800, 3), (599, 0)])
+    def test_copies_of_the_weights_take_a_quarter_of_free_memory_at_most(self, engine: Path, free_mib, num_splits):
+        names, reason = self.names(engine, draft=50 << 20, free=free_mib << 20)
+        assert len(names) == num_splits
+        assert (f"25% of {free_mib} MiB of free memory hold no more" in reason) == (num_splits < 3)
+
+    def test_fewer_threads_than_cores_cannot_be_split(self, engine: Path) -> None:
+        assert self.names(engine, draft=50 << 20, num_threads=8)[0] == ["1/7", "2/6", "4/4"]
+        assert self.names(engine, draft=50 << 20, num_threads=7) == (
+            [],
+            "none (num_threads = 7 of 8 cores: a split uses them all)",
+        )
+
+    @pytest.mark.parametrize("num_cores", [2, 3, 4, 7, 64])
+    def test_splits_are_named_as_the_profile_names_them(self, num_cores: int) -> None:
+        menu = core_partitions(tuple(range(num_cores)))
+        measured = {share.partition for share in shares_of(menu)} - {WHOLE}
+        assert {split_name(*split) for split in menu.splits} == measured
+        assert all(name in menu.note for name in measured)
