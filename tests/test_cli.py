@@ -12,9 +12,9 @@ import pytest
 
 from faser_backend.cli import main
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.device.partition import core_partitions
 from faser_backend.serving.doctor import examine
 from faser_backend.serving.parameters import Parameters
 from faser_backend.serving.server import MODEL_REPO, LaunchOptions, write_launch_copy
