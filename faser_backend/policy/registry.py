@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.policy.goodput import Goodput
+from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.schedule import parse_schedule
 from faser_backend.policy.speculation import (
@@ -66,6 +67,11 @@ def _parse_survival(spec: str, argument: str, load_knowledge: LoadKnowledge) -> 
     return Survival(load_knowledge(), MAX_ADAPTIVE_TOKENS)
 
 
+def _parse_gp_lcb(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
+    _refuse_argument(spec, argument)
+    return GpLcb(load_knowledge().costs)
+
+
 def _refuse_argument(spec: str, argument: str) -> None:
     if argument:
         raise ConfigError(f"policy = {spec!r}: takes no argument")
@@ -77,4 +83,5 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "schedule": ("schedule:BATCH:LENGTH,...", _parse_schedule),
     "goodput": ("goodput", _parse_goodput),
     "survival": ("survival", _parse_survival),
+    "gp-lcb": ("gp-lcb", _parse_gp_lcb),
 }

@@ -1,0 +1,152 @@
+"""`gp-lcb`: FASER's adaptive drafter (2604.20503), a length per request by a bandit on time per token.
+
+The time of a step belongs to all its requests, so the bandit weighs whole assignments of lengths, by
+    log time per token = log cost(B, lengths) + f(B, mean length, longest length) - log tokens(rates, lengths).
+cost is the cost model's prediction, f a Gaussian process of prior mean 0 (the model's error, as the engine shows
+it), tokens the sum of chain survivals under each request's acceptance rate (Leviathan 2211.17192, eq. 1).
+Time and tokens are learned apart: time does not depend on what is accepted, nor acceptance on the load; and
+a test's law is known (Bernoulli), so that counts do for it, while that of time is not, which is what a GP is for.
+
+The lower confidence bound (Srinivas et al. 0912.3995) is taken on the difference to the assignment of best mean:
+regret is a difference, and what is uncertain for all alike (a machine that slows down) is no reason to explore.
+The partition is always the whole device: its share is a constant, not an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+from faser_backend.policy.gaussian_process import GridProcess, hats, smooth
+from faser_backend.policy.history import AcceptanceHistory
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+
+# Candidates: each request drafts while its chain survives with more than this chance, up to a common cap.
+SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75])  # [P]
+DEPTHS = np.arange(1, MAX_ADAPTIVE_TOKENS + 1)  # [K]
+LOG_BATCH_KNOTS = np.array([0.0, 2.0, 4.0, 6.0, 8.0])  # log2 of 1 to 256 requests
+LENGTH_KNOTS = np.array([0.0, 1.0, 2.0, 4.0, MAX_ADAPTIVE_TOKENS])
+_PARTS = 16  # mean lengths are told apart to 1/16
+_BY_MEAN = hats(LENGTH_KNOTS, np.arange(MAX_ADAPTIVE_TOKENS * _PARTS + 1) / _PARTS)
+_LENGTH_WEIGHTS = np.kron(_BY_MEAN, _BY_MEAN[::_PARTS]).reshape(len(_BY_MEAN), MAX_ADAPTIVE_TOKENS + 1, -1)
+_BATCH_HATS = hats(LOG_BATCH_KNOTS, np.log2(np.maximum(np.arange(2**8 + 1), 1)))  # by batch size
+
+BOUND_STDS = 1.0  # how many standard deviations below the mean the bound lies
+STEP_NOISE = 0.15  # standard deviation of the log of a step's time
+DRIFT = 0.003  # of f per step: half of the evidence is gone after 460 steps
+MODEL_ERROR = {True: 0.2, False: 0.4}  # prior standard deviation of f, by whether the costs were measured
+STAY_WITHIN = 0.01  # relative cost that is no reason to change the assignment
+
+
+class GpLcb:
+    """Learns from every step: its time, and which tests its requests passed."""
+
+    is_drafting = True
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._process = GridProcess(_prior(MODEL_ERROR[costs.is_measured]), STEP_NOISE, DRIFT)
+        self._history = AcceptanceHistory()
+        self._last_choice = 0
+
+    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+        size = len(sequences)
+        survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K]
+        survival[DEPTHS > _usable_lengths(sequences)[:, None]] = 0.0
+        is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K]
+        num_deep = _from_zero(np.count_nonzero(is_drafted, axis=1))  # [P, K + 1] chains of that depth or more
+        tokens = _from_zero((survival * is_drafted).sum(axis=1))
+        tokens[:, 0] = size
+        num_drafted = num_deep.cumsum(axis=1)  # [P, K + 1] by cap
+        longest = (num_deep > 0).cumsum(axis=1)
+        context = max(sequence.num_tokens for sequence in sequences)
+        log_cost = np.log(self._round_us(size, context, num_deep, num_drafted, longest) / tokens.cumsum(axis=1))
+        choice = self._choose(size, log_cost.ravel(), (num_drafted / size).ravel(), longest.ravel())
+        floor, cap = divmod(choice, DEPTHS.size + 1)
+        return Decision(np.count_nonzero(is_drafted[floor, :, :cap], axis=1).tolist())
+
+    def observe(self, record: StepRecord) -> None:
+        self._history.observe(record)
+        lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
+        size, num_drafted, longest = lengths.size, lengths.sum(keepdims=True), lengths.max(keepdims=True)
+        num_deep = _from_zero(np.count_nonzero(lengths[:, None] >= DEPTHS, axis=0)[None])[:, : longest[0] + 1]
+        context = int(record.num_tokens.max())
+        expected_us = self._round_us(size, context, num_deep, num_drafted[:, None], longest[:, None])[0, -1]
+        measured_us = record.step_us
+        if record.plan.prefills:  # prompts are no matter of lengths
+            phases_us = record.propose_us + record.verify_us - record.overlap_us
+            measured_us = phases_us + float(self._costs.overhead.step(size, size + num_drafted[0]))
+        if measured_us > 0.0:
+            weights = np.multiply.outer(_batch_hats(size), _length_weights(num_drafted / size, longest)[0])
+            self._process.observe(weights.ravel(), float(np.log(measured_us / expected_us)))
+
+    def _choose(self, size: int, log_cost: np.ndarray, mean_length: np.ndarray, longest: np.ndarray) -> int:
+        """Index of the candidate with the least bound, arrays [N]; the last choice where it is as good."""
+        batch, weights = _batch_hats(size), _length_weights(mean_length, longest)
+        num_batches, num_points = batch.size, weights.shape[1]
+        means = batch @ self._process.mean.reshape(num_batches, num_points)
+        expected = log_cost + weights @ means
+        contrasts = weights - weights[expected.argmin()]
+        blocks = self._process.covariance.reshape(num_batches, num_points, num_batches, num_points)
+        near = batch.nonzero()[0]  # one or two
+        covariance = sum(batch[i] * batch[j] * blocks[i, :, j] for i in near for j in near)
+        variance = np.einsum("ng,ng->n", contrasts @ covariance, contrasts)
+        bound = expected - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
+        best = int(bound.argmin())
+        if bound[self._last_choice] > bound[best] + STAY_WITHIN:
+            self._last_choice = best
+        return self._last_choice
+
+    def _round_us(
+        self, size: int, context: int, num_deep: np.ndarray, num_drafted: np.ndarray, longest: np.ndarray
+    ) -> np.ndarray:
+        """Predicted microseconds of serial rounds. num_deep [P, K + 1]: sequences of each draft call, 0 first.
+        num_drafted and longest: draft tokens in all, and of one sequence; [P, K + 1], or [P, 1] at the last cap."""
+        costs = self._costs
+        call_us = costs.call_us(DRAFT, WHOLE, num_deep, num_deep, context, max_rows=1, num_logit_rows=num_deep)
+        call_us += costs.overhead.draft_call(num_deep)
+        draft_us = (call_us * (num_deep > 0)).cumsum(axis=1)
+        rows = size + num_drafted
+        verify_us = costs.call_us(TARGET, WHOLE, rows, size, context, max_rows=longest + 1)
+        return draft_us + verify_us + costs.overhead.step(size, rows)
+
+
+def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
+    """[B] draft tokens that each request can use: the rest of its output, and its own limit."""
+    usable = [
+        sequence.num_remaining_tokens - 1
+        if (cap := sequence.request.max_draft_tokens) is None
+        else min(cap, sequence.num_remaining_tokens - 1)
+        for sequence in sequences
+    ]
+    return np.array(usable)
+
+
+def _from_zero(by_depth: np.ndarray) -> np.ndarray:
+    """[P, K + 1] from [P, K]: a column of zeros before the first."""
+    result = np.zeros((by_depth.shape[0], by_depth.shape[1] + 1), by_depth.dtype)
+    result[:, 1:] = by_depth
+    return result
+
+
+def _prior(model_error: float) -> np.ndarray:
+    """[G, G] over (batch size, mean length, longest length): an error common to all, and one of each place."""
+    steps = np.arange(LENGTH_KNOTS.size)
+    lengths = smooth(steps, 2.0)
+    local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), np.kron(lengths, lengths))
+    return model_error**2 * (1.0 + local)
+
+
+def _batch_hats(size: int) -> np.ndarray:
+    """[5] weights of the batch sizes that are knots."""
+    return _BATCH_HATS[min(size, len(_BATCH_HATS) - 1)]
+
+
+def _length_weights(mean_length: np.ndarray, longest: np.ndarray) -> np.ndarray:
+    """[N, 25] weights of the grid's lengths for mean and longest lengths [N]."""
+    return _LENGTH_WEIGHTS[(mean_length * _PARTS + 0.5).astype(np.int64), longest]

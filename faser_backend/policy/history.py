@@ -1,0 +1,67 @@
+"""What requests' acceptance histories say of their next draft tokens, for a policy that must never stop learning.
+
+Counts fade with every test and with every step, a request's own towards the traffic's, the traffic's towards a
+prior: who was not tested for long is worth a new try. Bounded by the requests of one decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence as RunningSequence
+
+PRIOR_RATE = 0.6  # of acceptance, before any test
+PRIOR_TESTS = 4.0  # what the prior weighs
+OWN_PRIOR_TESTS = 8.0  # what the traffic's rate weighs for a request
+MEMORY_TESTS = 500.0  # of the traffic
+OWN_MEMORY_TESTS = 100.0
+MEMORY_STEPS = 100.0  # evidence fades over so many steps, tested or not
+BOUND_STDS = 1.0  # the traffic's rate is taken at its upper bound, so much above its mean
+MAX_RATE = 0.98
+
+
+class AcceptanceHistory:
+    """Faded counts of tests and acceptances, of the traffic and of each request of the last decision."""
+
+    def __init__(self) -> None:
+        self._accepted = 0.0
+        self._tested = 0.0
+        self._own: dict[RunningSequence, tuple[float, float]] = {}  # accepted, tested
+
+    def rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
+        """[B] chance that a tested draft token of each request is accepted, seen with optimism."""
+        known = self._own
+        self._own = {sequence: known.get(sequence) or _lifetime(sequence) for sequence in sequences}
+        counts = np.array(list(self._own.values()))  # [B, 2]
+        tests = self._tested + PRIOR_TESTS
+        mean = (self._accepted + PRIOR_RATE * PRIOR_TESTS) / tests
+        upper = mean + BOUND_STDS * (mean * (1.0 - mean) / (tests + 1.0)) ** 0.5  # of the Beta posterior
+        rates = (counts[:, 0] + upper * OWN_PRIOR_TESTS) / (counts[:, 1] + OWN_PRIOR_TESTS)
+        return np.minimum(rates, MAX_RATE)
+
+    def observe(self, record: StepRecord) -> None:
+        accepted = record.acceptance.num_accepted
+        tested = np.minimum(accepted + 1, record.num_testable)
+        num_tested = int(tested.sum())
+        fade = _fade(num_tested, MEMORY_TESTS)
+        self._accepted = self._accepted * fade + int(accepted.sum())
+        self._tested = self._tested * fade + num_tested
+        own = self._own
+        for sequence, passed, tests in zip(record.plan.decodes, accepted.tolist(), tested.tolist(), strict=True):
+            if (counts := own.get(sequence)) is not None:
+                fade = _fade(tests, OWN_MEMORY_TESTS)
+                own[sequence] = (counts[0] * fade + passed, counts[1] * fade + tests)
+
+
+def _fade(num_tests: int, memory_tests: float) -> float:
+    return max(0.0, 1.0 - num_tests / memory_tests) * (1.0 - 1.0 / MEMORY_STEPS)
+
+
+def _lifetime(sequence: RunningSequence) -> tuple[float, float]:
+    """A request's counts on first sight, as heavy as memory allows."""
+    stats = sequence.stats
+    weight = min(1.0, OWN_MEMORY_TESTS / max(stats.num_tested, 1))
+    return stats.num_accepted * weight, stats.num_tested * weight
