@@ -1,54 +1,133 @@
-"""A fake of the runner port whose answers depend on every KV entry that a real model would read.
+"""Fakes of the runner and lanes ports. A runner's answers depend on every KV entry that a real model would read.
 
-`HashRunner` stores token ids in its paged pool. A row's logits are a pseudo-random function of the
-last `memory` tokens before it, read back through the block table: a wrong block, a stale entry or a
-missed truncation changes the logits, and with them the tokens.
+`HashRunner` stores token ids in paged pools, one per segment. A row's logits are a pseudo-random function of the
+last `memory` tokens before it, read back through the block table in every segment: a wrong block, a stale entry or
+a missed truncation, however deep, changes the logits, and with them the tokens.
 """
 
 from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
 
+# Logits by (vocabulary, memory, noise) and tokens, of all runners: many engines decode the same requests.
+_KNOWN: dict[tuple[int, int, float], dict[bytes, np.ndarray]] = {}
+
 
 class HashRunner:
-    """memory: how many trailing tokens the logits depend on. noise: deviation from the shared model."""
+    """memory: how many trailing tokens the logits depend on. noise: deviation from the shared model.
 
-    num_segments = 1
-    num_layers = (1,)
-    exits: frozenset[int] = frozenset()
+    exit_noise: by how much exit scores deviate from the final logits. pools: of a runner to share K/V with, as
+    the runners of two partitions do. `fails_on_token` and `fails_at_call` (counted from 1) make a call raise.
+    """
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, memory: int = 10**6, noise: float = 0.0):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        memory: int = 10**6,
+        noise: float = 0.0,
+        num_layers: tuple[int, ...] = (1,),
+        exit_noise: float = 1.0,
+        pools: list[np.ndarray] | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.memory = memory
         self.noise = noise
+        self.exit_noise = exit_noise
         self.block_size = block_size
-        self.pool = np.full((num_blocks, block_size), -1, np.int64)
-        self._known: dict[bytes, np.ndarray] = {}
+        self.num_layers = num_layers
+        self.num_segments = len(num_layers)
+        self.exits = frozenset(range(self.num_segments - 1))
+        self.pools = pools or [np.full((num_blocks, block_size), -1, np.int64) for _ in num_layers]
         self.num_calls = 0
+        self.num_row_layers = 0
         self.fails_on_token: int | None = None
+        self.fails_at_call: int | None = None
+        self._known = _KNOWN.setdefault((vocab_size, memory, noise), {})
+        self._is_running = threading.Lock()
+        self._lent: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        assert segment == 0 and hidden is None
+        output, _ = self._run(segment, rows, hidden)
+        return output
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        assert segment in self.exits
+        assert exit_candidates.shape[0] == rows.num_rows
+        assert exit_candidates.min() >= 0 and exit_candidates.max() < self.vocab_size
+        output, prefixes = self._run(segment, rows, hidden)
+        scores = np.empty(exit_candidates.shape, np.float32)
+        for row, tokens in enumerate(prefixes):
+            noise = np.random.default_rng([17, segment, zlib.crc32(tokens.tobytes())]).normal(size=self.vocab_size)
+            noisy = self.logits_after(tokens) + self.exit_noise * noise
+            scores[row] = noisy[exit_candidates[row]]
+        return output, scores
+
+    def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> tuple[np.ndarray, list[np.ndarray]]:
+        """What the segment yields, and the tokens that each row sees in the segment's pool."""
+        assert self._is_running.acquire(blocking=False), "the runner is entered while it runs"
+        try:
+            self._count_call(rows, segment)
+            if segment == 0:
+                assert hidden is None
+                hidden = np.stack([rows.token_ids, np.zeros(rows.num_rows, np.int64)], axis=1)
+            assert hidden is not None and hidden.shape == (rows.num_rows, 2), "one hidden state per row"
+            assert (hidden[:, 0] == rows.token_ids).all(), "hidden states of other rows"
+            prefixes = self._write_and_read(segment, rows)
+            # A state tells what this row saw in all segments so far; it is the digest of its tokens if all agree.
+            digests = np.array([_digest(tokens) for tokens in prefixes], np.int64)
+            agrees = (hidden[:, 1] == digests) | (segment == 0)
+            states = np.where(agrees, digests, hidden[:, 1] * 31 + digests)
+            if segment < self.num_segments - 1:
+                return self._lend(segment, np.stack([rows.token_ids, states], axis=1)), prefixes
+            wanted = rows.logit_rows.tolist()
+            logits = [self.logits_after(prefixes[r]) if agrees[r] else self._garbage(int(states[r])) for r in wanted]
+            return self._lend(segment, np.array(logits, np.float32).reshape(-1, self.vocab_size)), prefixes
+        finally:
+            self._is_running.release()
+
+    def _lend(self, segment: int, output: np.ndarray) -> np.ndarray:
+        """The array may be used until the next call of this shape: then the one lent before is spoilt."""
+        old = self._lent.get((segment, output.shape))
+        if old is not None:
+            old.fill(-1 if old.dtype == np.int64 else np.nan)
+        self._lent[segment, output.shape] = output
+        return output
+
+    def _count_call(self, rows: RowBatch, segment: int) -> None:
         assert rows.token_ids.min() >= 0 and rows.token_ids.max() < self.vocab_size
         self.num_calls += 1
-        if self.fails_on_token is not None and (rows.token_ids == self.fails_on_token).any():
+        self.num_row_layers += rows.num_rows * self.num_layers[segment]
+        is_cursed = self.fails_on_token is not None and (rows.token_ids == self.fails_on_token).any()
+        if is_cursed or self.num_calls == self.fails_at_call:
             raise RuntimeError("the fake was told to fail")
-        wanted = set(rows.logit_rows.tolist())
-        logits = {}
+
+    def _write_and_read(self, segment: int, rows: RowBatch) -> list[np.ndarray]:
+        pool, prefixes = self.pools[segment], []
         for index in range(rows.num_sequences):
             table, start = rows.block_tables[index], int(rows.context_lens[index])
-            for offset, row in enumerate(range(int(rows.cu_rows[index]), int(rows.cu_rows[index + 1]))):
-                position = start + offset
-                self.pool[table[position // self.block_size], position % self.block_size] = rows.token_ids[row]
-                if row in wanted:
-                    logits[row] = self.logits_after(self._read(table, position + 1))
-        return np.array([logits[row] for row in rows.logit_rows.tolist()], np.float32).reshape(-1, self.vocab_size)
+            own = rows.token_ids[int(rows.cu_rows[index]) : int(rows.cu_rows[index + 1])]
+            positions = np.arange(start, start + own.size)
+            pool[table[positions // self.block_size], positions % self.block_size] = own
+            tokens = self._read(pool, table, start + own.size)
+            prefixes += [tokens[: position + 1] for position in positions]
+        return prefixes
 
-    def _read(self, table: np.ndarray, num_tokens: int) -> np.ndarray:
+    def _read(self, pool: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
         positions = np.arange(num_tokens)
-        tokens = self.pool[table[positions // self.block_size], positions % self.block_size]
+        tokens = pool[table[positions // self.block_size], positions % self.block_size]
         assert (tokens >= 0).all(), "a KV entry that was never written is read"
         return tokens
 
@@ -64,6 +143,54 @@ class HashRunner:
         far = np.random.default_rng([11, *tokens[-self.memory :].tolist()]).normal(size=self.vocab_size)
         other = np.random.default_rng([13, *tokens[-2:].tolist()]).normal(size=self.vocab_size)
         return (4 * near + 0.7 * far + self.noise * other).astype(np.float32)
+
+    def _garbage(self, state: int) -> np.ndarray:
+        """[V] logits of a row whose segments saw different tokens."""
+        return 10 * np.random.default_rng([19, state & 0xFFFFFFFF]).normal(size=self.vocab_size)
+
+
+def _digest(tokens: np.ndarray) -> int:
+    return zlib.crc32(tokens.tobytes())
+
+
+class SequentialLanes:
+    """Both phases in turn, in a fixed order, for tests that must be the same every time."""
+
+    def __init__(self, *, verifies_first: bool) -> None:
+        self._verifies_first = verifies_first
+
+    def run_both(self, verify: Callable[[], Any], propose: Callable[[], Any]) -> tuple[Any, Any]:
+        if self._verifies_first:
+            verified, error = _caught(verify)
+            proposed, late = _caught(propose)
+        else:
+            proposed, error = _caught(propose)
+            verified, late = _caught(verify)
+        if error or late:
+            raise error or late  # type: ignore[misc]
+        return verified, proposed
+
+
+class ThreadLanes:
+    """Both phases at once, each on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._pools = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+
+    def run_both(self, verify: Callable[[], Any], propose: Callable[[], Any]) -> tuple[Any, Any]:
+        running = [pool.submit(phase) for pool, phase in zip(self._pools, (verify, propose), strict=True)]
+        errors = [future.exception() for future in running]
+        for error in errors:
+            if error is not None:
+                raise error
+        return running[0].result(), running[1].result()
+
+
+def _caught(phase: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return phase(), None
+    except Exception as error:  # raised by the caller once both have ended
+        return None, error
 
 
 class CountingClock:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.ports import Lanes
 from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.engine import Engine
@@ -17,9 +18,11 @@ from faser_backend.policy.cost_model import ModelSize, default_cost_model
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.speculation import SpeculationPolicy
 from tests.fakes import CountingClock, HashRunner
 
 VOCAB, CONTEXT, BLOCK = 24, 96, 4
+SPLIT = "1/1"  # the partition on which fake engines can overlap
 
 
 def guessed() -> Knowledge:
@@ -29,9 +32,27 @@ def guessed() -> Knowledge:
     return Knowledge(default_cost_model(target, draft))
 
 
-def fake_engine(
-    policy: str = "none",
+@dataclass
+class FakeEngine:
+    """An engine and the fakes in it; the runners of both partitions share their K/V."""
+
+    engine: Engine
+    targets: list[HashRunner]  # of WHOLE, and of SPLIT if there are lanes
+    drafts: list[HashRunner]
+    stepper: Stepper
+
+
+def fake_engine(policy: str | SpeculationPolicy = "none", **options) -> tuple[Engine, HashRunner]:
+    """The real scheduler, pipeline and sampler on fake models. Returns the engine and its target."""
+    fake = open_fake(policy, **options)
+    return fake.engine, fake.targets[0]
+
+
+def open_fake(
+    policy: str | SpeculationPolicy = "none",
     *,
+    lanes: Lanes | None = None,
+    num_layers: tuple[int, ...] = (1,),
     num_blocks: int = 200,
     max_num_seqs: int = 8,
     max_prefill_tokens: int = 16,
@@ -41,26 +62,37 @@ def fake_engine(
     uses_rejection: bool = False,
     vocab_size: int = VOCAB,
     draft_noise: float = 0.3,
-) -> tuple[Engine, HashRunner]:
-    """The real scheduler, pipeline and sampler on fake models. Returns the engine and its target."""
-    length_policy = parse_policy(policy, guessed)
-    target = HashRunner(num_blocks, BLOCK, vocab_size)
-    draft = (
-        HashRunner(num_blocks, BLOCK, vocab_size, memory=6, noise=draft_noise) if length_policy.is_drafting else None
-    )
+    draft_memory: int = 6,
+) -> FakeEngine:
+    """As fake_engine, with all parts. num_layers: of the target's segments."""
+    if isinstance(policy, str):
+        policy = parse_policy(policy, guessed)
+    num_partitions = 1 if lanes is None else 2
+    targets: list[HashRunner] = []
+    drafts: list[HashRunner] = []
+    for _ in range(num_partitions):
+        pools = targets[0].pools if targets else None
+        targets.append(HashRunner(num_blocks, BLOCK, vocab_size, num_layers=num_layers, pools=pools))
+        pools = drafts[0].pools if drafts else None
+        drafts.append(HashRunner(num_blocks, BLOCK, vocab_size, memory=draft_memory, noise=draft_noise, pools=pools))
+    if not policy.is_drafting:
+        drafts = []
     blocks = BlockManager(num_blocks, BLOCK, max_num_seqs, CONTEXT, can_reuse=can_reuse)
     scheduler = Scheduler(
         blocks,
-        length_policy,
+        policy,
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=max_prefill_tokens,
         never_evicts=never_evicts,
     )
     clock = CountingClock()
     sampler = NumpySampler(vocab_size, max_num_seqs)
-    partitions = {WHOLE: Partition(target, draft, None)}
+    partitions = {WHOLE: Partition(targets[0], drafts[0] if drafts else None, None)}
+    if lanes is not None:
+        partitions[SPLIT] = Partition(targets[1], drafts[1] if drafts else None, lanes)
     stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=uses_rejection)
-    return Engine(stepper, Limits(vocab_size, CONTEXT), clock, max_queue_size=max_queue_size), target
+    engine = Engine(stepper, Limits(vocab_size, CONTEXT), clock, max_queue_size=max_queue_size)
+    return FakeEngine(engine, targets, drafts, stepper)
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options) -> Request:
