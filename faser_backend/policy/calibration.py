@@ -45,7 +45,8 @@ def margin_bins(margins: np.ndarray) -> np.ndarray:
 class MatchCalibration:
     """Chances of acceptance by margin, updated online."""
 
-    margin_knots = MARGIN_KNOTS
+    # A bin's chance holds at its middle; held at its start, chances in between would come out too high.
+    margin_knots = np.append(0.5 * (MARGIN_KNOTS[1:] + MARGIN_KNOTS[:-1]), MARGIN_KNOTS[-1] + 2.0)
 
     def __init__(self, known: MarginCounts | None) -> None:
         if known is None or not known.tested.any():

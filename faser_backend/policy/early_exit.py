@@ -49,13 +49,13 @@ class ExitCalibration:
         if not self.pruned_shares or not all(0.0 <= share <= 1.0 for share in (*shares, *self.pruned_shares)):
             raise ValueError(f"exit at layer {self.layer}: threshold and shares must lie in [0, 1]")
 
-    def survival(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
-        """[B, K]: entry j - 1 is the predicted chance that draft tokens 1..j of a chain are all accepted.
+    def refined(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
+        """Chances of acceptance by draft margin [B, K], with what exit_margins [B, K] add to them."""
+        return sigmoid(self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins)
 
-        chances [B, K] of acceptance by draft margin; exit_margins [B, K].
-        """
-        scores = self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins
-        return np.cumprod(sigmoid(scores), axis=1)
+    def survival(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
+        """[B, K]: entry j - 1 is the predicted chance that draft tokens 1..j of a chain are all accepted."""
+        return np.cumprod(self.refined(chances, exit_margins), axis=1)
 
     def pruned_share(self, num_draft_rows: float) -> float:
         """Of chains of so many draft rows on average, drafted as they are; longer ones end as the last row does."""

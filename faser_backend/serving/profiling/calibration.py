@@ -1,0 +1,243 @@
+"""The calibration phase of `faser profile`: how sure the draft may be, and what each exit adds to that.
+
+Chains are recorded (chains.py), half of the texts are fitted, the other half is what every figure is of. An exit
+that cannot be fitted, because the draft is never or always right, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import Limits
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins
+from faser_backend.policy.early_exit import ExitCalibration, logits
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.serving.profiling.chains import Chains, record_chains
+from faser_backend.serving.profiling.exit_fit import (
+    Replay,
+    Survivals,
+    area_under_curve,
+    fit_logistic,
+    replay,
+    threshold_for,
+)
+from faser_backend.serving.profiling.texts import calibration_requests, read_prompts
+
+NUM_REQUESTS, QUICK_NUM_REQUESTS = 128, 32
+REPLAYED_LENGTHS = (4, MAX_ADAPTIVE_TOKENS)
+MIN_OUTCOMES = 20  # accepted and rejected tokens each, in both halves, or nothing is fitted to them
+
+
+@dataclass(frozen=True, slots=True)
+class ReliabilityBin:
+    """Held-out tested tokens of one bin of draft margins: mean predicted and observed chance."""
+
+    margin: float  # where the bin starts
+    predicted: float
+    observed: float
+    num_tested: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """An exit's calibration, and what it is worth on held-out chains. AUC: of telling accepted from rejected."""
+
+    calibration: ExitCalibration
+    margin_auc: float  # exit margin alone
+    draft_auc: float  # draft margin alone
+    both_auc: float
+    replays: dict[int, Replay]  # by number of draft tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What policies learn of a pair's chances, and how well it holds on texts that were not fitted."""
+
+    source: str  # of the texts
+    retention: float  # that thresholds were chosen for
+    num_fitted: int  # tested draft tokens
+    num_held_out: int
+    margins: MarginCounts  # of the fitted half
+    reliability: tuple[ReliabilityBin, ...]
+    exits: tuple[ExitReport, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "retention": self.retention,
+            "num_fitted": self.num_fitted,
+            "num_held_out": self.num_held_out,
+            "margins": {
+                "knots": MARGIN_KNOTS.tolist(),
+                "tested": self.margins.tested.tolist(),
+                "accepted": self.margins.accepted.tolist(),
+            },
+            "reliability": [asdict(each) for each in self.reliability],
+            "exits": [asdict(each) | {"replays": _replays_as_dict(each.replays)} for each in self.exits],
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Calibration:
+        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
+        return cls(
+            source=str(fields["source"]),
+            retention=float(fields["retention"]),
+            num_fitted=int(fields["num_fitted"]),
+            num_held_out=int(fields["num_held_out"]),
+            margins=_margins_from(fields["margins"]),
+            reliability=tuple(ReliabilityBin(**each) for each in fields["reliability"]),
+            exits=tuple(map(_exit_from, fields["exits"])),
+        )
+
+
+def calibrate(
+    engine_dir: Path,
+    manifest: EngineManifest,
+    *,
+    prompts: Path | None,
+    retention: float,
+    is_quick: bool,
+    seed: int,
+    progress: Callable[[float], None],
+) -> Calibration:
+    """Lets the engine write and fits what was heard. Raises ConfigError for options out of range."""
+    if not 0.0 < retention <= 1.0:
+        raise ConfigError(f"retention = {retention}: must lie in (0, 1]")
+    rng = np.random.default_rng(seed)
+    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
+    limits = Limits(manifest.target.spec.vocab_size, max_context)
+    texts = [] if prompts is None else read_prompts(prompts, engine_dir, manifest)
+    num_requests = QUICK_NUM_REQUESTS if is_quick else NUM_REQUESTS
+    requests = calibration_requests(texts, manifest.end_ids, limits, num_requests, rng)
+    depths = {
+        index: (segment.last_layer, manifest.target.spec.num_layers)
+        for index, segment in enumerate(manifest.target.segments)
+        if segment.has_exit_scores
+    }
+    chains = record_chains(engine_dir, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress)
+    return fit(chains, depths, retention, source="own text" if prompts is None else prompts.name)
+
+
+def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, source: str) -> Calibration:
+    """depths: segment of each exit -> layers before it and of the whole target."""
+    is_held_out = chains.group % 2 == 1
+    fitted, held_out = chains.take(~is_held_out), chains.take(is_held_out)
+    counts = MarginCounts.of(fitted.margins[fitted.is_tested], fitted.is_accepted[fitted.is_tested])
+    matches = MatchCalibration(counts)
+    outcomes = [half.is_accepted[half.is_tested] for half in (fitted, held_out)]
+    can_fit = all(min(half.sum(), (~half).sum()) >= MIN_OUTCOMES for half in outcomes)
+    return Calibration(
+        source=source,
+        retention=retention,
+        num_fitted=outcomes[0].size,
+        num_held_out=outcomes[1].size,
+        margins=counts,
+        reliability=_reliability(held_out, matches),
+        exits=tuple(
+            _fit_exit(segment, depth, fitted, held_out, matches, retention)
+            for segment, depth in sorted(depths.items())
+            if can_fit
+        ),
+    )
+
+
+def _fit_exit(
+    segment: int,
+    depth: tuple[int, int],
+    fitted: Chains,
+    held_out: Chains,
+    matches: MatchCalibration,
+    retention: float,
+) -> ExitReport:
+    """Bias and weights from the tested tokens of `fitted`, the threshold from its useful rows."""
+    chances = [matches.chances(half.margins) for half in (fitted, held_out)]
+    features = np.stack([logits(chances[0]), fitted.exit_margins[segment]], axis=-1)[fitted.is_tested]
+    bias, chance_weight, margin_weight = map(float, fit_logistic(features, fitted.is_accepted[fitted.is_tested]))
+    weights = (segment, depth[0], bias, chance_weight, margin_weight)
+    unscaled = ExitCalibration(*weights, 0.0, 1.0, (0.0,), 1.0, 0.0)
+    before, after = (
+        Survivals(half, np.cumprod(chance, axis=1), unscaled.survival(chance, half.exit_margins[segment]))
+        for half, chance in zip((fitted, held_out), chances, strict=True)
+    )
+    num_kept = int(np.ceil(retention * fitted.num_accepted.sum()))
+    threshold = threshold_for(before.at_exit, fitted.is_accepted, num_kept)
+    trim = threshold_for(before.by_draft, fitted.is_accepted, num_kept)
+    tested, accepted = held_out.is_tested, held_out.is_accepted
+    stays, enters = after.at_exit >= threshold, held_out.is_drafted & (after.by_draft >= trim)
+    is_drafted = held_out.is_drafted
+    calibration = ExitCalibration(
+        *weights,
+        threshold,
+        retention=_share(stays, accepted),
+        pruned_shares=tuple(_share(~stays[:, j], is_drafted[:, j]) for j in range(is_drafted.shape[1])),
+        trimmed_retention=_share(stays, accepted & enters),
+        trimmed_pruned_share=_share(~stays, enters),
+    )
+    refined = calibration.refined(chances[1], held_out.exit_margins[segment])
+    return ExitReport(
+        calibration,
+        margin_auc=area_under_curve(held_out.exit_margins[segment][tested], accepted[tested]),
+        draft_auc=area_under_curve(held_out.margins[tested], accepted[tested]),
+        both_auc=area_under_curve(refined[tested], accepted[tested]),
+        replays={
+            length: replay(_shortened(before, length), _shortened(after, length), retention, depth)
+            for length in REPLAYED_LENGTHS
+        },
+    )
+
+
+def _reliability(held_out: Chains, matches: MatchCalibration) -> tuple[ReliabilityBin, ...]:
+    margins, accepted = held_out.margins[held_out.is_tested], held_out.is_accepted[held_out.is_tested]
+    predicted, bins = matches.chances(margins), margin_bins(margins)
+    return tuple(
+        ReliabilityBin(
+            float(MARGIN_KNOTS[index]),
+            float(predicted[bins == index].mean()),
+            float(accepted[bins == index].mean()),
+            int((bins == index).sum()),
+        )
+        for index in np.unique(bins)
+    )
+
+
+def _shortened(survivals: Survivals, length: int) -> Survivals:
+    chains, by_draft, at_exit = survivals
+    return Survivals(chains.shortened(length), by_draft[:, :length], at_exit[:, :length])
+
+
+def _share(holds: np.ndarray, among: np.ndarray) -> float:
+    """Of the entries `among` (bool), how many hold; 0 of none."""
+    return float((holds & among).sum()) / max(int(among.sum()), 1)
+
+
+def _replays_as_dict(replays: dict[int, Replay]) -> dict[str, dict[str, float]]:
+    return {str(length): each._asdict() for length, each in replays.items()}
+
+
+def _margins_from(fields: dict[str, Any]) -> MarginCounts:
+    if fields["knots"] != MARGIN_KNOTS.tolist():
+        raise ValueError("margins were counted in other bins")
+    tested, accepted = (np.array(fields[name], np.float64) for name in ("tested", "accepted"))
+    if tested.shape != MARGIN_KNOTS.shape or accepted.shape != MARGIN_KNOTS.shape:
+        raise ValueError(f"margins need {MARGIN_KNOTS.size} bins")
+    if not (np.isfinite(tested).all() and (accepted >= 0).all() and (accepted <= tested).all()):
+        raise ValueError("accepted tokens of a bin must lie between 0 and those tested")
+    return MarginCounts(tested, accepted)
+
+
+def _exit_from(fields: dict[str, Any]) -> ExitReport:
+    calibration = fields["calibration"]
+    return ExitReport(
+        ExitCalibration(**{**calibration, "pruned_shares": tuple(calibration["pruned_shares"])}),
+        float(fields["margin_auc"]),
+        float(fields["draft_auc"]),
+        float(fields["both_auc"]),
+        {int(length): Replay(**each) for length, each in fields["replays"].items()},
+    )
