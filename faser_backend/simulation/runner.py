@@ -1,0 +1,89 @@
+"""`SimRunner`: a model whose calls take the time that a cost model predicts, and compute nothing.
+
+Step overhead is charged here and nowhere else: what surrounds a verification with the target's call that yields
+logits, what surrounds a draft call with that call, an exit's with its scores. Prompt chunks pay for their calls alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+from faser_backend.simulation.clock import SimClock
+
+
+class SimRunner:
+    """core.ports.ModelRunner on one partition, in virtual time.
+
+    pads_context: the runtime reads every sequence's keys up to the longest context of the call, as padded
+    attention on a CPU does; else each sequence's own, as paged attention on a GPU does.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        partition: str,
+        costs: CostModel,
+        clock: SimClock,
+        *,
+        num_layers: tuple[int, ...],  # of each segment
+        exits: frozenset[int],
+        vocab_size: int,
+        pads_context: bool,
+    ) -> None:
+        assert len(num_layers) == costs.num_segments(model), "one cost per segment"
+        self.model, self.partition = model, partition
+        self.num_segments = len(num_layers)
+        self.num_layers = num_layers
+        self.exits = exits
+        self.vocab_size = vocab_size
+        self._costs = costs
+        self._clock = clock
+        self._pads_context = pads_context
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        """Advances the clock. Returns [T, 1] in place of hidden states, [R, 1] in place of logits."""
+        is_last = segment == self.num_segments - 1
+        self._clock.advance_us(self._call_us(segment, rows))
+        if not is_last:
+            return np.zeros((rows.num_rows, 1), np.float32)
+        if rows.logit_rows.size:
+            self._clock.advance_us(self._overhead_us(rows))
+        return np.zeros((rows.logit_rows.size, 1), np.float32)
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As run_segment. Scores [T, C] carry the exit's place among the exits: the sampler knows its margins."""
+        output = self.run_segment(segment, rows, hidden)
+        self._clock.advance_us(float(self._costs.overhead.exit(rows.num_rows)))
+        place = sorted(self.exits).index(segment)
+        return output, np.full(exit_candidates.shape, place, np.float32)
+
+    def _call_us(self, segment: int, rows: RowBatch) -> float:
+        size = rows.num_sequences
+        if self._pads_context:
+            context, max_rows = float(rows.context_lens.max()), float(rows.rows_per_sequence.max())
+        else:
+            context, max_rows = float(rows.context_lens.sum()) / size, rows.num_rows / size
+        return float(
+            self._costs.call_us(
+                self.model,
+                self.partition,
+                rows.num_rows,
+                size,
+                context,
+                max_rows=max_rows,
+                num_logit_rows=rows.logit_rows.size,
+                first_segment=segment,
+                last_segment=segment + 1,
+            )
+        )
+
+    def _overhead_us(self, rows: RowBatch) -> float:
+        overhead = self._costs.overhead
+        if self.model == DRAFT:
+            return float(overhead.draft_call(rows.num_sequences))
+        assert self.model == TARGET
+        return float(overhead.step(rows.num_sequences, rows.num_rows))
