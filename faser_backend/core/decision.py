@@ -36,7 +36,8 @@ class TrimRule:
     match_probs: np.ndarray
     margin_shares: np.ndarray
     verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
-    draft_us: float  # predicted time of one draft call for the batch
+    column_us: float  # more for every row of the longest chain, where a runtime pads sequences to it
+    draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
     tokens_per_us: float  # what the batch earns per time: turns times into tokens
 
     @property
@@ -46,9 +47,9 @@ class TrimRule:
         return self.tokens_per_us * rise / max(self.verify_us.size - 1, 1)
 
     @property
-    def draft_price(self) -> float:
-        """Tokens that the time of one more draft call is worth."""
-        return self.tokens_per_us * self.draft_us
+    def draft_prices(self) -> np.ndarray:
+        """[B + 1] tokens that the time of a draft call is worth, and of the column that it adds."""
+        return self.tokens_per_us * (self.draft_us + self.column_us)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

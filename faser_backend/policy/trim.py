@@ -29,26 +29,41 @@ def expected_gain(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
 
 
 def continues(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
-    """bool [A]: which of the chains to draft a further token for; all False where a call does not pay."""
+    """bool [A]: which chains of survival [A] to draft a further token for.
+
+    The most hopeful ones, as many as gain most beyond what a draft call for so many costs; maybe none.
+    """
     gain = expected_gain(rule, survival)
-    goes_on = gain > 0.0
-    if gain.sum() <= rule.draft_price:
-        goes_on[:] = False
+    order = np.argsort(-gain, kind="stable")
+    net = np.cumsum(gain[order]) - rule.draft_prices[1 : gain.size + 1]
+    best = int(net.argmax())
+    goes_on = np.zeros(gain.size, np.bool_)
+    if net[best] > 0.0:
+        goes_on[order[: best + 1]] = True
     return goes_on
 
 
 def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
-    """[B] rows of each chain to verify, the anchor's included: the set of most predicted tokens per time."""
+    """[B] rows of each chain to verify, the anchor's included: the set of most predicted tokens per time.
+
+    For every longest chain allowed, rows are taken in descending survival; the best of all these sets wins.
+    """
     size, width = frontier.drafted.shape
     if width == 0 or frontier.margins is None:
         return frontier.num_rows
-    is_drafted = np.arange(width) < frontier.num_drafted[:, None]
-    survival = np.where(is_drafted, np.cumprod(chances(rule, frontier.margins), axis=1), -1.0)  # [B, K]
-    ranked = np.sort(survival[is_drafted])[::-1]
-    tokens = size + np.concatenate([[0.0], np.cumsum(ranked)])
-    num_extra = np.minimum(np.arange(tokens.size), rule.verify_us.size - 1)
-    speed = tokens / (rule.verify_us[num_extra] + width * rule.draft_us)
-    num_admitted = int(speed.argmax())
-    if num_admitted == 0:
+    columns = np.arange(width)
+    survival = np.where(columns < frontier.num_drafted[:, None], np.cumprod(chances(rule, frontier.margins), axis=1), 0)
+    order = np.argsort(-survival, axis=None, kind="stable")  # along a chain survival never rises
+    ranked, column = survival.reshape(-1)[order], np.tile(columns, size)[order]
+    is_allowed = column <= columns[:, None]  # [K, B K]: rows 1..k + 1 of every chain
+    tokens = size + np.cumsum(ranked * is_allowed, axis=1)
+    num_extra = np.minimum(np.cumsum(is_allowed, axis=1), rule.verify_us.size - 1)
+    num_active = np.count_nonzero(columns[:, None] < frontier.num_drafted, axis=1)  # [K] in each draft call
+    spent_us = float(rule.draft_us[num_active].sum())
+    round_us = rule.verify_us[num_extra] + (columns[:, None] + 1) * rule.column_us + spent_us
+    best = np.unravel_index(int((tokens / round_us).argmax()), tokens.shape)
+    if size / (rule.verify_us[0] + spent_us) >= tokens[best] / round_us[best]:
         return np.ones(size, np.int64)
-    return 1 + np.count_nonzero(survival >= ranked[num_admitted - 1], axis=1)
+    admitted = order[: best[1] + 1][is_allowed[best[0], : best[1] + 1]]
+    admitted = admitted[survival.reshape(-1)[admitted] > 0]
+    return 1 + np.bincount(admitted // width, minlength=size)
