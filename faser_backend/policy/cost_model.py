@@ -7,7 +7,7 @@ nothing of clocks, files or runtimes; `faser profile` fits it, and `default_cost
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -144,13 +144,15 @@ class CostModel:
     """Predictions for a draft and a target on the partitions that were measured.
 
     segments: (model, partition) -> cost of each segment in order. key_columns [n]: how many columns of keys
-    the runtime reads for n tokens (it rounds up); longer contexts count as they are.
+    the runtime reads for n tokens (it rounds up); longer contexts count as they are. is_padded: attention
+    treats every sequence as having the call's longest context and most rows; else, as paged kernels do, each its own.
     """
 
     segments: Mapping[tuple[str, str], tuple[CallCost, ...]]
     overhead: OverheadCost
     key_columns: np.ndarray
     is_measured: bool
+    is_padded: bool = True
     _ranges: dict[tuple[str, str, int, int], CallCost] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,6 +173,10 @@ class CostModel:
     def num_segments(self, model: str) -> int:
         return len(self.segments[model, WHOLE])
 
+    def batch_context(self, num_tokens: Sequence[int]) -> int:
+        """What stands for the contexts of a call's sequences: the longest where attention pads, else their mean."""
+        return max(num_tokens) if self.is_padded else round(sum(num_tokens) / len(num_tokens))
+
     def call_us(
         self,
         model: str,
@@ -186,8 +192,8 @@ class CostModel:
     ) -> np.ndarray:
         """Microseconds [N] of segments [first_segment, last_segment) for N candidate calls, numbers or [N].
 
-        context_tokens: the longest context in the call, tokens in the KV pool before it. max_rows: most
-        rows of one sequence, default all alike. num_logit_rows: default every row (a verification); 0 for
+        context_tokens: tokens in the KV pool before the call, see batch_context. max_rows: most
+        rows of one sequence, default all alike, of no matter unless padded. num_logit_rows: default every row (a verification); 0 for
         a prefill, num_sequences for a draft call. Raises ValueError for an unknown model or partition.
         """
         if last_segment is None:
@@ -197,7 +203,9 @@ class CostModel:
             raise ValueError(self._unknown(model, partition, first_segment, last_segment))
         rows = np.asarray(num_rows, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
-        if max_rows is None:
+        if not self.is_padded:
+            max_rows = rows / sequences
+        elif max_rows is None:
             max_rows = np.ceil(rows / sequences)
         columns = self._columns(context_tokens + max_rows)
         cells = sequences * max_rows

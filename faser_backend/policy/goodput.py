@@ -32,7 +32,7 @@ class Goodput:
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
-        context = max(sequence.num_tokens for sequence in sequences)
+        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
         best = int((emitted / self.round_us(len(sequences), context)).argmax())
         return Decision([best] * len(sequences))
 

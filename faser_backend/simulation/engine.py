@@ -40,7 +40,6 @@ class World:
     exits: tuple[tuple[int, int], ...]  # (segment, layer) of each exit
     num_kv_tokens: int
     max_context: int
-    pads_context: bool
     assumptions: tuple[str, ...]
 
     def knowledge(self) -> Knowledge:
@@ -105,7 +104,6 @@ def _partitions(world: World, clock: SimClock) -> dict[str, Partition]:
             num_layers=world.target_layers if is_target else world.draft_layers,
             exits=exits if is_target else frozenset(),
             vocab_size=VOCAB_SIZE,
-            pads_context=world.pads_context,
         )
 
     lanes = SimLanes(clock, world.costs.overhead.lanes_us)

@@ -78,7 +78,7 @@ def roofline(machine: Machine, pair: Pair) -> CostModel:
             pair.target, machine, cuts, num_ways=machine.num_gpus, bandwidth=bandwidth, arithmetic=target_share
         )
         segments[DRAFT, name] = _slowed(segments[DRAFT, WHOLE], slowdown)
-    return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True)
+    return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True, is_padded=False)
 
 
 def kv_capacity_tokens(machine: Machine, pair: Pair) -> int:

@@ -14,11 +14,7 @@ from faser_backend.simulation.clock import SimClock
 
 
 class SimRunner:
-    """core.ports.ModelRunner on one partition, in virtual time.
-
-    pads_context: the runtime reads every sequence's keys up to the longest context of the call, as padded
-    attention on a CPU does; else each sequence's own, as paged attention on a GPU does.
-    """
+    """core.ports.ModelRunner on one partition, in virtual time."""
 
     def __init__(
         self,
@@ -30,7 +26,6 @@ class SimRunner:
         num_layers: tuple[int, ...],  # of each segment
         exits: frozenset[int],
         vocab_size: int,
-        pads_context: bool,
     ) -> None:
         assert len(num_layers) == costs.num_segments(model), "one cost per segment"
         self.model, self.partition = model, partition
@@ -40,7 +35,6 @@ class SimRunner:
         self.vocab_size = vocab_size
         self._costs = costs
         self._clock = clock
-        self._pads_context = pads_context
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """Advances the clock. Returns [T, 1] in place of hidden states, [R, 1] in place of logits."""
@@ -63,10 +57,9 @@ class SimRunner:
 
     def _call_us(self, segment: int, rows: RowBatch) -> float:
         size = rows.num_sequences
-        if self._pads_context:
-            context, max_rows = float(rows.context_lens.max()), float(rows.rows_per_sequence.max())
-        else:
-            context, max_rows = float(rows.context_lens.sum()) / size, rows.num_rows / size
+        # Unpadded, the mean is exact: keys are charged by their sum over the sequences.
+        contexts = rows.context_lens
+        context = float(contexts.max() if self._costs.is_padded else contexts.mean())
         return float(
             self._costs.call_us(
                 self.model,
@@ -74,7 +67,7 @@ class SimRunner:
                 rows.num_rows,
                 size,
                 context,
-                max_rows=max_rows,
+                max_rows=int(rows.rows_per_sequence.max()),
                 num_logit_rows=rows.logit_rows.size,
                 first_segment=segment,
                 last_segment=segment + 1,

@@ -29,7 +29,6 @@ def roofline_world(
         exits=tuple(enumerate(pair.exit_layers)),
         num_kv_tokens=num_kv_tokens,
         max_context=max_context,
-        pads_context=False,
         assumptions=(
             f"{machine.num_gpus} x {machine.flops_per_s / 1e12:.0f} TFLOP/s bf16 dense, "
             f"{machine.bytes_per_s / 1e12:g} TB/s, {machine.memory_bytes / 1e9:.0f} GB (data sheet); "
