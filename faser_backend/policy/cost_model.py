@@ -203,10 +203,11 @@ class CostModel:
             raise ValueError(self._unknown(model, partition, first_segment, last_segment))
         rows = np.asarray(num_rows, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
-        if not self.is_padded:
-            max_rows = rows / sequences
-        elif max_rows is None:
-            max_rows = np.ceil(rows / sequences)
+        mean_rows = rows / sequences
+        if max_rows is None:
+            max_rows = np.ceil(mean_rows) if self.is_padded else mean_rows
+        elif not self.is_padded:
+            max_rows = np.broadcast_to(mean_rows, np.broadcast_shapes(mean_rows.shape, np.shape(max_rows)))
         columns = self._columns(context_tokens + max_rows)
         cells = sequences * max_rows
         total = cost.rows(rows) + cost.keys(sequences * columns)
