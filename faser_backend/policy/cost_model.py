@@ -203,7 +203,7 @@ class CostModel:
             raise ValueError(self._unknown(model, partition, first_segment, last_segment))
         rows = np.asarray(num_rows, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
-        mean_rows = rows / sequences
+        mean_rows = rows / np.maximum(sequences, 1.0)
         if max_rows is None:
             max_rows = np.ceil(mean_rows) if self.is_padded else mean_rows
         elif not self.is_padded:
