@@ -51,6 +51,18 @@ def write_checkpoint(directory: Path, *, seed: int = 0, dtype: torch.dtype = tor
     return directory
 
 
+def write_draft(source: Path, directory: Path, *, noise: float = 0.05, seed: int = 1) -> Path:
+    """The checkpoint `source` with noisy weights: a draft that is often right, but not always."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    model.save_pretrained(directory)
+    write_tokenizer(directory, model.config.vocab_size)
+    return directory
+
+
 def reference_model(directory: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 

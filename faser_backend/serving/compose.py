@@ -26,7 +26,7 @@ from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.serving.profiling.store import load_cost_model
+from faser_backend.serving.profiling.store import load_knowledge
 
 _log = logging.getLogger(__name__)
 KV_MEMORY_SHARE = 0.25  # of free memory, unless num_kv_blocks is given
@@ -79,10 +79,10 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
 
 
 def _load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
-    costs = load_cost_model(engine_dir, manifest)
-    if not costs.is_measured:
+    knowledge = load_knowledge(engine_dir, manifest)
+    if not knowledge.costs.is_measured:
         _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
-    return Knowledge(costs)
+    return knowledge
 
 
 def choose_num_blocks(manifest: EngineManifest, config: EngineConfig, max_context: int) -> int:

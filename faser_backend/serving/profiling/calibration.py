@@ -7,9 +7,7 @@ that cannot be fitted, because the draft is never or always right, is left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,9 +17,9 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins
 from faser_backend.policy.early_exit import ExitCalibration, logits
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.serving.profiling.calibration_data import Calibration, ExitReport, ReliabilityBin
 from faser_backend.serving.profiling.chains import Chains, record_chains
 from faser_backend.serving.profiling.exit_fit import (
-    Replay,
     Survivals,
     area_under_curve,
     fit_logistic,
@@ -33,68 +31,6 @@ from faser_backend.serving.profiling.texts import calibration_requests, read_pro
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 128, 32
 REPLAYED_LENGTHS = (4, MAX_ADAPTIVE_TOKENS)
 MIN_OUTCOMES = 20  # accepted and rejected tokens each, in both halves, or nothing is fitted to them
-
-
-@dataclass(frozen=True, slots=True)
-class ReliabilityBin:
-    """Held-out tested tokens of one bin of draft margins: mean predicted and observed chance."""
-
-    margin: float  # where the bin starts
-    predicted: float
-    observed: float
-    num_tested: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExitReport:
-    """An exit's calibration, and what it is worth on held-out chains. AUC: of telling accepted from rejected."""
-
-    calibration: ExitCalibration
-    margin_auc: float  # exit margin alone
-    draft_auc: float  # draft margin alone
-    both_auc: float
-    replays: dict[int, Replay]  # by number of draft tokens
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Calibration:
-    """What policies learn of a pair's chances, and how well it holds on texts that were not fitted."""
-
-    source: str  # of the texts
-    retention: float  # that thresholds were chosen for
-    num_fitted: int  # tested draft tokens
-    num_held_out: int
-    margins: MarginCounts  # of the fitted half
-    reliability: tuple[ReliabilityBin, ...]
-    exits: tuple[ExitReport, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "retention": self.retention,
-            "num_fitted": self.num_fitted,
-            "num_held_out": self.num_held_out,
-            "margins": {
-                "knots": MARGIN_KNOTS.tolist(),
-                "tested": self.margins.tested.tolist(),
-                "accepted": self.margins.accepted.tolist(),
-            },
-            "reliability": [asdict(each) for each in self.reliability],
-            "exits": [asdict(each) | {"replays": _replays_as_dict(each.replays)} for each in self.exits],
-        }
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Calibration:
-        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
-        return cls(
-            source=str(fields["source"]),
-            retention=float(fields["retention"]),
-            num_fitted=int(fields["num_fitted"]),
-            num_held_out=int(fields["num_held_out"]),
-            margins=_margins_from(fields["margins"]),
-            reliability=tuple(ReliabilityBin(**each) for each in fields["reliability"]),
-            exits=tuple(map(_exit_from, fields["exits"])),
-        )
 
 
 def calibrate(
@@ -141,7 +77,7 @@ def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, so
         margins=counts,
         reliability=_reliability(held_out, matches),
         exits=tuple(
-            _fit_exit(segment, depth, fitted, held_out, matches, retention)
+            _fit_exit(segment, depth, fitted=fitted, held_out=held_out, matches=matches, retention=retention)
             for segment, depth in sorted(depths.items())
             if can_fit
         ),
@@ -151,6 +87,7 @@ def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, so
 def _fit_exit(
     segment: int,
     depth: tuple[int, int],
+    *,
     fitted: Chains,
     held_out: Chains,
     matches: MatchCalibration,
@@ -215,29 +152,3 @@ def _shortened(survivals: Survivals, length: int) -> Survivals:
 def _share(holds: np.ndarray, among: np.ndarray) -> float:
     """Of the entries `among` (bool), how many hold; 0 of none."""
     return float((holds & among).sum()) / max(int(among.sum()), 1)
-
-
-def _replays_as_dict(replays: dict[int, Replay]) -> dict[str, dict[str, float]]:
-    return {str(length): each._asdict() for length, each in replays.items()}
-
-
-def _margins_from(fields: dict[str, Any]) -> MarginCounts:
-    if fields["knots"] != MARGIN_KNOTS.tolist():
-        raise ValueError("margins were counted in other bins")
-    tested, accepted = (np.array(fields[name], np.float64) for name in ("tested", "accepted"))
-    if tested.shape != MARGIN_KNOTS.shape or accepted.shape != MARGIN_KNOTS.shape:
-        raise ValueError(f"margins need {MARGIN_KNOTS.size} bins")
-    if not (np.isfinite(tested).all() and (accepted >= 0).all() and (accepted <= tested).all()):
-        raise ValueError("accepted tokens of a bin must lie between 0 and those tested")
-    return MarginCounts(tested, accepted)
-
-
-def _exit_from(fields: dict[str, Any]) -> ExitReport:
-    calibration = fields["calibration"]
-    return ExitReport(
-        ExitCalibration(**{**calibration, "pruned_shares": tuple(calibration["pruned_shares"])}),
-        float(fields["margin_auc"]),
-        float(fields["draft_auc"]),
-        float(fields["both_auc"]),
-        {int(length): Replay(**each) for length, each in fields["replays"].items()},
-    )

@@ -50,10 +50,8 @@ def choose_cases(model: str, max_context: int, rng: np.random.Generator, *, is_q
     return cases
 
 
-def make_batch(
-    case: Case, vocab_size: int, block_size: int, num_blocks: int, rng: np.random.Generator
-) -> tuple[RowBatch, np.ndarray]:
-    """The case as a batch on scattered blocks, and candidates [T, 4] for segments with exit scores.
+def make_batch(case: Case, vocab_size: int, block_size: int, num_blocks: int, rng: np.random.Generator) -> RowBatch:
+    """The case as a batch on scattered blocks.
 
     Blocks repeat where the pool is smaller than the case: what is read is then wrong, its cost is not.
     """
@@ -63,14 +61,13 @@ def make_batch(
     num_needed = counts.size * blocks_each
     blocks = np.resize(rng.permutation(num_blocks), num_needed).reshape(counts.size, blocks_each)
     logit_rows = {0: np.zeros(0, np.int64), counts.size: cu_rows[1:] - 1}.get(case.num_logit_rows)
-    batch = RowBatch(
+    return RowBatch(
         token_ids=rng.integers(0, vocab_size, case.num_rows),
         cu_rows=cu_rows,
         context_lens=np.full(counts.size, case.context),
         block_tables=blocks,
         logit_rows=np.arange(case.num_rows) if logit_rows is None else logit_rows,
     )
-    return batch, rng.integers(0, vocab_size, (case.num_rows, 4))
 
 
 def _uniform_grid(model: str, max_context: int, *, is_quick: bool) -> list[Case]:

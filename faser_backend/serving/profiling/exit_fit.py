@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.policy.early_exit import sigmoid
+from faser_backend.serving.profiling.calibration_data import Replay
 from faser_backend.serving.profiling.chains import Chains
 
 _RIDGE = 1.0  # in rows of data: holds weights finite where outcomes can be told apart without error
@@ -49,18 +50,6 @@ def threshold_for(survival: np.ndarray, is_useful: np.ndarray, num_kept: int) ->
     return float(useful[min(num_kept, useful.size) - 1]) if num_kept and useful.size else 1.0
 
 
-class Replay(NamedTuple):
-    """What rules would have done to chains, as shares. Saved: of the row-layers of full verification, anchors
-    included. Kept: of the draft rows that turned out useful."""
-
-    trim_saved: float
-    trim_kept: float
-    exit_saved: float
-    exit_kept: float
-    cascade_saved: float
-    cascade_kept: float
-
-
 class Survivals(NamedTuple):
     """Predicted survival [N, K] of chains: by the draft alone, and at an exit."""
 
@@ -80,20 +69,21 @@ def replay(fitted: Survivals, held_out: Survivals, retention: float, depth: tupl
     num_kept = int(np.ceil(retention * num_useful))
     trim = threshold_for(fitted.by_draft, useful, num_kept)
     exit_ = threshold_for(fitted.at_exit, useful, num_kept)
-    candidates = []
+    pairs = []
     for share in np.linspace(retention, 1.0, 11):
         first = threshold_for(fitted.by_draft, useful, int(np.ceil(share * num_useful)))
-        second = threshold_for(fitted.at_exit, useful & (fitted.by_draft >= first), num_kept)
-        candidates.append((first, second))
-    first, second = max(candidates, key=lambda pair: outcome(fitted, *pair, depth)[0])
-    return Replay(
-        *outcome(held_out, trim, 0.0, depth), *outcome(held_out, 0.0, exit_, depth), *outcome(held_out, first, second, depth)
+        pairs.append((first, threshold_for(fitted.at_exit, useful & (fitted.by_draft >= first), num_kept)))
+    best = max(pairs, key=lambda pair: outcome(fitted, pair, depth)[0])
+    rules = ((trim, 0.0), (0.0, exit_), best)
+    (trim_saved, trim_kept), (exit_saved, exit_kept), (cascade_saved, cascade_kept) = (
+        outcome(held_out, rule, depth) for rule in rules
     )
+    return Replay(trim_saved, trim_kept, exit_saved, exit_kept, cascade_saved, cascade_kept)
 
 
-def outcome(of: Survivals, trim: float, exit_: float, depth: tuple[int, int]) -> tuple[float, float]:
-    """Saved and kept shares (see Replay) at a threshold before verification and one at the exit."""
-    chains = of.chains
+def outcome(of: Survivals, rule: tuple[float, float], depth: tuple[int, int]) -> tuple[float, float]:
+    """Saved and kept shares (see Replay). rule: a threshold before verification, and one at the exit."""
+    chains, (trim, exit_) = of.chains, rule
     entering = chains.is_drafted & (of.by_draft >= trim)
     staying = entering & (of.at_exit >= exit_)
     shallow, whole = depth

@@ -111,11 +111,10 @@ class Bench:
     ) -> list[Sampled]:
         """before: what runs, untimed, ahead of every sample."""
         num_calls = DRAFT_RUN if model == DRAFT else 1
-        calls = [(case, *self._batch(model, case)) for case in group]
-        exits = self._exits(model)
+        calls = [(case, self._batch(model, case)) for case in group]
         deadline = time.perf_counter() + effort.budget_s
-        first_us = [float(_timed_run(runner, exits, batch, ids, 1).sum()) for _, batch, ids in calls]
-        warm = np.array([_timed_run(runner, exits, batch, ids, 1).sum() for _, batch, ids in calls])
+        first_us = [float(_timed_run(runner, batch, 1).sum()) for _, batch in calls]
+        warm = np.array([_timed_run(runner, batch, 1).sum() for _, batch in calls])
         cheap_first = warm.argsort()
         is_affordable = np.cumsum(warm[cheap_first]) * num_calls * 3 <= effort.budget_s * 1e6
         is_affordable[:8] = True
@@ -125,15 +124,12 @@ class Bench:
             if sweep >= 3 and time.perf_counter() > deadline:
                 break
             for index in self._rng.permutation(kept):
-                _, batch, ids = calls[index]
+                _, batch = calls[index]
                 before()
-                samples[int(index)].append(_timed_run(runner, exits, batch, ids, num_calls))
+                samples[int(index)].append(_timed_run(runner, batch, num_calls))
         return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
 
-    def _exits(self, model: str) -> list[bool]:
-        return [segment.has_exit_scores for segment in self._models[model].segments]
-
-    def _batch(self, model: str, case: Case) -> tuple[RowBatch, np.ndarray]:
+    def _batch(self, model: str, case: Case) -> RowBatch:
         pool = self._pools[model]
         return make_batch(case, self._models[model].spec.vocab_size, pool.kv_block_size, pool.num_blocks, self._rng)
 
@@ -152,13 +148,13 @@ class Bench:
 
     def _other_work(self, model: str, cores: CorePartition) -> Work:
         """Opens a runner; each call of the result runs one call of middling size on it, in turn."""
-        runner, exits = self._open(model, cores), self._exits(model)
+        runner = self._open(model, cores)
         cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
         middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
         batches = itertools.cycle([self._batch(model, case) for case in middling])
 
         def work() -> None:
-            _timed_run(runner, exits, *next(batches), 1)
+            _timed_run(runner, next(batches), 1)
 
         return work
 
@@ -201,21 +197,13 @@ def _nothing() -> None:
     """What runs before a sample where nothing has to."""
 
 
-def _timed_run(
-    runner: OrtRunner, exits: list[bool], batch: RowBatch, candidates: np.ndarray, num_calls: int
-) -> np.ndarray:
-    """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row.
-
-    exits: which segments end at an exit layer; these score candidates [T, 4].
-    """
+def _timed_run(runner: OrtRunner, batch: RowBatch, num_calls: int) -> np.ndarray:
+    """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row, no exit asked."""
     total_ns = np.zeros(runner.num_segments)
     for _ in range(num_calls):
         hidden = None
-        for segment, has_exit in enumerate(exits):
+        for segment in range(runner.num_segments):
             start = time.perf_counter_ns()
-            if has_exit:
-                hidden, _ = runner.run_segment_with_scores(segment, batch, hidden, candidates)
-            else:
-                hidden = runner.run_segment(segment, batch, hidden)
+            hidden = runner.run_segment(segment, batch, hidden)
             total_ns[segment] += time.perf_counter_ns() - start
     return total_ns / (1e3 * num_calls)

@@ -10,14 +10,19 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.lanes import ThreadLanes
+from faser_backend.device.partition import PartitionMenu
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_fit import fit_overhead
 from faser_backend.policy.cost_model import OverheadCost
 from faser_backend.serving.compose import build_engine
 
+LOADS = (1, 8, 32)  # sequences
 DRAFT_PHASES = ("draft_rows", "draft_sample")
 PROMPT_TOKENS = 8
+LANE_REPEATS = 200
+WALL = "wall"
 
 
 class StepSample(NamedTuple):
@@ -30,13 +35,14 @@ class StepSample(NamedTuple):
 
 
 def measure_overhead(engine_dir: Path, *, is_quick: bool, seed: int) -> tuple[OverheadCost, list[StepSample]]:
-    """Sampling at temperature 1, in one thread, at 1, 8 and 32 requests with 1 and 4 drafted tokens each."""
+    """Sampling at temperature 1, in one thread, with 1 and 4 drafted tokens per request. Exits and lanes are
+    measured elsewhere: the result has their guesses."""
     rng = np.random.default_rng(seed)
     samples = []
     for num_draft_tokens in (1, 4):
         engine = build_engine(engine_dir, EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
         try:
-            for num_sequences in (1, 8, 32):
+            for num_sequences in LOADS:
                 samples.append(_sample(engine, num_sequences, num_draft_tokens, 8 if is_quick else 16, rng))
         finally:
             engine.close()
@@ -44,18 +50,35 @@ def measure_overhead(engine_dir: Path, *, is_quick: bool, seed: int) -> tuple[Ov
     return fit_overhead(*columns), samples
 
 
-def _sample(
+def measure_lanes(menu: PartitionMenu) -> float | None:
+    """Median microseconds in which the lanes of a split run nothing at all; None where there is no split."""
+    if not menu.splits:
+        return None
+    lanes = ThreadLanes(*menu.splits[0])
+    try:
+        times = []
+        for _ in range(LANE_REPEATS):
+            start = time.perf_counter_ns()
+            lanes.run_both(_nothing, _nothing)
+            times.append(time.perf_counter_ns() - start)
+    finally:
+        lanes.close()
+    return float(np.median(times)) / 1e3
+
+
+def phases_of_steps(
     engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
-) -> StepSample:
-    """Times num_steps steps in which all sequences decode and none ends; then cancels them."""
+) -> list[dict[str, int]]:
+    """Nanoseconds per phase, and of the whole under WALL, of num_steps steps in which all sequences decode and
+    none ends; fewer steps where the context is short. Then cancels them."""
     limits = engine.limits
     max_tokens = min((num_steps + 4) * (num_draft_tokens + 1), limits.max_context - PROMPT_TOKENS)
     for index in range(num_sequences):
         sampling = SamplingParams(temperature=1.0, seed=index)
         prompt = rng.integers(0, limits.vocab_size, PROMPT_TOKENS)
         engine.submit(Request(f"profile-{index}", prompt, max_tokens, sampling))
-    times = []
-    while len(times) < num_steps:
+    steps: list[dict[str, int]] = []
+    while len(steps) < num_steps:
         before = engine.metrics().phase_times_ns
         start = time.perf_counter_ns()
         outputs = engine.step()
@@ -66,15 +89,27 @@ def _sample(
                 break
             continue
         spent = {name: ns - before.get(name, 0) for name, ns in after.phase_times_ns.items()}
-        if spent.get("prefill_model", 0) or len(outputs) < num_sequences:
-            continue
-        model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
-        draft_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
-        times.append((wall_ns - model_ns - draft_ns, draft_ns))
+        if not spent.get("prefill_model", 0) and len(outputs) == num_sequences:
+            steps.append(spent | {WALL: wall_ns})
     for index in range(num_sequences):
         engine.cancel(f"profile-{index}")
     while engine.has_work:
         engine.step()
+    return steps
+
+
+def _sample(
+    engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
+) -> StepSample:
+    times = []
+    for spent in phases_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng):
+        model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
+        draft_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
+        times.append((spent[WALL] - model_ns - draft_ns, draft_ns))
     step_ns, draft_ns = np.median(np.array(times, np.float64).reshape(-1, 2), axis=0)
     num_rows = num_sequences * (num_draft_tokens + 1)
     return StepSample(num_sequences, num_rows, step_ns / 1e3, draft_ns / 1e3 / num_draft_tokens)
+
+
+def _nothing() -> None:
+    """The work of a lane that is only handed over."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from faser_backend.device.partition import PartitionMenu, core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
+from faser_backend.serving.profiling.calibration import calibrate
 from faser_backend.serving.profiling.cases import Case, choose_cases
+from faser_backend.serving.profiling.exit_cost import ExitSample, measure_exits
 from faser_backend.serving.profiling.measure import Bench, Effort, Sampled, Share, shares_of
-from faser_backend.serving.profiling.overhead import measure_overhead
+from faser_backend.serving.profiling.overhead import measure_lanes, measure_overhead
 from faser_backend.serving.profiling.store import (
     PROFILE_FILE,
     Fingerprint,
@@ -27,10 +29,11 @@ from faser_backend.serving.profiling.store import (
     key_columns,
     load_cost_model,
 )
+from faser_backend.serving.profiling.tables import print_tables
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
-BUSY_SPREAD_PERCENT = 15.0  # an idle machine repeats a call within a few percent
+DEFAULT_RETENTION = 0.95
 
 Report = Callable[[str, float], None]  # what is being done, and the share of all work that is done
 
@@ -42,10 +45,14 @@ def profile_engine(
     menu: PartitionMenu | None = None,
     report: Report = lambda what, done: None,
     seed: int = 0,
+    prompts: Path | None = None,
+    retention: float = DEFAULT_RETENTION,
 ) -> Profile:
-    """Measures every model on every partition of the menu. Raises ManifestError for a broken directory.
+    """Measures every model on every partition of the menu, and calibrates the pair.
 
-    Saves nothing: the caller does, once all is measured.
+    prompts: a file of texts to continue (texts.py); None lets the target write its own. retention: share of tokens
+    that would be accepted and that an exit must keep. Raises ManifestError for a broken directory, ConfigError for
+    an option out of range. Saves nothing: the caller does, once all is measured.
     """
     manifest = EngineManifest.load(engine_dir)
     menu = menu or core_partitions()
@@ -55,11 +62,21 @@ def profile_engine(
     report("preparing", 0.0)
     bench = Bench(engine_dir, manifest, cases, seed)
     shares = shares_of(menu)
-    num_parts = len(shares) + 1
+    num_parts = len(shares) + 2
     budget_s, max_sweeps = (QUICK_BUDGET_S, QUICK_MAX_SWEEPS) if is_quick else (BUDGET_S, MAX_SWEEPS)
     effort = Effort(budget_s / len(shares), max_sweeps)
+    # Calibration goes first: it does not mind a machine that warms up, and finds bad options before the long part.
+    calibration = calibrate(
+        engine_dir,
+        manifest,
+        prompts=prompts,
+        retention=retention,
+        is_quick=is_quick,
+        seed=seed,
+        progress=lambda done: report("calibration", done / num_parts),
+    )
     sampled: dict[Share, list[Sampled]] = {}
-    for index, share in enumerate(shares):
+    for index, share in enumerate(shares, 1):
         what = f"{share.model} on {share.partition}"
         report(what, index / num_parts)
 
@@ -67,8 +84,17 @@ def profile_engine(
             report(what, (index + done) / num_parts)
 
         sampled[share] = bench.measure(share, effort, tell)
-    report("step overhead", len(shares) / num_parts)
+    report("step overhead", (num_parts - 1) / num_parts)
     overhead, overhead_points = measure_overhead(engine_dir, is_quick=is_quick, seed=seed)
+    exit_points: list[ExitSample] = []
+    if manifest.exit_layers:
+        exit_us, exit_row_us, exit_points = measure_exits(
+            engine_dir, manifest, menu.whole, is_quick=is_quick, seed=seed
+        )
+        overhead = replace(overhead, exit_us=exit_us, exit_row_us=exit_row_us)
+    lanes_us = measure_lanes(menu)
+    if lanes_us is not None:
+        overhead = replace(overhead, lanes_us=lanes_us)
     report("done", 1.0)
     widths = key_columns(manifest)
     costs = {(share.model, share.partition): fit_segments(points, widths) for share, points in sampled.items()}
@@ -81,6 +107,8 @@ def profile_engine(
         errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
         points=[_point(share, point) for share, points in sampled.items() for point in points],
         overhead_points=[sample._asdict() for sample in overhead_points],
+        exit_points=[sample._asdict() for sample in exit_points],
+        calibration=calibration,
     )
 
 
@@ -131,8 +159,10 @@ def shapes_of(cases: list[Case], widths: np.ndarray) -> CallShapes:
     return CallShapes(num_rows, num_sequences, max_rows, columns, num_logit_rows)
 
 
-def run_profile(engine_dir: Path, *, is_quick: bool) -> None:
-    """The command: progress on stderr, the profile into the directory, the table on stdout."""
+def run_profile(
+    engine_dir: Path, *, is_quick: bool, prompts: Path | None = None, retention: float = DEFAULT_RETENTION
+) -> None:
+    """The command: progress on stderr, the profile into the directory, the tables on stdout."""
     bar = Progress(
         TextColumn("{task.description:24}"),
         BarColumn(),
@@ -146,44 +176,13 @@ def run_profile(engine_dir: Path, *, is_quick: bool) -> None:
         profile = profile_engine(
             engine_dir,
             is_quick=is_quick,
+            prompts=prompts,
+            retention=retention,
             report=lambda what, done: bar.update(task, description=what, completed=done),
         )
     profile.save(engine_dir)
-    console = Console()
-    console.print(error_table(profile, load_cost_model(engine_dir, EngineManifest.load(engine_dir))))
-    overhead = profile.overhead
-    console.print(
-        f"around the model calls: {overhead.step_us:.0f} us a step + {overhead.step_sequence_us:.1f} us a sequence "
-        f"+ {overhead.step_row_us:.1f} us a row; {overhead.draft_us:.0f} us a draft call "
-        f"+ {overhead.draft_sequence_us:.1f} us a sequence",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if max(error.spread_percent for error in profile.errors) > BUSY_SPREAD_PERCENT:
-        console.print("The machine was busy while it was measured: run this again when it is idle.", highlight=False)
-    console.print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
-
-
-def error_table(profile: Profile, costs: CostModel) -> Table:
-    """A line per model and partition: two predicted calls, then mean absolute errors in percent."""
-    table = Table(box=None, pad_edge=False, title_justify="left", title_style="")
-    table.title = "Predicted calls at context 128, and mean errors of predictions"
-    table.add_column("model", no_wrap=True)
-    table.add_column("cores", no_wrap=True)
-    for name in ("1 row us", "16x5 us", "fit %", "held out %", "spread %", "new shape us"):
-        table.add_column(name, justify="right")
-    for error in profile.errors:
-        examples = costs.call_us(error.model, error.partition, np.array([1, 80]), np.array([1, 16]), 128)
-        table.add_row(
-            error.model,
-            error.partition,
-            *(f"{us:.0f}" for us in examples),
-            f"{error.fitted_percent:.1f}",
-            f"{error.held_out_percent:.1f}",
-            f"{error.spread_percent:.1f}",
-            f"{error.new_shape_us:.0f}",
-        )
-    return table
+    print_tables(profile, load_cost_model(engine_dir, EngineManifest.load(engine_dir)))
+    Console().print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
 
 
 def _point(share: Share, point: Sampled) -> dict[str, object]:

@@ -28,8 +28,10 @@ from faser_backend.policy.cost_model import (
     OverheadCost,
     default_cost_model,
 )
+from faser_backend.policy.knowledge import Knowledge
+from faser_backend.serving.profiling.calibration_data import Calibration
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PROFILE_FILE = "profile.json"
 
 
@@ -91,6 +93,8 @@ class Profile:
     errors: tuple[FitError, ...]
     points: list[dict[str, Any]]
     overhead_points: list[dict[str, Any]]
+    exit_points: list[dict[str, Any]]
+    calibration: Calibration
 
     def save(self, engine_dir: Path) -> None:
         """Writes ENGINE_DIR/profile.json; the rename makes it appear whole or not at all."""
@@ -100,11 +104,13 @@ class Profile:
             "fingerprint": asdict(self.fingerprint),
             "errors": [asdict(error) for error in self.errors],
             "overhead": asdict(self.overhead),
+            "calibration": self.calibration.as_dict(),
             "costs": [
                 {"model": model, "partition": partition, "segments": [cost.as_dict() for cost in costs]}
                 for (model, partition), costs in self.costs.items()
             ],
             "overhead_points": self.overhead_points,
+            "exit_points": self.exit_points,
             "points": self.points,
         }
         partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
@@ -140,14 +146,26 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
                 )
         if (name, "whole") not in profile.costs:
             raise ConfigError(f"{path}: {name} on the whole machine is missing; {mend}")
+    layers = {index: each.last_layer for index, each in enumerate(manifest.target.segments) if each.has_exit_scores}
+    for report in profile.calibration.exits:
+        segment, layer = report.calibration.segment, report.calibration.layer
+        if layers.get(segment) != layer:
+            raise ConfigError(f"{path}: segment {segment} of the target has no exit at layer {layer}; {mend}")
     return profile
 
 
-def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
-    """The profile's model; the default where there is no profile. Raises ConfigError for one that does not fit."""
+def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
+    """The profile's; guesses where there is no profile. Raises ConfigError for one that does not fit."""
     if not (Path(engine_dir) / PROFILE_FILE).exists():
-        return default_cost_model(_size_of(manifest.target), _size_of(manifest.draft))
-    return cost_model_of(load_profile(engine_dir, manifest), manifest)
+        return Knowledge(default_cost_model(_size_of(manifest.target), _size_of(manifest.draft)))
+    profile = load_profile(engine_dir, manifest)
+    exits = tuple(report.calibration for report in profile.calibration.exits)
+    return Knowledge(cost_model_of(profile, manifest), profile.calibration.margins, exits)
+
+
+def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
+    """The costs of `load_knowledge` alone."""
+    return load_knowledge(engine_dir, manifest).costs
 
 
 def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
@@ -184,6 +202,8 @@ def _profile_from(fields: dict[str, Any]) -> Profile:
         errors=tuple(FitError(**error) for error in fields["errors"]),
         points=list(fields["points"]),
         overhead_points=list(fields["overhead_points"]),
+        exit_points=list(fields["exit_points"]),
+        calibration=Calibration.from_dict(fields["calibration"]),
     )
 
 

@@ -1,0 +1,41 @@
+"""Which calls `faser profile` measures, and on which cores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser_backend.core.decision import WHOLE
+from faser_backend.device.partition import core_partitions
+from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.serving.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
+from faser_backend.serving.profiling.measure import shares_of
+
+
+@pytest.mark.parametrize("model", [TARGET, DRAFT])
+@pytest.mark.parametrize("max_context", [16, 128, 2048])
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_cases_stay_within_what_an_engine_can_run(model: str, max_context: int, is_quick: bool) -> None:
+    cases = choose_cases(model, max_context, np.random.default_rng(0), is_quick=is_quick)
+    for case in cases:
+        assert case.num_tokens <= max_context and case.context >= 0 and min(case.counts) >= 1
+        assert len(case.counts) <= MAX_SEQUENCES and case.num_rows <= MAX_CALL_ROWS
+        assert case.num_logit_rows in (0, len(case.counts), case.num_rows)
+    assert {case.is_held_out for case in cases} == {True, False}
+    assert len(cases) == len(set(cases))
+
+
+def test_batches_hold_their_case_even_where_the_pool_is_smaller() -> None:
+    case = Case((2, 1, 5), 9, 3)
+    batch = make_batch(case, 97, 4, 5, np.random.default_rng(0))
+    assert batch.rows_per_sequence.tolist() == [2, 1, 5] and batch.context_lens.tolist() == [9, 9, 9]
+    assert batch.block_tables.shape == (3, 4) and batch.block_tables.max() < 5
+    assert batch.logit_rows.tolist() == [1, 2, 7]
+
+
+def test_one_core_is_measured_whole_and_more_as_splits_in_company() -> None:
+    assert [share.partition for share in shares_of(core_partitions((0,)))] == [WHOLE, WHOLE]
+    shares = shares_of(core_partitions((0, 1, 2, 3)))
+    assert [(s.model, s.partition, s.cores.num_threads) for s in shares[2:4]] == [(TARGET, "1/3", 3), (DRAFT, "1/3", 1)]
+    for share in shares[2:]:
+        assert share.company is not None and not set(share.company.cores) & set(share.cores.cores)
