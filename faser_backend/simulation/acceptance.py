@@ -99,7 +99,7 @@ class AcceptanceProcess:
     def at_level(self, mean_acceptance: float) -> AcceptanceProcess:
         """The same process, but draft and target agree at this share of positions; margins stay as they are."""
         gaps = [self._latents((_SAMPLE_KEY, text), _LEVEL_POSITIONS)[1] for text in range(_LEVEL_TEXTS)]
-        return replace(self, shift=float(np.quantile(np.array(gaps), mean_acceptance)))
+        return replace(self, shift=np.quantile(np.array(gaps), mean_acceptance).item())
 
     def sample(self, num_texts: int, num_positions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Margins, matches [num_texts, num_positions] and exit margins [num_exits, num_texts, num_positions], of
@@ -122,8 +122,8 @@ class AcceptanceProcess:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> AcceptanceProcess:
-        arrays = (np.array(fields[name], np.float64) for name in ("ease_knots", "margins", "chances"))
-        return cls(Latent(*fields["ease"]), Latent(*fields["luck"]), *arrays)
+        knots, margins, chances = (np.array(fields[name], np.float64) for name in ("ease_knots", "margins", "chances"))
+        return cls(Latent(*fields["ease"]), Latent(*fields["luck"]), knots, margins, chances)
 
 
 def separation(auc: float) -> float:
@@ -133,7 +133,7 @@ def separation(auc: float) -> float:
 
 def fitted_fits() -> dict[str, Any]:
     """acceptance_demo.json: "greedy" and "sampled" (temperature 0.8), each with its process and what was measured."""
-    return json.loads(resources.files(__package__).joinpath("acceptance_demo.json").read_text())
+    return json.loads(resources.files("faser_backend.simulation").joinpath("acceptance_demo.json").read_text())
 
 
 def demo_process(kind: str) -> AcceptanceProcess:

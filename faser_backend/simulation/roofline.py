@@ -36,9 +36,9 @@ OVERHEAD = OverheadCost(
 )
 DRAFT_SMS = (32, 48, 64)  # SMs that a split leaves to the draft
 # Time of a small drafter's step on a share of the SMs (batch 16, H200): 32, 48, 64 of 132, all.
-_DRAFT_SLOWDOWN = ((0.242, 1.33), (0.364, 1.21), (0.485, 1.09), (1.0, 1.0))
+_DRAFT_SLOWDOWN = np.array([[0.242, 0.364, 0.485, 1.0], [1.33, 1.21, 1.09, 1.0]])
 # Bandwidth that a share of the SMs can draw, from the same figures with the floor taken off.
-_DRAWN_BANDWIDTH = ((0.0, 0.0), (0.242, 0.61), (0.364, 0.71), (0.485, 0.85), (0.75, 1.0), (1.0, 1.0))
+_DRAWN_BANDWIDTH = np.array([[0.0, 0.242, 0.364, 0.485, 0.75, 1.0], [0.0, 0.61, 0.71, 0.85, 1.0, 1.0]])
 _ROW_KNOTS = np.unique(np.concatenate([[0, 1], 2.0 ** np.arange(3, 14), 1.5 * 2.0 ** np.arange(4, 12)]))
 
 ASSUMPTIONS = (
@@ -67,10 +67,10 @@ def roofline(machine: Machine, pair: Pair) -> CostModel:
     }
     for num_sms in DRAFT_SMS:
         draft_share = num_sms / machine.num_sms
-        slowdown = float(np.interp(draft_share, *zip(*_DRAFT_SLOWDOWN, strict=True)))
+        slowdown = float(np.interp(draft_share, *_DRAFT_SLOWDOWN))
         target_share = 1.0 - draft_share
         bandwidth = min(
-            float(np.interp(target_share, *zip(*_DRAWN_BANDWIDTH, strict=True))),
+            float(np.interp(target_share, *_DRAWN_BANDWIDTH)),
             1.0 - _bandwidth_of_draft(pair.draft, machine) / slowdown,
         )
         name = f"{num_sms}/{machine.num_sms - num_sms}"
