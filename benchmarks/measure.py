@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from faser_backend.serving.bench import environment
-from faser_backend.serving.bench.workload import Job, Trace, count_different, load_jobs, merge_repeats, summarise
+from faser_backend.serving.bench.workload import (
+    Job,
+    Trace,
+    count_different,
+    load_jobs,
+    merge_repeats,
+    summarise,
+    take_turns,
+)
 
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:.0f}"),
@@ -43,11 +51,9 @@ def measure_load(
     answers = {}
     for policy in policies:  # allocations and first calls of new shapes are not measured
         place.run(policy, jobs[: 2 * num_clients], num_clients)
-    for repeat in range(repeats):
-        first = repeat % len(policies)
-        for policy in policies[first:] + policies[:first]:
-            answers[policy], seconds = place.run(policy, jobs, num_clients)
-            figures[policy].append(summarise(answers[policy], seconds))
+    for policy in take_turns(policies, repeats):
+        answers[policy], seconds = place.run(policy, jobs, num_clients)
+        figures[policy].append(summarise(answers[policy], seconds))
     reference = None
     for policy in policies:
         row: dict[str, Any] = {"policy": policy, **merge_repeats(figures[policy])}

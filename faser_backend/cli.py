@@ -6,6 +6,7 @@ Every error that a user can cause or mend ends as one line on stderr and exit st
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from enum import Enum
@@ -191,6 +192,26 @@ def serve(
         http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters
     )
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
+
+
+@app.command()
+def bench(
+    *,
+    is_quick: Annotated[bool, typer.Option("--quick", help="Two minutes, with larger spreads.")] = False,
+    output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-bench"),
+    engine_dir: EngineDir = None,
+    policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV of request lengths.", show_default="synthetic")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines.", show_default="the demo's")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
+    num_threads: Threads = None,
+) -> None:
+    """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
+    from faser_backend.serving.bench.command import BenchOptions, run_bench
+    from faser_backend.serving.bench.ladder import Sizing
+
+    options = BenchOptions(output, engine_dir, policies, trace, prompts, seed, num_threads)
+    run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 
 
 def main() -> None:

@@ -70,13 +70,18 @@ class InProcess:
 
     def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
         self._tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+        self._engine_dir = engine_dir
         self._engines: dict[str, Engine] = {}
         try:
             for name, config in configs.items():
-                self._engines[name] = build_engine(engine_dir, config)
+                self.open(name, config)
         except BaseException:
             self.close()
             raise
+
+    def open(self, name: str, config: EngineConfig) -> None:
+        """One engine more. Raises ConfigError and stays as it was."""
+        self._engines[name] = build_engine(self._engine_dir, config)
 
     def engine(self, name: str) -> Engine:
         return self._engines[name]

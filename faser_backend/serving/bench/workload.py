@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def load_jobs(
     """
     lines = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
     texts = [text for text in lines if len(text) <= max_prompt_chars]
+    return jobs_of(texts, num_jobs, max_tokens, temperature, seed)
+
+
+def jobs_of(texts: Sequence[str], num_jobs: int, max_tokens: int, temperature: float, seed: int) -> list[Job]:
+    """num_jobs jobs over texts in order, from the start again after the last. Job i draws with seed + i."""
     return [Job(texts[i % len(texts)], max_tokens, temperature, seed + i) for i in range(num_jobs)]
 
 
@@ -72,6 +78,13 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
         "mean_accepted": accepted / max(tokens - accepted, 1),
         "acceptance_rate": accepted / drafted if drafted else 0.0,
     }
+
+
+def take_turns(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """Every name once per repeat, each repeat from another one on: nobody always follows the same neighbour."""
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        yield from (*names[first:], *names[:first])
 
 
 def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:

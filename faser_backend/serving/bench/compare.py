@@ -1,0 +1,159 @@
+"""Rows beside each other: speed-ups, the best static length, and the ladder in plain words.
+
+A closed loop is judged by its tokens per second. In a bursty load the arrivals set the throughput,
+so it is judged by the median time of a whole answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from faser_backend.serving.bench.ladder import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+
+Row = dict[str, Any]
+
+
+def groups(rows: list[Row]) -> dict[tuple[str, float], list[Row]]:
+    """Rows of the same load and temperature, in order."""
+    found: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["load"], row["temperature"]), []).append(row)
+    return found
+
+
+def gain(row: Row, reference: Row) -> float:
+    """By what factor `row` does better than `reference` in the measure of its load."""
+    if row["load"] == BURSTY.name:
+        return reference["e2e_ms_p50"] / row["e2e_ms_p50"]
+    return row["tokens_per_s"] / reference["tokens_per_s"]
+
+
+def is_clear(row: Row, reference: Row) -> bool:
+    """Whether no repeat of one reached the other, in tokens per second; of a bursty load: 5 % apart."""
+    if row["load"] == BURSTY.name:
+        return abs(gain(row, reference) - 1.0) > 0.05
+    return (
+        row["tokens_per_s_min"] > reference["tokens_per_s_max"]
+        or row["tokens_per_s_max"] < reference["tokens_per_s_min"]
+    )
+
+
+def add_comparisons(rows: list[Row]) -> None:
+    """Writes speed-ups into the rows, and marks the best static length of each load."""
+    for group in groups(rows).values():
+        by_name = {row["policy"]: row for row in group}
+        static = best_static(group)
+        references = {
+            "none": by_name.get(REFERENCE),
+            "fixed4": by_name.get(FIXED_REFERENCE),
+            "best_static": static,
+        }
+        for row in group:
+            row["is_best_static"] = row is static
+            for name, reference in references.items():
+                row[f"speedup_{name}"] = None if reference is None else row["tokens_per_s"] / reference["tokens_per_s"]
+                row[f"e2e_gain_{name}"] = None if reference is None else reference["e2e_ms_p50"] / row["e2e_ms_p50"]
+
+
+def best_static(group: list[Row]) -> Row | None:
+    """The fixed length that did best under this load: what a perfect choice made in advance gives."""
+    static = [row for row in group if row["spec"].startswith("fixed:") and not row["options"]]
+    return max(static, key=lambda row: gain(row, static[0]), default=None)
+
+
+def in_words(rows: list[Row]) -> list[str]:
+    """The ladder in sentences, made of its numbers alone."""
+    sentences = []
+    for (load, temperature), group in groups(rows).items():
+        parts = [_winner(group), _whole(group), *_mechanisms(group)]
+        text = " ".join(part for part in parts if part)
+        sentences.append(f"{load.capitalize()} load, {_law(temperature)}: {text}")
+    different = sum(row["num_different"] for row in rows)
+    compared = sum(row["num_jobs"] for row in rows if row["policy"] != REFERENCE)
+    sentences.append(
+        f"All {compared} answers compared are the same, token by token, whatever decoded them."
+        if different == 0
+        else f"{different} of {compared} answers differ from those of `{REFERENCE}`. Float rounding depends on "
+        "the shape of a call and may swap two nearly equal scores; "
+        "scripts/check_equality.py tells such near-ties from errors."
+    )
+    return sentences
+
+
+def _law(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def _winner(group: list[Row]) -> str:
+    ladder = [row for row in group if not row["options"]]
+    reference = next(row for row in ladder if row["policy"] == REFERENCE)
+    ranked = sorted(ladder, key=lambda row: gain(row, reference), reverse=True)
+    best = ranked[0]
+    if best is reference:
+        return f"no policy beats `{REFERENCE}`: speculation does not pay here."
+    slower = [f"`{row['policy']}`" for row in ladder if gain(row, reference) < 1 and is_clear(row, reference)]
+    text = f"`{best['policy']}` leads with {_shown(best)}, {gain(best, reference):.2f}x of `{REFERENCE}`"
+    close = [f"`{row['policy']}`" for row in ranked[1:] if row is not reference and not is_clear(best, row)]
+    if close:
+        text += f" (within the spread of it: {', '.join(close)})"
+    return text + (f"; slower than `{REFERENCE}`: {', '.join(slower)}." if slower else ".")
+
+
+def _shown(row: Row) -> str:
+    if row["load"] == BURSTY.name:
+        return f"{row['e2e_ms_p50']:.0f} ms for a whole answer (median)"
+    return f"{row['tokens_per_s']:.0f} tokens/s"
+
+
+def _whole(group: list[Row]) -> str:
+    row = next((row for row in group if row["policy"] == WHOLE), None)
+    static = best_static(group)
+    if row is None:
+        return ""
+    references = [(next(r for r in group if r["policy"] == REFERENCE), f"`{REFERENCE}`")]
+    fixed = next((r for r in group if r["policy"] == FIXED_REFERENCE), None)
+    if fixed is not None:
+        references.append((fixed, f"`{FIXED_REFERENCE}`"))
+    if static is not None and static is not fixed:
+        references.append((static, f"the best static length (`{static['policy']}`)"))
+    told = ", ".join(f"{gain(row, reference):.2f}x of {name}" for reference, name in references)
+    return f"`{WHOLE}` is at {told}."
+
+
+def _mechanisms(group: list[Row]) -> list[str]:
+    """What each ablation says of the mechanism that it takes out or forces."""
+    by_name = {row["policy"]: row for row in group}
+    told = []
+    for row in group:
+        plain = by_name.get(row["spec"])
+        if not row["options"] or plain is None:
+            continue
+        (field, value), *_ = row["options"].items()
+        if not _took_effect(row, field, value):
+            told.append(f"`{row['policy']}` was asked for, but nothing of it came to run.")
+            continue
+        takes_out = value in ("off", "serial")
+        change = gain(plain, row) if takes_out else gain(row, plain)
+        if takes_out and not _took_effect(plain, field, "auto"):
+            told.append(f"{_mechanism(field, value)} was never chosen by `{row['spec']}`.")
+            continue
+        verdict = "makes no clear difference" if not is_clear(row, plain) else "pays" if change > 1 else "costs"
+        told.append(f"{_mechanism(field, value)} {verdict} on `{row['spec']}` ({change:.2f}x).")
+    return told
+
+
+def _mechanism(field: str, value: str) -> str:
+    if field == "early_exit":
+        return "Early exit" if value == "off" else "Early exit, forced,"
+    return {"serial": "The pipeline", "run_ahead": "Running ahead", "ping_pong": "Ping-pong"}[value]
+
+
+def _took_effect(row: Row, field: str, value: str) -> bool:
+    """Whether the mechanism ran at all (value: what was asked for); taking it out always takes effect."""
+    if value in ("off", "serial"):
+        return True
+    if field == "early_exit":
+        return row["rows_pruned"] > 0
+    if value == "auto":
+        return row["share_serial"] < 1
+    return row[f"share_{value}"] > 0

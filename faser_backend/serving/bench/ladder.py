@@ -1,0 +1,124 @@
+"""Who is measured and under which loads, as data.
+
+A policy that is registered and takes no argument appears by itself; one that needs an argument is
+measured with the arguments named here. The report names what the ladder asks for and nobody knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.policy.registry import policy_usages
+
+REFERENCE = "none"
+FIXED_REFERENCE = "fixed:4"  # what a user of a fixed length would pick
+WHOLE = "faser"  # the rung that stands for the whole of it
+POLICIES = (
+    "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb",
+    "faser",
+)  # fmt: skip
+MAX_NUM_SEQS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A policy and the fields of EngineConfig that make it an ablation."""
+
+    policy: str
+    note: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} ({self.note})" if self.note else self.policy
+
+    @property
+    def is_static(self) -> bool:
+        return self.policy.startswith("fixed:") and not self.options
+
+
+# Each mechanism taken out of the whole, then each forced on a policy that has none: what it costs or gains here.
+ABLATIONS = (
+    Contestant(WHOLE, "no exit", {"early_exit": "off"}),
+    Contestant(WHOLE, "no pipeline", {"pipeline": "serial"}),
+    Contestant(FIXED_REFERENCE, "exits on", {"early_exit": "on"}),
+    Contestant(FIXED_REFERENCE, "run-ahead", {"pipeline": "run_ahead"}),
+    Contestant(FIXED_REFERENCE, "ping-pong", {"pipeline": "ping_pong"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """num_clients in a closed loop, or, where it is 0, arrivals over time in an open one."""
+
+    name: str
+    num_clients: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_clients == 0
+
+
+SATURATING = Load("saturating", MAX_NUM_SEQS)
+BURSTY = Load("bursty", 0)
+LOADS = (Load("low", 1), Load("middle", 8), SATURATING, BURSTY)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How much is measured."""
+
+    repeats: int
+    cell_s: float  # of one closed loop at the reference's speed
+    bursty_s: float
+    max_tokens: int
+    temperatures: tuple[float, ...]
+    bursty_ablations: bool
+
+    @classmethod
+    def quick(cls) -> Sizing:
+        return cls(2, 0.4, 4.0, 32, (0.8,), bursty_ablations=False)
+
+    @classmethod
+    def full(cls) -> Sizing:
+        return cls(3, 3.0, 12.0, 100, (0.0, 0.8), bursty_ablations=True)
+
+
+def choose_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
+    """The ladder, or the contestants of that name with the reference before them; and what is missing, in words.
+
+    A name is a policy's, or an ablation's as reports show it. Raises ConfigError for one that nobody knows.
+    """
+    usages = policy_usages()
+    if names is not None:
+        ablations = {contestant.name: contestant for contestant in ABLATIONS}
+        chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
+        unknown = [c.name for c in chosen if _kind(c.policy) not in usages]
+        if unknown:
+            raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
+        return chosen, []
+    missing = [f"{spec}: no such policy is registered" for spec in POLICIES if _kind(spec) not in usages]
+    known = [spec for spec in POLICIES if _kind(spec) in usages]
+    for kind, usage in usages.items():
+        if kind not in map(_kind, POLICIES):
+            if ":" in usage:
+                missing.append(f"{usage}: takes an argument; name one with --policies")
+            else:
+                known.append(kind)
+    return [*map(Contestant, known), *(ablation for ablation in ABLATIONS if ablation.policy in known)], missing
+
+
+def split_names(text: str) -> list[str]:
+    """Contestants separated by commas; a part that starts with a digit goes on with a schedule's argument."""
+    names: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if names and part[0].isdigit():
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
+def _kind(spec: str) -> str:
+    return spec.partition(":")[0]

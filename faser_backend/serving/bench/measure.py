@@ -1,0 +1,198 @@
+"""Runs the ladder: every contestant under every load, taking turns over the same jobs.
+
+Gives a row of figures per contestant, load and temperature, and the course of its last repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from faser_backend.serving.bench import accounting
+from faser_backend.serving.bench.accounting import StepLog
+from faser_backend.serving.bench.in_process import ClosedLoop, Feed, InProcess, OpenLoop
+from faser_backend.serving.bench.ladder import LOADS, REFERENCE, SATURATING, Contestant, Load, Sizing
+from faser_backend.serving.bench.workload import (
+    Job,
+    Trace,
+    count_different,
+    jobs_of,
+    merge_repeats,
+    summarise,
+    take_turns,
+)
+from faser_backend.serving.request_trace import (
+    LengthFit,
+    PromptMaker,
+    RequestTrace,
+    bursty_arrivals,
+    fit_lengths,
+    make_lengths,
+)
+
+PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
+BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated
+NUM_PERIODS = 2
+NUM_SERIES_BINS = 40
+WARM_TOKENS = 16
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What contestants are asked: held-out prompts, and the lengths of a bursty trace."""
+
+    prompts: list[str]
+    maker: PromptMaker
+    lengths: RequestTrace | None  # None: made up
+    max_context: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Results:
+    """What a ladder came to; `bursty` describes the arrivals of each temperature's bursty load."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    series: list[dict[str, Any]] = field(default_factory=list)
+    bursty: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is run in turns: contestants, and the jobs that each of them gets."""
+
+    load: Load
+    temperature: float
+    contestants: list[Contestant]
+    jobs: list[Job]
+    feed: Feed
+
+
+class Ladder:
+    """Contestants on loaded engines. `report` is called after each run with what was run."""
+
+    def __init__(
+        self, place: InProcess, contestants: list[Contestant], workload: Workload, num_layers: int, report: Report
+    ) -> None:
+        self._place = place
+        self._contestants = contestants
+        self._workload = workload
+        self._num_layers = num_layers
+        self._report = report
+        self._logs = {contestant.name: StepLog(place.engine(contestant.name)) for contestant in contestants}
+
+    @staticmethod
+    def num_runs(contestants: list[Contestant], sizing: Sizing) -> int:
+        """How often `report` will be called."""
+        per_load = [len(taking_part(contestants, load, sizing)) * (sizing.repeats + 1) for load in LOADS]
+        return sum(per_load) * len(sizing.temperatures)
+
+    def run(self, sizing: Sizing) -> Results:
+        """All loads at all temperatures."""
+        results = Results()
+        for temperature in sizing.temperatures:
+            saturated_rate = math.nan  # tokens/s of the reference; LOADS has the bursty load last
+            for load in LOADS:
+                present = taking_part(self._contestants, load, sizing)
+                if load.is_open:
+                    jobs, feed, described = self._bursty(sizing, temperature, saturated_rate)
+                    results.bursty.append({"temperature": temperature, **described})
+                else:
+                    jobs, feed = self._closed(load, sizing, temperature)
+                rows = self._measure(Cell(load, temperature, present, jobs, feed), sizing.repeats, results)
+                if load is SATURATING:
+                    saturated_rate = next(row["tokens_per_s"] for row in rows if row["policy"] == REFERENCE)
+                results.rows += rows
+        return results
+
+    def _measure(self, cell: Cell, repeats: int, results: Results) -> list[dict[str, Any]]:
+        load, temperature, contestants, jobs = cell.load, cell.temperature, cell.contestants, cell.jobs
+        where = {"load": load.name, "temperature": temperature}
+        shown = f"{load.name}, T={temperature:g}"
+        warm = jobs_of(self._workload.prompts, 2 * load.num_clients or 8, WARM_TOKENS, temperature, 0)
+        for contestant in contestants:  # allocations and first calls of new shapes are not measured
+            self._place.run(contestant.name, warm, load.num_clients or 8)
+            self._report(f"{shown}: {contestant.name} warms up")
+        found: dict[str, list[dict[str, float]]] = {contestant.name: [] for contestant in contestants}
+        answers: dict[str, list[Trace]] = {}
+        for name in take_turns(list(found), repeats):
+            log = self._logs[name]
+            log.start()
+            answers[name], seconds = self._place.serve(name, jobs, cell.feed)
+            found[name].append(summarise(answers[name], seconds) | accounting.figures(log, self._num_layers))
+            self._report(f"{shown}: {name}")
+        rows = []
+        for contestant in contestants:
+            name = contestant.name
+            rows.append(
+                {
+                    "policy": name,
+                    **where,
+                    "num_clients": load.num_clients,
+                    "num_jobs": len(jobs),
+                    "spec": contestant.policy,
+                    "options": contestant.options,
+                    **merge_repeats(found[name]),
+                    "num_different": count_different(answers[name], answers[REFERENCE]),
+                }
+            )
+            course = accounting.series(self._logs[name].notes, NUM_SERIES_BINS)
+            results.series.append({"policy": name, **where, **course})
+        return rows
+
+    def _closed(self, load: Load, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed]:
+        """As many whole waves of jobs as keep the reference busy for sizing.cell_s, two at least."""
+        count, prompts = load.num_clients, self._workload.prompts
+        trial = jobs_of(prompts, count, sizing.max_tokens, temperature, self._workload.seed)
+        self._place.run(REFERENCE, trial[: max(1, count // 4)], count)
+        _, seconds = self._place.run(REFERENCE, trial, count)
+        num_waves = max(2, round(sizing.cell_s / seconds))
+        jobs = jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, self._workload.seed)
+        return jobs, ClosedLoop(count)
+
+    def _bursty(
+        self, sizing: Sizing, temperature: float, saturated_rate: float
+    ) -> tuple[list[Job], Feed, dict[str, Any]]:
+        """Requests at a stated share of what the reference sustains, in bursts."""
+        workload, seed = self._workload, self._workload.seed
+        rng = np.random.default_rng(seed)
+        lengths = workload.lengths or make_lengths(4096, rng)
+        lengths, fit = fit_lengths(lengths, workload.max_context)
+        rate = BURSTY_SHARE * saturated_rate / float(lengths.output_tokens.mean())
+        arrivals = bursty_arrivals(rate, sizing.bursty_s, PEAK_TO_TROUGH, NUM_PERIODS, rng)
+        picked = rng.permutation(len(lengths))[: arrivals.size]
+        pairs = zip(lengths.prompt_tokens[picked].tolist(), lengths.output_tokens[picked].tolist(), strict=True)
+        jobs = [
+            Job(workload.maker.prompt(num_prompt, index), num_output, temperature, seed + index)
+            for index, (num_prompt, num_output) in enumerate(pairs)
+        ]
+        described = {
+            **describe_lengths(lengths, fit),
+            "arrivals": "synthetic: Poisson, rate moving like a cosine of its logarithm",
+            "requests_per_s": rate,
+            "share_of_saturation": BURSTY_SHARE,
+            "reference_tokens_per_s": saturated_rate,
+            "peak_to_trough": PEAK_TO_TROUGH,
+            "num_periods": NUM_PERIODS,
+            "duration_s": sizing.bursty_s,
+            "seed": seed,
+        }
+        return jobs, OpenLoop(arrivals[: len(jobs)].tolist()), described
+
+
+def describe_lengths(lengths: RequestTrace, fit: LengthFit) -> dict[str, Any]:
+    """Where lengths come from, and what made them fit."""
+    return {"lengths": lengths.source, "length_scale": fit.scale, "num_clipped": fit.num_clipped}
+
+
+def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:
+    """Everyone, but in a short run the ablations sit out the bursty load, which takes real time."""
+    if load.is_open and not sizing.bursty_ablations:
+        return [contestant for contestant in contestants if not contestant.options]
+    return contestants
