@@ -7,14 +7,15 @@ it), tokens the sum of chain survivals under each request's acceptance rate (Lev
 Time and tokens are learned apart: time does not depend on what is accepted, nor acceptance on the load; and
 a test's law is known (Bernoulli), so that counts do for it, while that of time is not, which is what a GP is for.
 
-The lower confidence bound (Srinivas et al. 0912.3995) is taken on the difference to the assignment of best mean:
-regret is a difference, and what is uncertain for all alike (a machine that slows down) is no reason to explore.
+The lower confidence bound (Srinivas et al. 0912.3995) is taken on the difference to the lengths of late: what is
+uncertain for all alike (a machine that slows down) is no reason to explore, and what was just tried gains nothing.
 The partition is always the whole device: its share is a constant, not an input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,8 +40,18 @@ _BATCH_HATS = hats(LOG_BATCH_KNOTS, np.log2(np.maximum(np.arange(2**8 + 1), 1)))
 BOUND_STDS = 1.0  # how many standard deviations below the mean the bound lies
 STEP_NOISE = 0.15  # standard deviation of the log of a step's time
 DRIFT = 0.003  # of f per step: half of the evidence is gone after 460 steps
-MODEL_ERROR = {True: 0.2, False: 0.4}  # prior standard deviation of f, by whether the costs were measured
+COMMON_ERROR = 0.6  # prior standard deviation of the part of f that is the same everywhere
+LOCAL_ERROR = {True: 0.3, False: 0.6}  # and of what differs between places, by whether the costs were measured
+USUAL_STEPS = 10.0  # over which the lengths of late are averaged
 STAY_WITHIN = 0.01  # relative cost that is no reason to change the assignment
+
+
+class Expected(NamedTuple):
+    """What the cost model says of a decision, for the step that follows it."""
+
+    decision: Decision
+    round_us: float
+    place: np.ndarray  # [25] weights of the grid's lengths
 
 
 class GpLcb:
@@ -50,48 +61,64 @@ class GpLcb:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._process = GridProcess(_prior(MODEL_ERROR[costs.is_measured]), STEP_NOISE, DRIFT)
+        self._process = GridProcess(_prior(LOCAL_ERROR[costs.is_measured]), STEP_NOISE, DRIFT)
         self._history = AcceptanceHistory()
         self._last_choice = 0
+        self._expected: Expected | None = None
+        self._usual = _length_weights(np.zeros(1), np.zeros(1, np.int64))[0]  # [25] place of the lengths of late
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         size = len(sequences)
         survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K]
-        survival[DEPTHS > _usable_lengths(sequences)[:, None]] = 0.0
+        survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0
         is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K]
         num_deep = _from_zero(np.count_nonzero(is_drafted, axis=1))  # [P, K + 1] chains of that depth or more
         tokens = _from_zero((survival * is_drafted).sum(axis=1))
         tokens[:, 0] = size
         num_drafted = num_deep.cumsum(axis=1)  # [P, K + 1] by cap
         longest = (num_deep > 0).cumsum(axis=1)
-        context = max(sequence.num_tokens for sequence in sequences)
-        log_cost = np.log(self._round_us(size, context, num_deep, num_drafted, longest) / tokens.cumsum(axis=1))
-        choice = self._choose(size, log_cost.ravel(), (num_drafted / size).ravel(), longest.ravel())
+        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
+        round_us = self._round_us(size, context, num_deep, num_drafted, longest)
+        places = _length_weights((num_drafted / size).ravel(), longest.ravel())  # [P (K + 1), 25]
+        choice = self._choose(size, np.log(round_us / tokens.cumsum(axis=1)).ravel(), places)
         floor, cap = divmod(choice, DEPTHS.size + 1)
-        return Decision(np.count_nonzero(is_drafted[floor, :, :cap], axis=1).tolist())
+        decision = Decision(np.count_nonzero(is_drafted[floor, :, :cap], axis=1).tolist())
+        self._expected = Expected(decision, float(round_us[floor, cap]), places[choice])
+        return decision
 
     def observe(self, record: StepRecord) -> None:
         self._history.observe(record)
+        size, expected = len(record.plan.decodes), self._expected
+        if expected is None or not _is_as_decided(record, expected.decision):
+            expected = self._expect(record)
+        measured_us = record.step_us
+        if record.plan.prefills:  # prompts are no matter of lengths
+            phases_us = record.propose_us + record.verify_us - record.overlap_us
+            num_rows = int(record.verification.num_kept.sum())
+            measured_us = phases_us + float(self._costs.overhead.step(size, num_rows))
+        if measured_us > 0.0:
+            weights = np.multiply.outer(_batch_hats(size), expected.place).ravel()
+            self._process.observe(weights, float(np.log(measured_us / expected.round_us)))
+            self._usual += (expected.place - self._usual) / USUAL_STEPS
+
+    def _expect(self, record: StepRecord) -> Expected:
+        """For a step that drafted other lengths than were decided: blocks were short, or the mode was forced."""
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
         size, num_drafted, longest = lengths.size, lengths.sum(keepdims=True), lengths.max(keepdims=True)
         num_deep = _from_zero(np.count_nonzero(lengths[:, None] >= DEPTHS, axis=0)[None])[:, : longest[0] + 1]
         context = int(record.num_tokens.max())
-        expected_us = self._round_us(size, context, num_deep, num_drafted[:, None], longest[:, None])[0, -1]
-        measured_us = record.step_us
-        if record.plan.prefills:  # prompts are no matter of lengths
-            phases_us = record.propose_us + record.verify_us - record.overlap_us
-            measured_us = phases_us + float(self._costs.overhead.step(size, size + num_drafted[0]))
-        if measured_us > 0.0:
-            weights = np.multiply.outer(_batch_hats(size), _length_weights(num_drafted / size, longest)[0])
-            self._process.observe(weights.ravel(), float(np.log(measured_us / expected_us)))
+        round_us = self._round_us(size, context, num_deep, num_drafted[:, None], longest[:, None])
+        place = _length_weights(num_drafted / size, longest)[0]
+        return Expected(record.plan.decision, float(round_us[0, -1]), place)
 
-    def _choose(self, size: int, log_cost: np.ndarray, mean_length: np.ndarray, longest: np.ndarray) -> int:
-        """Index of the candidate with the least bound, arrays [N]; the last choice where it is as good."""
-        batch, weights = _batch_hats(size), _length_weights(mean_length, longest)
+    def _choose(self, size: int, log_cost: np.ndarray, weights: np.ndarray) -> int:
+        """Index of the candidate with the least bound, of log_cost [N] and weights [N, 25] of the grid's lengths;
+        the last choice where it is as good."""
+        batch = _batch_hats(size)
         num_batches, num_points = batch.size, weights.shape[1]
         means = batch @ self._process.mean.reshape(num_batches, num_points)
         expected = log_cost + weights @ means
-        contrasts = weights - weights[expected.argmin()]
+        contrasts = weights - self._usual
         blocks = self._process.covariance.reshape(num_batches, num_points, num_batches, num_points)
         near = batch.nonzero()[0]  # one or two
         covariance = sum(batch[i] * batch[j] * blocks[i, :, j] for i in near for j in near)
@@ -116,6 +143,11 @@ class GpLcb:
         return draft_us + verify_us + costs.overhead.step(size, rows)
 
 
+def _is_as_decided(record: StepRecord, decision: Decision) -> bool:
+    plan = record.plan
+    return plan.decision is decision and plan.num_draft_tokens == decision.num_draft_tokens and not plan.drafts
+
+
 def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
     """[B] draft tokens that each request can use: the rest of its output, and its own limit."""
     usable = [
@@ -134,12 +166,12 @@ def _from_zero(by_depth: np.ndarray) -> np.ndarray:
     return result
 
 
-def _prior(model_error: float) -> np.ndarray:
+def _prior(local_error: float) -> np.ndarray:
     """[G, G] over (batch size, mean length, longest length): an error common to all, and one of each place."""
     steps = np.arange(LENGTH_KNOTS.size)
     lengths = smooth(steps, 2.0)
     local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), np.kron(lengths, lengths))
-    return model_error**2 * (1.0 + local)
+    return COMMON_ERROR**2 + local_error**2 * local
 
 
 def _batch_hats(size: int) -> np.ndarray:

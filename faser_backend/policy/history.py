@@ -7,6 +7,7 @@ prior: who was not tested for long is worth a new try. Bounded by the requests o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,8 +20,10 @@ OWN_PRIOR_TESTS = 8.0  # what the traffic's rate weighs for a request
 MEMORY_TESTS = 500.0  # of the traffic
 OWN_MEMORY_TESTS = 100.0
 MEMORY_STEPS = 100.0  # evidence fades over so many steps, tested or not
-BOUND_STDS = 1.0  # the traffic's rate is taken at its upper bound, so much above its mean
+BOUND_STDS = 0.5  # rates are taken at upper bounds, so many standard deviations above their means
 MAX_RATE = 0.98
+
+Rates = TypeVar("Rates", float, np.ndarray)
 
 
 class AcceptanceHistory:
@@ -37,10 +40,9 @@ class AcceptanceHistory:
         self._own = {sequence: known.get(sequence) or _lifetime(sequence) for sequence in sequences}
         counts = np.array(list(self._own.values()))  # [B, 2]
         tests = self._tested + PRIOR_TESTS
-        mean = (self._accepted + PRIOR_RATE * PRIOR_TESTS) / tests
-        upper = mean + BOUND_STDS * (mean * (1.0 - mean) / (tests + 1.0)) ** 0.5  # of the Beta posterior
-        rates = (counts[:, 0] + upper * OWN_PRIOR_TESTS) / (counts[:, 1] + OWN_PRIOR_TESTS)
-        return np.minimum(rates, MAX_RATE)
+        shared = _upper_bound((self._accepted + PRIOR_RATE * PRIOR_TESTS) / tests, tests)
+        own_tests = counts[:, 1] + OWN_PRIOR_TESTS
+        return _upper_bound((counts[:, 0] + shared * OWN_PRIOR_TESTS) / own_tests, own_tests)
 
     def observe(self, record: StepRecord) -> None:
         accepted = record.acceptance.num_accepted
@@ -54,6 +56,12 @@ class AcceptanceHistory:
             if (counts := own.get(sequence)) is not None:
                 fade = _fade(tests, OWN_MEMORY_TESTS)
                 own[sequence] = (counts[0] * fade + passed, counts[1] * fade + tests)
+
+
+def _upper_bound(mean: Rates, num_tests: Rates) -> Rates:
+    """Of a rate whose posterior is a Beta with this mean and weight."""
+    mean = np.minimum(mean, MAX_RATE)
+    return np.minimum(mean + BOUND_STDS * np.sqrt(mean * (1.0 - mean) / (num_tests + 1.0)), MAX_RATE)
 
 
 def _fade(num_tests: int, memory_tests: float) -> float:

@@ -1,0 +1,290 @@
+"""gp-lcb against a synthetic engine whose step times and acceptance rates are known.
+
+Regret is time per token beside that of the best static length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
+from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.gp_lcb import GpLcb
+from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from tests.harness import guessed, request
+
+LENGTHS = range(MAX_ADAPTIVE_TOKENS + 1)
+NUM_OUTPUT_TOKENS = 200  # of a synthetic request; then the next one takes its place
+
+
+def costs(draft_us: float, target_us: float, row_us: float, *, is_measured: bool = True) -> CostModel:
+    """A draft call of fixed cost and 2 us per sequence; a target call of fixed cost and so much per row."""
+
+    def call(fixed_us: float, per_row_us: float) -> tuple[CallCost]:
+        flat = Curve(np.array([0.0, 1.0]), np.zeros(2))
+        return (CallCost(Curve.from_slopes(np.array([0.0]), fixed_us, np.array([per_row_us])), flat),)
+
+    segments = {(DRAFT, WHOLE): call(draft_us, 2.0), (TARGET, WHOLE): call(target_us, row_us)}
+    return CostModel(segments, OverheadCost(50.0, 5.0, 2.0, 10.0, 1.0), np.zeros(1), is_measured=is_measured)
+
+
+MEMORY_BOUND = costs(150.0, 1000.0, 15.0)
+BETWEEN = costs(150.0, 800.0, 90.0)
+COMPUTE_BOUND = costs(100.0, 200.0, 400.0)
+GUESS = costs(60.0, 5000.0, 300.0, is_measured=False)
+
+
+def step_us(engine: CostModel, lengths: list[int]) -> float:
+    """The engine's true time of a serial step, call by call."""
+    size, num_rows, total = len(lengths), len(lengths) + sum(lengths), 0.0
+    for depth in range(1, max(lengths) + 1):
+        deep = sum(length >= depth for length in lengths)
+        total += float(engine.call_us(DRAFT, WHOLE, deep, deep, 100)) + float(engine.overhead.draft_call(deep))
+    verify_us = engine.call_us(TARGET, WHOLE, num_rows, size, 100, max_rows=max(lengths) + 1)
+    return total + float(verify_us) + float(engine.overhead.step(size, num_rows))
+
+
+def step_record(sequences: list[Sequence], lengths: list[int], accepted: list[int], us: float) -> StepRecord:
+    drafted, kept = np.array(lengths), np.array(accepted)
+    size, width = drafted.size, int(drafted.max())
+    plan = StepPlan(Decision(lengths), InFlight.empty(), decodes=sequences, num_draft_tokens=lengths)
+    cu_rows = np.concatenate([[0], np.cumsum(drafted + 1)])
+    return StepRecord(
+        plan,
+        Frontier(np.zeros((size, width), np.int64), drafted, drafted + 1),
+        Verification(np.zeros((0, 0), np.float32), cu_rows, drafted + 1, 0),
+        Acceptance(np.zeros((size, width + 1), np.int64), kept, kept + 1),
+        np.array([sequence.num_tokens for sequence in sequences]),
+        0,
+        int(us * 1e3),
+        0.3 * us,
+        0.6 * us,
+        0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """A stretch of steps in which nothing changes. Sequence b accepts with rates[b % len(rates)]."""
+
+    num_steps: int
+    size: int
+    rates: tuple[float, ...]
+    engine: CostModel
+
+    def best_static_us(self) -> float:
+        """Microseconds per token of the best length for all, in expectation."""
+        return min(step_us(self.engine, [k] * self.size) / self._tokens(k) for k in LENGTHS)
+
+    def _tokens(self, length: int) -> float:
+        each = [sum(rate**kept for kept in range(length + 1)) for rate in self.rates]
+        return self.size * sum(each) / len(each)
+
+
+@dataclass
+class Run:
+    """Drives a policy through loads; requests are replaced as they end."""
+
+    policy: GpLcb
+    seed: int = 0
+    noise: float = 0.1  # standard deviation of the log of a step's time
+    sequences: list[Sequence] = field(default_factory=list)
+    lengths: list[list[int]] = field(default_factory=list)  # of every step
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def regret(self, load: Load) -> float:
+        """Time per token over that of the best static length, minus 1."""
+        total_us = num_emitted = 0.0
+        del self.sequences[load.size :]
+        for _ in range(load.num_steps):
+            self._replace_ended(load.size)
+            lengths = self.policy.decide(self.sequences).num_draft_tokens
+            rates = [load.rates[b % len(load.rates)] for b in range(load.size)]
+            accepted = [self._num_accepted(*pair) for pair in zip(rates, lengths, strict=True)]
+            us = step_us(load.engine, lengths) * float(np.exp(self.rng.normal(0.0, self.noise)))
+            for sequence, kept, length in zip(self.sequences, accepted, lengths, strict=True):
+                sequence.num_tokens += kept + 1
+                sequence.stats.num_tested += min(kept + 1, length)
+                sequence.stats.num_accepted += kept
+            self.policy.observe(step_record(list(self.sequences), lengths, accepted, us))
+            self.lengths.append(lengths)
+            total_us += us
+            num_emitted += sum(accepted) + load.size
+        return total_us / num_emitted / load.best_static_us() - 1.0
+
+    def _num_accepted(self, rate: float, length: int) -> int:
+        fails = np.append(self.rng.random(length) >= rate, True)
+        return int(fails.argmax())
+
+    def _replace_ended(self, size: int) -> None:
+        for b, sequence in enumerate(self.sequences):
+            if sequence.num_output_tokens >= NUM_OUTPUT_TOKENS:
+                self.sequences[b] = new_sequence()
+        self.sequences += [new_sequence() for _ in range(size - len(self.sequences))]
+
+    def share_of_zeros(self, num_last: int) -> float:
+        return float((np.array(self.lengths[-num_last:]) == 0).mean())
+
+
+def new_sequence(max_tokens: int = 300, **options) -> Sequence:
+    return Sequence.from_request(request("r", [1, 2, 3], max_tokens, **options), 0)
+
+
+STATIONARY = {
+    "one request, good drafts": Load(500, 1, (0.8,), MEMORY_BOUND),
+    "one request, bad drafts": Load(500, 1, (0.1,), MEMORY_BOUND),
+    "eight alike": Load(400, 8, (0.6,), BETWEEN),
+    "eight mixed": Load(400, 8, (0.9, 0.3), BETWEEN),
+    "compute-bound": Load(300, 32, (0.6,), COMPUTE_BOUND),
+    "large and mixed": Load(250, 32, (0.9, 0.3), MEMORY_BOUND),
+}
+
+
+@pytest.mark.parametrize("load", STATIONARY.values(), ids=STATIONARY.keys())
+def test_regret_is_small_where_the_costs_are_known(load: Load):
+    assert Run(GpLcb(load.engine)).regret(load) < 0.08
+
+
+@pytest.mark.parametrize("load", STATIONARY.values(), ids=STATIONARY.keys())
+def test_regret_fades_where_the_costs_were_guessed_wrongly(load: Load):
+    run = Run(GpLcb(GUESS))
+    run.regret(load)
+    assert run.regret(load) < 0.15
+
+
+def test_the_process_learns_what_the_costs_have_wrong():
+    """Without the process the policy would trust free drafts for ever; with it, time teaches it."""
+    too_cheap = costs(20.0, 3000.0, 20.0)
+    load = Load(400, 32, (0.6,), COMPUTE_BOUND)
+    learning, trusting = Run(GpLcb(too_cheap)), Run(GpLcb(too_cheap))
+    trusting.policy._process.observe = lambda weights, value: None  # type: ignore[method-assign]
+    learning.regret(load), trusting.regret(load)
+    assert learning.regret(load) < 0.5 * trusting.regret(load)
+
+
+def test_mixed_requests_do_better_than_any_static_length():
+    load = Load(400, 8, (0.9, 0.3), BETWEEN)
+    assert Run(GpLcb(BETWEEN)).regret(load) < -0.02
+
+
+def test_lengths_follow_each_request():
+    run = Run(GpLcb(BETWEEN))
+    run.regret(Load(200, 8, (0.9, 0.3), BETWEEN))
+    lengths = np.array(run.lengths[-100:])  # [100, 8]
+    assert lengths[:, ::2].mean() > lengths[:, 1::2].mean() + 1.0
+
+
+def test_nothing_is_drafted_where_it_does_not_pay():
+    run = Run(GpLcb(COMPUTE_BOUND))
+    run.regret(Load(300, 32, (0.5,), COMPUTE_BOUND))
+    assert run.share_of_zeros(200) > 0.95
+
+
+def test_drafting_returns_when_acceptance_does():
+    good, bad = Load(500, 8, (0.85,), BETWEEN), Load(500, 8, (0.05,), BETWEEN)
+    run = Run(GpLcb(BETWEEN))
+    run.regret(good)
+    assert run.regret(bad) < 0.08
+    assert run.share_of_zeros(200) > 0.9
+    run.regret(good)
+    assert run.share_of_zeros(100) < 0.1
+
+
+def test_drafting_returns_when_the_load_goes():
+    run = Run(GpLcb(BETWEEN))
+    quiet, busy = Load(200, 1, (0.8,), BETWEEN), Load(200, 32, (0.8,), COMPUTE_BOUND)
+    regrets = [run.regret(load) for load in (quiet, busy, quiet, busy, quiet)]
+    assert max(regrets[2:]) < 0.12
+    assert run.share_of_zeros(100) < 0.1
+
+
+def test_a_change_of_the_engine_is_noticed():
+    """The same requests, but rows become dear: only measured times can tell."""
+    run = Run(GpLcb(MEMORY_BOUND))
+    run.regret(Load(400, 8, (0.8,), MEMORY_BOUND))
+    before = np.mean(run.lengths[-100:])
+    run.regret(Load(600, 8, (0.8,), COMPUTE_BOUND))
+    assert np.mean(run.lengths[-100:]) < 0.5 * before
+
+
+def test_choices_are_stable_while_nothing_changes():
+    run = Run(GpLcb(BETWEEN))
+    run.regret(Load(400, 1, (0.8,), BETWEEN))
+    lengths = np.array(run.lengths[200:])[:, 0]
+    assert (np.diff(lengths) != 0).mean() < 0.3
+
+
+def test_equal_records_give_equal_decisions():
+    loads = [Load(150, 8, (0.9, 0.3), BETWEEN), Load(50, 32, (0.5,), COMPUTE_BOUND)]
+    first, second = Run(GpLcb(GUESS)), Run(GpLcb(GUESS))
+    for run in (first, second):
+        for load in loads:
+            run.regret(load)
+    assert first.lengths == second.lengths
+
+
+def test_memory_is_bounded():
+    policy = GpLcb(BETWEEN)
+    shapes = (policy._process.mean.shape, policy._process.covariance.shape)
+    run = Run(policy)
+    run.regret(Load(600, 4, (0.9,), BETWEEN))  # several generations of requests
+    assert (policy._process.mean.shape, policy._process.covariance.shape) == shapes
+    assert set(policy._history._own) <= set(run.sequences) and len(policy._history._own) == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 33, 256, 300])
+def test_any_batch_gets_lengths_in_range(size: int):
+    policy, rng = GpLcb(guessed().costs), np.random.default_rng(size)
+    sequences = [new_sequence(int(rng.integers(1, 12))) for _ in range(size)]
+    for _ in range(12):
+        lengths = policy.decide(sequences).num_draft_tokens
+        assert len(lengths) == size
+        usable = [s.num_remaining_tokens - 1 for s in sequences]
+        assert all(0 <= k <= min(MAX_ADAPTIVE_TOKENS, u) for k, u in zip(lengths, usable, strict=True))
+        policy.observe(step_record(sequences, lengths, [int(rng.integers(k + 1)) for k in lengths], 900.0 * size))
+        assert np.isfinite(policy._process.mean).all() and np.isfinite(policy._process.covariance).all()
+
+
+def test_a_request_that_opted_out_is_left_alone():
+    sequences = [new_sequence(), new_sequence(max_draft_tokens=0), new_sequence(max_draft_tokens=2)]
+    lengths = GpLcb(costs(1.0, 1000.0, 0.0)).decide(sequences).num_draft_tokens
+    assert lengths[0] > 2 and lengths[1:] == [0, 2]
+
+
+def test_records_that_tell_little_do_no_harm():
+    """Nothing drafted, no time passed, prompts beside the decodes, more drafted than this policy ever asks for."""
+    policy, sequences = GpLcb(BETWEEN), [new_sequence(), new_sequence()]
+    policy.decide(sequences)
+    policy.observe(step_record(sequences, [0, 0], [0, 0], 1000.0))
+    policy.observe(step_record(sequences, [3, 0], [3, 0], 0.0))
+    policy.observe(step_record(sequences, [20, 1], [20, 0], 4000.0))
+    policy.observe(step_record([new_sequence()], [4], [2], 1500.0))  # never seen by decide
+    assert np.isfinite(policy._process.mean).all()
+    assert all(0 <= length <= MAX_ADAPTIVE_TOKENS for length in policy.decide(sequences).num_draft_tokens)
+
+
+def test_time_spent_on_prompts_is_not_blamed_on_lengths():
+    plain, beside = GpLcb(BETWEEN), GpLcb(BETWEEN)
+    sequences = [new_sequence()]
+    us = step_us(BETWEEN, [4])
+    plain.observe(step_record(sequences, [4], [2], us))
+    record = step_record(sequences, [4], [2], us)
+    record.plan.prefills.append(PrefillChunk(new_sequence(), 0, 2))
+    late = StepRecord(record.plan, record.frontier, record.verification, record.acceptance, record.num_tokens, 0,
+                      record.end_ns * 5, record.propose_us, record.verify_us, 0.0)  # fmt: skip
+    beside.observe(late)
+    assert np.abs(beside._process.mean - plain._process.mean).max() < 0.1
+
+
+def test_it_is_asked_for_by_name():
+    assert isinstance(parse_policy("gp-lcb", guessed), GpLcb)
