@@ -6,7 +6,7 @@ Mirrors pipeline/step.py and pipeline/draft.py, with a stopwatch around everythi
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import abc, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -101,7 +101,7 @@ class TimedPolicy:
         self.observe = policy.observe
         self._policy, self._watch = policy, watch
 
-    def decide(self, sequences: list[Sequence]) -> Decision:
+    def decide(self, sequences: abc.Sequence[Sequence]) -> Decision:
         with self._watch("decide"):
             return self._policy.decide(sequences)
 

@@ -29,7 +29,7 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 
 # Candidates: each request drafts while its chain survives with more than this chance, up to a common cap.
 SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75])  # [P]
-DEPTHS = np.arange(1, MAX_ADAPTIVE_TOKENS + 1)  # [K]
+DEPTHS = np.arange(MAX_ADAPTIVE_TOKENS + 1)  # [K + 1], 0 for the anchor
 LOG_BATCH_KNOTS = np.array([0.0, 2.0, 4.0, 6.0, 8.0])  # log2 of 1 to 256 requests
 LENGTH_KNOTS = np.array([0.0, 1.0, 2.0, 4.0, MAX_ADAPTIVE_TOKENS])
 _PARTS = 16  # mean lengths are told apart to 1/16
@@ -58,6 +58,7 @@ class GpLcb:
     """Learns from every step: its time, and which tests its requests passed."""
 
     is_drafting = True
+    partitions = (WHOLE,)
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
@@ -69,20 +70,20 @@ class GpLcb:
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         size = len(sequences)
-        survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K]
+        survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
         survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0
-        is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K]
-        num_deep = _from_zero(np.count_nonzero(is_drafted, axis=1))  # [P, K + 1] chains of that depth or more
-        tokens = _from_zero((survival * is_drafted).sum(axis=1))
-        tokens[:, 0] = size
+        is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K + 1]
+        num_deep = is_drafted.sum(axis=1)  # [P, K + 1] chains of that depth or more
+        num_deep[:, 0] = 0
+        tokens = np.einsum("bk,pbk->pk", survival, is_drafted)
         num_drafted = num_deep.cumsum(axis=1)  # [P, K + 1] by cap
         longest = (num_deep > 0).cumsum(axis=1)
         context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
         round_us = self._round_us(size, context, num_deep, num_drafted, longest)
         places = _length_weights((num_drafted / size).ravel(), longest.ravel())  # [P (K + 1), 25]
         choice = self._choose(size, np.log(round_us / tokens.cumsum(axis=1)).ravel(), places)
-        floor, cap = divmod(choice, DEPTHS.size + 1)
-        decision = Decision(np.count_nonzero(is_drafted[floor, :, :cap], axis=1).tolist())
+        floor, cap = divmod(choice, DEPTHS.size)
+        decision = Decision(np.count_nonzero(is_drafted[floor, :, 1 : cap + 1], axis=1).tolist())
         self._expected = Expected(decision, float(round_us[floor, cap]), places[choice])
         return decision
 
@@ -105,8 +106,9 @@ class GpLcb:
         """For a step that drafted other lengths than were decided: blocks were short, or the mode was forced."""
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
         size, num_drafted, longest = lengths.size, lengths.sum(keepdims=True), lengths.max(keepdims=True)
-        num_deep = _from_zero(np.count_nonzero(lengths[:, None] >= DEPTHS, axis=0)[None])[:, : longest[0] + 1]
-        context = int(record.num_tokens.max())
+        num_deep = (lengths[:, None] >= DEPTHS[: longest[0] + 1]).sum(axis=0)[None]
+        num_deep[:, 0] = 0
+        context = self._costs.batch_context(record.num_tokens.tolist())
         round_us = self._round_us(size, context, num_deep, num_drafted[:, None], longest[:, None])
         place = _length_weights(num_drafted / size, longest)[0]
         return Expected(record.plan.decision, float(round_us[0, -1]), place)
@@ -157,13 +159,6 @@ def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
         for sequence in sequences
     ]
     return np.array(usable)
-
-
-def _from_zero(by_depth: np.ndarray) -> np.ndarray:
-    """[P, K + 1] from [P, K]: a column of zeros before the first."""
-    result = np.zeros((by_depth.shape[0], by_depth.shape[1] + 1), by_depth.dtype)
-    result[:, 1:] = by_depth
-    return result
 
 
 def _prior(local_error: float) -> np.ndarray:

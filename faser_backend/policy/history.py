@@ -40,9 +40,10 @@ class AcceptanceHistory:
         self._own = {sequence: known.get(sequence) or _lifetime(sequence) for sequence in sequences}
         counts = np.array(list(self._own.values()))  # [B, 2]
         tests = self._tested + PRIOR_TESTS
-        shared = _upper_bound((self._accepted + PRIOR_RATE * PRIOR_TESTS) / tests, tests)
+        shared = min(_upper_bound((self._accepted + PRIOR_RATE * PRIOR_TESTS) / tests, tests), MAX_RATE)
         own_tests = counts[:, 1] + OWN_PRIOR_TESTS
-        return _upper_bound((counts[:, 0] + shared * OWN_PRIOR_TESTS) / own_tests, own_tests)
+        own = _upper_bound((counts[:, 0] + shared * OWN_PRIOR_TESTS) / own_tests, own_tests)
+        return np.minimum(own, MAX_RATE)
 
     def observe(self, record: StepRecord) -> None:
         accepted = record.acceptance.num_accepted
@@ -59,9 +60,8 @@ class AcceptanceHistory:
 
 
 def _upper_bound(mean: Rates, num_tests: Rates) -> Rates:
-    """Of a rate whose posterior is a Beta with this mean and weight."""
-    mean = np.minimum(mean, MAX_RATE)
-    return np.minimum(mean + BOUND_STDS * np.sqrt(mean * (1.0 - mean) / (num_tests + 1.0)), MAX_RATE)
+    """Of a rate whose posterior is a Beta with this mean and weight; the mean lies below 1 by the prior."""
+    return mean + BOUND_STDS * (mean * (1.0 - mean) / (num_tests + 1.0)) ** 0.5
 
 
 def _fade(num_tests: int, memory_tests: float) -> float:
