@@ -65,6 +65,11 @@ class MatchCalibration:
         # More margin never means less chance; the running maximum irons out thin bins.
         self.match_probs = np.maximum.accumulate(self._accepted / self._tested)  # [M]
 
+    @property
+    def mean_chance(self) -> float:
+        """Of a draft token whose margin is not known yet, in (0, 1)."""
+        return float(self.margin_shares @ self.match_probs)
+
     def chances(self, margins: np.ndarray) -> np.ndarray:
         """The chance of acceptance of draft tokens with these margins, same shape."""
         return np.interp(margins, self.margin_knots, self.match_probs)

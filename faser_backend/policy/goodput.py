@@ -25,6 +25,7 @@ class Goodput:
     """Reads the acceptance counts that sequences carry; keeps no state of its own."""
 
     is_drafting = True
+    partitions = (WHOLE,)
 
     def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
         self._costs = costs

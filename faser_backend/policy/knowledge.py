@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from faser_backend.policy.calibration import MarginCounts
 from faser_backend.policy.cost_model import CostModel
@@ -16,3 +16,8 @@ class Knowledge:
     costs: CostModel
     margins: MarginCounts | None = None
     exits: tuple[ExitCalibration, ...] = ()
+
+    def on(self, partitions: tuple[str, ...]) -> Knowledge:
+        """Without the partitions that are not among these."""
+        segments = {key: segments for key, segments in self.costs.segments.items() if key[1] in partitions}
+        return replace(self, costs=replace(self.costs, segments=segments))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.errors import ConfigError
+from faser_backend.policy.faser import Faser
+from faser_backend.policy.forced import ForcedExit, ForcedMode
 from faser_backend.policy.goodput import Goodput
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.knowledge import Knowledge
@@ -31,6 +36,27 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
         raise ConfigError(f"policy = {spec!r}: unknown; known are {known_policies()}")
     _, parse = _POLICIES[name]
     return parse(spec, argument, load_knowledge)
+
+
+def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str | None) -> SpeculationPolicy:
+    """The policy that a configuration asks for, with its ablations. Raises ConfigError.
+
+    split: a partition whose lanes can overlap draft and target; None where the device offers none.
+    """
+    knowledge = cache(load_knowledge)
+    policy = parse_policy(config.policy, knowledge)
+    if config.early_exit == "on" and policy.is_drafting and not knowledge().exits:
+        raise ConfigError(
+            "early_exit = 'on': no exit is calibrated; build the engine with --exit-layers, then run `faser profile`"
+        )
+    if not policy.is_drafting:
+        return policy
+    if config.early_exit != "auto":
+        policy = ForcedExit(policy, knowledge(), is_on=config.early_exit == "on")
+    if config.pipeline != "auto":
+        mode = PipelineMode(config.pipeline) if split is not None else PipelineMode.SERIAL
+        policy = ForcedMode(policy, mode, split or WHOLE)
+    return policy
 
 
 def known_policies() -> str:
@@ -67,6 +93,11 @@ def _parse_survival(spec: str, argument: str, load_knowledge: LoadKnowledge) -> 
     return Survival(load_knowledge(), MAX_ADAPTIVE_TOKENS)
 
 
+def _parse_faser(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
+    _refuse_argument(spec, argument)
+    return Faser(load_knowledge(), MAX_ADAPTIVE_TOKENS)
+
+
 def _parse_gp_lcb(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
     return GpLcb(load_knowledge().costs)
@@ -84,4 +115,5 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "goodput": ("goodput", _parse_goodput),
     "survival": ("survival", _parse_survival),
     "gp-lcb": ("gp-lcb", _parse_gp_lcb),
+    "faser": ("faser", _parse_faser),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from faser_backend.core.decision import Decision
+from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
@@ -18,6 +18,7 @@ class LengthSchedule:
     """limits: ascending batch sizes; lengths: num_draft_tokens up to each of them."""
 
     is_drafting = True
+    partitions = (WHOLE,)
 
     def __init__(self, limits: list[int], lengths: list[int]) -> None:
         self.limits = limits

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from faser_backend.core.decision import Decision
+from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 
@@ -19,9 +19,10 @@ MAX_ADAPTIVE_TOKENS = 8  # longest length that an adaptive policy weighs
 
 
 class SpeculationPolicy(Protocol):
-    """`is_drafting` False means that no draft model is needed at all."""
+    """is_drafting: False means that no draft model is needed at all. partitions: all that it may ask for."""
 
     is_drafting: bool
+    partitions: tuple[str, ...]
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         """For the sequences that are ready to decode, at least one."""
@@ -36,6 +37,7 @@ class NoSpeculation:
     """Plain autoregressive decoding."""
 
     is_drafting = False
+    partitions = (WHOLE,)
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         return Decision([0] * len(sequences))
@@ -48,6 +50,7 @@ class FixedLength:
     """The same length for every request in every step (vLLM's num_speculative_tokens)."""
 
     is_drafting = True
+    partitions = (WHOLE,)
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens

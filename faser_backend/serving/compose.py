@@ -15,17 +15,16 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
 from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import core_partitions
+from faser_backend.device.partition import core_partitions, split_name
 from faser_backend.device.sampler import NumpySampler
-from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.registry import make_policy
 from faser_backend.policy.scheduler import Scheduler
+from faser_backend.serving.partitions import free_memory_bytes, open_partitions, useful_splits
 from faser_backend.serving.profiling.store import load_knowledge
 
 _log = logging.getLogger(__name__)
@@ -42,18 +41,25 @@ class SystemClock:
 def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     """Loads and checks the directory, opens sessions and pools. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
-    policy = parse_policy(config.policy, lambda: _load_knowledge(engine_dir, manifest))
+    menu = core_partitions()
+    splits, _ = useful_splits(menu, manifest, config.num_threads, free_memory_bytes())
+    names = (WHOLE, *(split_name(*split) for split in splits))
+    split = names[1] if splits else None
+    if split is None and config.pipeline not in {"auto", "serial"}:
+        _log.warning("pipeline = %s: %s; every step is serial", config.pipeline, menu.note)
+    policy = make_policy(config, lambda: _load_knowledge(engine_dir, manifest).on(names), split)
     max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
     num_blocks = choose_num_blocks(manifest, config, max_context)
     block_size = manifest.kv_block_size
-    partition = core_partitions().whole
-
-    def open_runner(model: ModelEngine) -> OrtRunner:
-        threads, spins = config.num_threads, config.can_spin
-        return OrtRunner(model, engine_dir, num_blocks, block_size, partition, num_threads=threads, can_spin=spins)
-
-    target = open_runner(manifest.target)
-    draft = open_runner(manifest.draft) if policy.is_drafting else None
+    partitions, close = open_partitions(
+        engine_dir,
+        manifest,
+        num_blocks=num_blocks,
+        config=config,
+        menu=menu,
+        is_drafting=policy.is_drafting,
+        wants_splits=any(name != WHOLE for name in policy.partitions),
+    )
     vocab_size = manifest.target.spec.vocab_size
     blocks = BlockManager(
         num_blocks, block_size, config.max_num_seqs, max_context, can_reuse=config.enable_prefix_reuse
@@ -67,13 +73,7 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     )
     clock = SystemClock()
     sampler = NumpySampler(vocab_size, config.max_num_seqs)
-    partitions = {WHOLE: Partition(target, draft, None)}
     stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=config.acceptance == "rejection")
-
-    def close() -> None:
-        target.close()
-        if draft is not None:
-            draft.close()
 
     return Engine(stepper, Limits(vocab_size, max_context), clock, max_queue_size=config.max_queue_size, on_close=close)
 
