@@ -71,6 +71,7 @@ class Sizing:
 
     repeats: int
     cell_s: float  # of one closed loop at the reference's speed
+    min_waves: int  # of a closed loop, each as many requests as are in flight
     bursty_s: float
     max_tokens: int
     temperatures: tuple[float, ...]
@@ -78,11 +79,11 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.4, 4.0, 32, (0.8,), bursty_ablations=False)
+        return cls(2, 0.4, 2, 4.0, 32, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:
-        return cls(3, 3.0, 12.0, 100, (0.0, 0.8), bursty_ablations=True)
+        return cls(3, 3.0, 4, 12.0, 100, (0.0, 0.8), bursty_ablations=True)
 
 
 def choose_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:

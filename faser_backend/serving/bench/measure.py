@@ -147,12 +147,12 @@ class Ladder:
         return rows
 
     def _closed(self, load: Load, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed]:
-        """As many whole waves of jobs as keep the reference busy for sizing.cell_s, two at least."""
+        """As many whole waves of jobs as keep the reference busy for sizing.cell_s, min_waves at least."""
         count, prompts = load.num_clients, self._workload.prompts
         trial = jobs_of(prompts, count, sizing.max_tokens, temperature, self._workload.seed)
         self._place.run(REFERENCE, trial[: max(1, count // 4)], count)
         _, seconds = self._place.run(REFERENCE, trial, count)
-        num_waves = max(2, round(sizing.cell_s / seconds))
+        num_waves = max(sizing.min_waves, round(sizing.cell_s / seconds))
         jobs = jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, self._workload.seed)
         return jobs, ClosedLoop(count)
 

@@ -124,7 +124,8 @@ def roofline_in_words(found: dict[str, float], rows: list[Row]) -> str:
         f"Weights {found['weight_bytes'] / 1e6:.1f} MB, {found['flops_per_row'] / 1e6:.1f} MFLOP per row. "
         f"Measured here: copying a buffer of that size {found['copy_gb_per_s']:.1f} GB/s, float32 matrix products "
         f"{found['matmul_gflops']:.0f} GFLOP/s. So one row takes at least {found['floor_us_1_row']:.0f} us, and beyond "
-        f"about {found['memory_bound_rows']:.1f} rows arithmetic is the floor: {found['floor_us_per_row']:.0f} us per row."
+        "about "
+        f"{found['memory_bound_rows']:.1f} rows arithmetic ({found['floor_us_per_row']:.0f} us per row) is the floor."
     )
     low = next((row for row in rows if row["policy"] == "none" and row["mean_batch_size"] == 1), None)
     if low is not None:

@@ -73,6 +73,7 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
         "itl_ms_p50": float(np.percentile(gaps_ms, 50)) if gaps_ms.size else 0.0,
         "itl_ms_p99": float(np.percentile(gaps_ms, 99)) if gaps_ms.size else 0.0,
         "tpot_ms_p50": float(np.percentile(per_token_ms, 50)),
+        "tpot_ms_p99": float(np.percentile(per_token_ms, 99)),
         "e2e_ms_p50": float(np.percentile(whole_ms, 50)),
         "e2e_ms_p99": float(np.percentile(whole_ms, 99)),
         "mean_accepted": accepted / max(tokens - accepted, 1),
@@ -88,8 +89,11 @@ def take_turns(names: Sequence[str], repeats: int) -> Iterator[str]:
 
 
 def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:
-    """The median of each figure, and the lowest and highest throughput."""
-    merged: dict[str, Any] = {key: statistics.median(r[key] for r in repeats) for key in repeats[0]}
+    """The median of each figure (of counts the lower one), and the lowest and highest throughput."""
+    merged: dict[str, Any] = {}
+    for key, first in repeats[0].items():
+        median = statistics.median_low if isinstance(first, int) else statistics.median
+        merged[key] = median(repeat[key] for repeat in repeats)
     throughput = [r["tokens_per_s"] for r in repeats]
     return merged | {
         "tokens_per_s_min": min(throughput),
