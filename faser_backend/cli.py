@@ -214,6 +214,35 @@ def bench(
     run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 
 
+@app.command()
+def simulate(
+    *,
+    trace: Annotated[Path, typer.Option(help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")],
+    hardware: Annotated[str | None, typer.Option(help="h100, h100x2, ...", show_default=False)] = None,
+    pair: Annotated[str | None, typer.Option(help="qwen3-32b/0.6b, ...", show_default=False)] = None,
+    profile: Annotated[Path | None, typer.Option(help="A profiled engine instead.", show_default=False)] = None,
+    policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
+    requests: Annotated[int, typer.Option(help="From the start of the trace.")] = 1000,
+    rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="the trace's")] = None,
+    peak_trough: Annotated[float | None, typer.Option(help="Rate curve.", show_default="the trace's arrivals")] = None,
+    arrivals: Annotated[Path | None, typer.Option(help="Trace to arrive as.", show_default=False)] = None,
+    acceptance: Annotated[float | None, typer.Option(help="Positions at which the pair agrees.")] = None,
+    exit_auc: Annotated[float | None, typer.Option(help="Separability at the exit.", show_default=False)] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 256,
+    max_prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Of arrivals and acceptance.")] = 0,
+    output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-simulation"),
+) -> None:
+    """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
+    from faser_backend.serving.simulate_command import SimulateOptions, run_simulate
+
+    lengths, load = (max_num_seqs, max_prefill_tokens), (requests, rate, peak_trough, arrivals)
+    options = SimulateOptions(
+        trace, hardware, pair, profile, policies, *load, acceptance, exit_auc, *lengths, seed, output
+    )
+    run_simulate(options, command=shlex.join(["faser", *sys.argv[1:]]))
+
+
 def main() -> None:
     """Entry point: turns errors into one line and a status."""
     from engines.checkpoint import CheckpointError

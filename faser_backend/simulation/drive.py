@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,6 @@ def _percentiles(name: str, values: np.ndarray) -> dict[str, float]:
 def _shares(sizes: np.ndarray) -> dict[str, float]:
     """Share of verifications by batch size."""
     edges = [*BATCH_BINS, np.inf]
-    names = [f"{low}-{int(high) - 1}" for low, high in zip(edges[:-2], edges[1:-1], strict=True)] + [f"{edges[-2]}+"]
-    counts = [int(((sizes >= low) & (sizes < high)).sum()) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    names = [f"{low}-{int(high) - 1}" for low, high in pairwise(edges[:-1])] + [f"{edges[-2]}+"]
+    counts = [int(((sizes >= low) & (sizes < high)).sum()) for low, high in pairwise(edges)]
     return {name: count / max(sizes.size, 1) for name, count in zip(names, counts, strict=True)}

@@ -67,6 +67,8 @@ def build_sim_engine(
     """policy: instead of the one that config names. Raises ConfigError for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
+    if config.early_exit != "auto" or config.pipeline != "auto":
+        raise ConfigError("early_exit and pipeline: only 'auto' is simulated")
     policy = policy or parse_policy(config.policy, world.knowledge)
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)

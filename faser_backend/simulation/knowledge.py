@@ -32,20 +32,18 @@ def knowledge_of(process: AcceptanceProcess, costs: CostModel, exits: tuple[tupl
     for place, (segment, layer) in enumerate(exits):
         weight = separation(process.exit_aucs[place])
         exit_margins = drawn[2][place].reshape(margins.shape)
-        calibrations.append(_calibrate(segment, layer, weight, chances, exit_margins, is_accepted))
+        calibrations.append(_calibrate((segment, layer), weight, chances, exit_margins, is_accepted))
     return Knowledge(costs, counts, tuple(calibrations))
 
 
 def _calibrate(
-    segment: int, layer: int, weight: float, chances: np.ndarray, exit_margins: np.ndarray, is_accepted: np.ndarray
+    exit_: tuple[int, int], weight: float, chances: np.ndarray, exit_margins: np.ndarray, is_accepted: np.ndarray
 ) -> ExitCalibration:
     """Threshold and shares over chains; arrays are [C, K]."""
 
     def calibration(*shares: float, pruned: tuple[float, ...]) -> ExitCalibration:
         threshold, retention, trimmed_retention, trimmed_share = shares
-        return ExitCalibration(
-            segment, layer, 0.0, 1.0, weight, threshold, retention, pruned, trimmed_retention, trimmed_share
-        )
+        return ExitCalibration(*exit_, 0.0, 1.0, weight, threshold, retention, pruned, trimmed_retention, trimmed_share)
 
     at_exit = calibration(0.0, 1.0, 1.0, 0.0, pruned=(0.0,)).survival(chances, exit_margins)
     by_draft = np.cumprod(chances, axis=1)

@@ -9,6 +9,8 @@ sheet says; change a figure there, and report and predictions change with it.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
@@ -108,7 +110,7 @@ def _segments(
     peak_per_us = num_ways * machine.flops_per_s * arithmetic / 1e6
     edges = (0, *cuts, model.num_layers)
     costs = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         layers, is_last = last - first, last == model.num_layers
         head = model.head_weights if is_last else 0
         weights = layers * model.layer_weights

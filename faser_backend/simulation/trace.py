@@ -112,6 +112,23 @@ def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) ->
     return Trace(arrivals - arrivals[0], trace.num_prompt_tokens, trace.num_output_tokens, words)
 
 
+def fitted_to(trace: Trace, max_context: int) -> Trace:
+    """Lengths scaled by one factor so that 95 of 100 requests fit max_context; the rest are cut to it."""
+    total = trace.num_prompt_tokens + trace.num_output_tokens
+    factor = min(1.0, max_context / float(np.percentile(total, 95)))
+    prompts, outputs = (
+        np.maximum((lengths * factor).astype(np.int64), 1)
+        for lengths in (trace.num_prompt_tokens, trace.num_output_tokens)
+    )
+    num_cut = int((prompts + outputs > max_context).sum())
+    outputs = np.minimum(outputs, max_context // 2)
+    prompts = np.minimum(prompts, max_context - outputs)
+    words = trace.description
+    if factor < 1.0 or num_cut:
+        words += f"; lengths scaled by {factor:.3g}, {num_cut} requests cut, to fit {max_context} tokens"
+    return Trace(trace.arrivals_s, prompts, outputs, words)
+
+
 def _check_rate(rate: float) -> None:
     if not 0.0 < rate < 1e6:
         raise ConfigError(f"rate = {rate:g}: must be a positive number of requests per second")

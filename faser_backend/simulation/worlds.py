@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from faser_backend.simulation.acceptance import demo_process
 from faser_backend.simulation.engine import World
 from faser_backend.simulation.hardware import find_machine, find_pair
@@ -24,7 +26,7 @@ def roofline_world(
         name=f"{hardware} + {pair_name}",
         costs=roofline(machine, pair),
         process=process,
-        target_layers=tuple(last - first for first, last in zip(edges[:-1], edges[1:], strict=True)),
+        target_layers=tuple(last - first for first, last in pairwise(edges)),
         draft_layers=(pair.draft.num_layers,),
         exits=tuple(enumerate(pair.exit_layers)),
         num_kv_tokens=num_kv_tokens,
@@ -37,8 +39,8 @@ def roofline_world(
             f"Draft and target agree at {acceptance:.0%} of positions; margins, memory along a text and differences "
             "between requests are those of the demo pair at temperature 0.8.",
             f"Exit after layer {', '.join(map(str, pair.exit_layers))} of {pair.target.num_layers}: its margin tells "
-            f"accepted from rejected tokens with AUC {exit_auc:g} beyond what the draft's margin tells; thresholds keep "
-            f"{RETENTION:.0%} of the tokens that would be accepted.",
+            f"accepted from rejected tokens with AUC {exit_auc:g} beyond what the draft's margin tells; its threshold "
+            f"keeps {RETENTION:.0%} of the tokens that would be accepted.",
             "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no "
             "time.",
         ),
