@@ -42,6 +42,21 @@ def margin_bins(margins: np.ndarray) -> np.ndarray:
     return np.maximum(np.searchsorted(MARGIN_KNOTS, margins, side="right") - 1, 0)
 
 
+def rising_shares(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
+    """[M] accepted / tested, tested > 0, as far as it can be had from bins that never fall: isotonic regression.
+
+    More margin never means less chance. Each bin weighs what it tested, so that a thin one does not lift those
+    above it: the fit at k is the largest over i <= k of the smallest over j >= k of the mean of bins i..j.
+    """
+    total = np.concatenate([[0.0], np.cumsum(tested)])
+    hits = np.concatenate([[0.0], np.cumsum(accepted)])
+    is_range = np.triu(np.ones((tested.size, tested.size), np.bool_))
+    means = np.full(is_range.shape, np.inf)  # [i, j]
+    np.divide(hits[1:] - hits[:-1, None], total[1:] - total[:-1, None], out=means, where=is_range)
+    smallest = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
+    return np.where(is_range, smallest, -np.inf).max(axis=0)
+
+
 class MatchCalibration:
     """Chances of acceptance by margin, updated online."""
 
@@ -54,16 +69,16 @@ class MatchCalibration:
             accepted = tested * _GUESSED_PROBS
         else:
             weight = min(1.0, _PRIOR_TESTS / float(known.tested.sum()))
-            # Half a test of the guess keeps bins that were never seen from dividing by zero.
-            tested = known.tested * weight + 0.5
-            accepted = known.accepted * weight + 0.5 * _GUESSED_PROBS
+            tested = known.tested * weight
+            accepted = known.accepted * weight
         self._tested, self._accepted = tested, accepted
         self._refresh()
 
     def _refresh(self) -> None:
-        self.margin_shares = self._tested / self._tested.sum()  # [M]
-        # More margin never means less chance; the running maximum irons out thin bins.
-        self.match_probs = np.maximum.accumulate(self._accepted / self._tested)  # [M]
+        # Half a test of the guess stays in every bin: one that is never seen must not divide by zero.
+        tested = self._tested + 0.5
+        self.margin_shares = tested / tested.sum()  # [M]
+        self.match_probs = rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested)  # [M]
 
     @property
     def mean_chance(self) -> float:

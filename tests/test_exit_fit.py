@@ -1,0 +1,129 @@
+"""What is fitted to recorded chains: an exit's weights and threshold, and what a rule would have saved."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from faser_backend.policy.early_exit import sigmoid
+from faser_backend.serving.profiling.calibration import fit
+from faser_backend.serving.profiling.chains import Chains
+from faser_backend.serving.profiling.exit_fit import (
+    Survivals,
+    area_under_curve,
+    fit_logistic,
+    outcome,
+    replay,
+    threshold_for,
+)
+from tests.test_calibration import true_chance
+
+K = 6
+DEPTH = (2, 6)
+
+
+def synthetic(num_chains: int, seed: int, *, signal: float = 0.0) -> Chains:
+    """Chains whose tokens are accepted with their true chance; exit margins tell `signal` of the outcome."""
+    rng = np.random.default_rng(seed)
+    margins = rng.exponential(2.0, (num_chains, K))
+    is_right = rng.random((num_chains, K)) < true_chance(margins)
+    num_drafted = rng.integers(1, K + 1, num_chains)
+    leading = np.cumprod(is_right, axis=1).sum(axis=1)
+    exit_margins = rng.normal(0.0, 1.0, (num_chains, K)) + signal * (2.0 * is_right - 1.0)
+    group = np.arange(num_chains) // 10
+    return Chains(margins, {0: exit_margins}, num_drafted, np.minimum(leading, num_drafted), group)
+
+
+def test_logistic_regression_finds_its_weights_again() -> None:
+    rng = np.random.default_rng(0)
+    features = rng.normal(0.0, 2.0, (40_000, 2))
+    outcomes = rng.random(40_000) < sigmoid(0.4 + features @ np.array([0.9, -0.3]))
+    assert fit_logistic(features, outcomes) == pytest.approx([0.4, 0.9, -0.3], abs=0.05)
+
+
+def test_logistic_regression_stays_finite_where_outcomes_are_told_apart() -> None:
+    features = np.linspace(-1, 1, 50)[:, None]
+    weights = fit_logistic(features, features[:, 0] > 0)
+    assert np.isfinite(weights).all() and weights[1] > 1
+
+
+def test_the_area_under_the_curve_counts_pairs() -> None:
+    rng = np.random.default_rng(0)
+    scores, outcomes = rng.integers(0, 6, 60).astype(float), rng.random(60) < 0.4
+    pairs = itertools.product(scores[outcomes], scores[~outcomes])
+    expected = np.mean([1.0 if high > low else 0.5 if high == low else 0.0 for high, low in pairs])
+    assert area_under_curve(scores, outcomes) == pytest.approx(expected)
+
+
+def test_a_threshold_keeps_what_was_asked_and_no_more_than_needed() -> None:
+    survival = np.array([[0.9, 0.5], [0.8, 0.7], [0.3, 0.2]])
+    useful = np.array([[True, True], [True, False], [True, False]])
+    assert [threshold_for(survival, useful, n) for n in (1, 2, 3, 4, 9)] == [0.9, 0.8, 0.5, 0.3, 0.3]
+    assert threshold_for(survival, useful, 0) == 1.0
+    assert threshold_for(survival, np.zeros_like(useful), 3) == 1.0
+
+
+def survivals(chains: Chains, weight: float) -> Survivals:
+    chances = true_chance(chains.margins)
+    refined = sigmoid(np.log(chances / (1 - chances)) + weight * chains.exit_margins[0])
+    return Survivals(chains, np.cumprod(chances, axis=1), np.cumprod(refined, axis=1))
+
+
+def test_outcomes_are_those_of_walking_row_by_row() -> None:
+    of, (trim, exit_) = survivals(synthetic(200, 0), 0.5), (0.3, 0.5)
+    full = run = useful = kept = 0
+    for b in range(200):
+        full += DEPTH[1]
+        run += DEPTH[1]  # the anchor
+        for j in range(int(of.chains.num_drafted[b])):
+            is_useful = j < of.chains.num_accepted[b]
+            full += DEPTH[1]
+            useful += is_useful
+            if of.by_draft[b, j] >= trim:
+                run += DEPTH[0]
+                if of.at_exit[b, j] >= exit_:
+                    run += DEPTH[1] - DEPTH[0]
+                    kept += is_useful
+    assert outcome(of, (trim, exit_), DEPTH) == pytest.approx((1 - run / full, kept / useful))
+
+
+@pytest.mark.parametrize(("signal", "weight"), [(0.0, 0.0), (2.0, 4.0)])
+def test_an_exit_is_worth_what_it_knows(signal: float, weight: float) -> None:
+    halves = [survivals(synthetic(3000, seed, signal=signal), weight) for seed in (0, 1)]
+    found = replay(halves[0], halves[1], 0.95, DEPTH)
+    assert all(kept == pytest.approx(0.95, abs=0.02) for kept in (found.trim_kept, found.exit_kept, found.cascade_kept))
+    assert found.cascade_saved >= max(found.trim_saved, found.exit_saved) - 0.02
+    if signal:
+        assert found.exit_saved > found.trim_saved + 0.05 and found.cascade_saved > found.exit_saved
+    else:
+        assert found.exit_saved == pytest.approx(found.trim_saved * (DEPTH[1] - DEPTH[0]) / DEPTH[1], abs=0.02)
+        assert found.cascade_saved == pytest.approx(found.trim_saved, abs=0.02)
+
+
+def test_a_fit_reports_texts_that_it_never_saw() -> None:
+    chains = synthetic(4000, 0, signal=1.5)
+    held_out = chains.group % 2 == 1
+    chains.margins[held_out], chains.exit_margins[0][held_out] = 0.0, 0.0  # nothing can be told there
+    found = fit(chains, {0: DEPTH}, 0.9, "synthetic")
+    (report,) = found.exits
+    assert report.margin_auc == report.draft_auc == report.both_auc == 0.5
+    assert {each.margin for each in found.reliability} == {0.0}
+    assert found.margins.tested[0] < 0.5 * found.num_fitted, "the fitted half is as it was"
+    assert report.calibration.margin_weight == pytest.approx(2 * 1.5, rel=0.15)  # of two normals 2 x 1.5 apart
+
+
+def test_a_fit_describes_what_is_pruned() -> None:
+    calibration = fit(synthetic(20_000, 0, signal=1.0), {0: DEPTH}, 0.9, "synthetic").exits[0].calibration
+    assert calibration.retention == pytest.approx(0.9, abs=0.02)
+    assert len(calibration.pruned_shares) == K and (np.diff(calibration.pruned_shares) > 0).all()
+    assert 0 < calibration.trimmed_pruned_share < np.mean(calibration.pruned_shares)
+    assert (calibration.segment, calibration.layer) == (0, 2)
+
+
+def test_a_draft_that_is_always_right_leaves_nothing_to_fit() -> None:
+    chains = synthetic(500, 0)
+    chains.num_accepted[:] = chains.num_drafted
+    found = fit(chains, {0: DEPTH}, 0.95, "synthetic")
+    assert found.exits == () and (found.margins.accepted == found.margins.tested).all()
