@@ -243,6 +243,33 @@ def simulate(
     run_simulate(options, command=shlex.join(["faser", *sys.argv[1:]]))
 
 
+@app.command()
+def replay(
+    *,
+    trace: Annotated[Path, typer.Option(help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")],
+    url: Annotated[str, typer.Option(help="HOST:PORT, gRPC.")] = "127.0.0.1:8001",
+    rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="as recorded")] = None,
+    scale: Annotated[float | None, typer.Option(help="Times as fast as recorded.", show_default="1")] = None,
+    requests: Annotated[int | None, typer.Option(help="Stop after so many.", show_default="all")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(help="Most in flight.", show_default="no limit")] = None,
+    model: Annotated[str, typer.Option(help="A text model of the server.")] = "ensemble",
+    output: Annotated[Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
+    max_context: Annotated[int, typer.Option(help="Prompt + output tokens that the server takes.")] = 1024,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json.", show_default="the demo's")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines.", show_default="the demo's")] = None,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Request i draws with seed + i.")] = 0,
+) -> None:
+    """Send a trace's requests to a running server when they are due; print latencies and errors."""
+    from faser_backend.serving.replay import ReplayOptions, run_replay
+
+    options = ReplayOptions(
+        trace, url, rate, scale, requests, max_concurrency, model, output, max_context, tokenizer, prompts,
+        temperature, seed,
+    )  # fmt: skip
+    raise typer.Exit(run_replay(options))
+
+
 def main() -> None:
     """Entry point: turns errors into one line and a status."""
     from engines.checkpoint import CheckpointError

@@ -79,7 +79,7 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.4, 2, 4.0, 32, (0.8,), bursty_ablations=False)
+        return cls(2, 0.4, 2, 3.0, 32, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:

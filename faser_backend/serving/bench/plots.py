@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from faser_backend.serving.bench.compare import gain, groups
 from faser_backend.serving.bench.ladder import BURSTY, REFERENCE
@@ -91,6 +92,7 @@ def gains(rows: list[Row]) -> str:
         axes.axvline(1.0, color="#6b6b6b", linewidth=1, linestyle="--")
         axes.set_title(f"{load} ({'whole answers' if load == BURSTY.name else 'throughput'})")
         axes.set_xlim(left=0.0)
+        axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
         axes.grid(axis="y", visible=False)
     grid[0, 0].set_yticks(range(len(names)), names)
     grid[0, 0].invert_yaxis()
@@ -138,9 +140,9 @@ def throughput_latency(rows: list[Row]) -> str:
                 label=name,
             )
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="y", which="minor", labelsize=7.5)
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title(_law(temperature))
         axes.set_xlabel("output tokens per second")
         axes.set_xlim(left=0)
@@ -170,13 +172,13 @@ def row_layers(rows: list[Row]) -> str:
                 axes.barh(names.index(row["policy"]), width, left=left, color=colour, height=0.72)
                 left += width
         axes.set_title(load)
+        axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
         axes.grid(axis="y", visible=False)
     grid[0, 0].set_yticks(range(len(names)), names)
     grid[0, 0].invert_yaxis()
     figure.supxlabel("target rows per emitted token, in whole rows of all layers", fontsize=9.5)
     handles = [Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in parts]
     figure.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.55, 1.0), ncols=3)
-    figure.suptitle("")
     figure.tight_layout()
     return _svg(figure)
 
