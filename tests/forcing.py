@@ -25,6 +25,7 @@ class Forced:
 
     def __init__(self, inner: SpeculationPolicy, change: Change) -> None:
         self.is_drafting = inner.is_drafting
+        self.partitions = (WHOLE, SPLIT)
         self._inner = inner
         self._change = change
 
@@ -41,7 +42,7 @@ def forced(mode: PipelineMode = PipelineMode.SERIAL, **fields) -> Change:
     return lambda decision: replace(decision, mode=mode, partition=partition, **fields)
 
 
-def random_everything(seed: int, *, longest: int = 6) -> Change:
+def random_everything(seed: int, *, longest: int = 6, most_candidates: int = 5) -> Change:
     """Every field of every decision at random, step by step. An inner policy that does not draft stays plain."""
     rng = np.random.default_rng(seed)
 
@@ -52,7 +53,7 @@ def random_everything(seed: int, *, longest: int = 6) -> Change:
         mode = modes[int(rng.integers(len(modes)))]
         partition = WHOLE if mode is PipelineMode.SERIAL and rng.random() < 0.5 else SPLIT
         trim = random_rule(rng) if rng.random() < 0.5 else None
-        pruner = random_pruner(rng) if rng.random() < 0.6 else None
+        pruner = random_pruner(rng, most_candidates) if rng.random() < 0.6 else None
         return Decision(lengths.tolist(), mode, partition, trim, pruner)
 
     return change
@@ -90,12 +91,20 @@ def rule(
     column_us: float = 0.0,
     draft_us: float = 0.0,
     price: float = 0.0,
+    first_knot: float = 0.0,
+    knot_step: float = 1.0,
 ) -> TrimRule:
-    """Chances `probs` at margins 0, 1, 2, ... that occur equally often."""
+    """Chances `probs` at evenly spaced margins that occur equally often. price: tokens_per_us."""
     size = len(probs)
-    knots, shares = np.arange(size, dtype=np.float64), np.full(size, 1 / size)
+    knots, shares = first_knot + knot_step * np.arange(size), np.full(size, 1 / size)
     return TrimRule(
-        knots, np.array(probs, np.float64), shares, np.array(verify_us, np.float64), column_us, draft_us, price
+        knots,
+        np.array(probs, np.float64),
+        shares,
+        np.array(verify_us, np.float64),
+        column_us,
+        np.full(65, draft_us),
+        price,
     )
 
 
@@ -165,10 +174,10 @@ def peeking(**options) -> Pruner:
     return ByEntry(lives, **options)
 
 
-def random_pruner(rng: np.random.Generator) -> Pruner:
+def random_pruner(rng: np.random.Generator, most_candidates: int) -> Pruner:
     options = {
         "exits": [(0,), (1,), (0, 1)][int(rng.integers(3))],
-        "num_candidates": int(rng.integers(2, 6)),
+        "num_candidates": int(rng.integers(2, most_candidates + 1)),
     }
     makers = [
         lambda: at_random(rng, **options),

@@ -6,7 +6,7 @@ The same requests as in test_engine.py, with a target of three segments, against
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from faser_backend.core.decision import PipelineMode
 from faser_backend.core.ports import Lanes
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Request
+from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import _POLICIES, parse_policy
 from tests.fakes import SequentialLanes, ThreadLanes
 from tests.forcing import (
@@ -32,7 +33,7 @@ from tests.forcing import (
     random_lengths,
     random_rule,
 )
-from tests.harness import Driven, FakeEngine, drive, guessed, open_fake, request
+from tests.harness import SPLIT, Driven, FakeEngine, drive, guessed, open_fake, request
 from tests.test_engine import alone, random_requests
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
@@ -60,9 +61,16 @@ def cases() -> list[Case]:
     return [Case(requests, alone(requests)) for requests in many]
 
 
+def both_partitions() -> Knowledge:
+    """The guess for the whole device, taken to hold on a share of it: policies may weigh every mode."""
+    costs = guessed().costs
+    shares = {(model, SPLIT): calls for (model, _), calls in costs.segments.items()}
+    return Knowledge(replace(costs, segments={**costs.segments, **shares}))
+
+
 def open_forced(policy: str, change: Change, lanes: Lanes | None = None, **options) -> FakeEngine:
     lanes = lanes or SequentialLanes(verifies_first=True)
-    fake = open_fake(Forced(parse_policy(policy, guessed), change), lanes=lanes, num_layers=LAYERS, **options)
+    fake = open_fake(Forced(parse_policy(policy, both_partitions), change), lanes=lanes, num_layers=LAYERS, **options)
     check_what_is_in_flight(fake)
     return fake
 
@@ -82,9 +90,23 @@ def check_what_is_in_flight(fake: FakeEngine) -> None:
             held = blocks.num_blocks_of(sequence.slot) * blocks.block_size
             assert sequence.is_ready and num_drafted >= 1
             assert sequence.num_tokens + num_drafted <= held, "a chain past its blocks"
-        return run(plan)
+        result = run(plan)
+        check_kv(fake)
+        return result
 
     fake.stepper.run = checked  # type: ignore[method-assign]
+
+
+def check_kv(fake: FakeEngine) -> None:
+    """What a sequence says is in the pools is there, in every segment of both models."""
+    blocks = fake.stepper.scheduler.blocks
+    for sequence in fake.stepper.scheduler.running:
+        table = blocks.block_tables[sequence.slot]
+        for runners, num_known in ((fake.targets, sequence.target_len), (fake.drafts, sequence.draft_len)):
+            at = np.arange(num_known)
+            for pool in runners[0].pools if runners else []:
+                held = pool[table[at // blocks.block_size], at % blocks.block_size]
+                assert (held == sequence.token_ids[:num_known]).all(), "stale K/V counts as known"
 
 
 def agrees(fake: FakeEngine, case: Case, seed: int | None) -> Driven:

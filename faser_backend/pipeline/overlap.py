@@ -39,12 +39,18 @@ class Phases:
 
 def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
     """The frontier to verify while the draft runs ahead of it: with no row behind the last draft token, so that
-    this token, once accepted, is the anchor that the chain ahead follows."""
+    this token, once accepted, is the anchor that the chain ahead follows. A trimmed chain ends with its last
+    test: row N - 1 tests draft token N, so the draft goes on behind that one."""
     ahead = set(plan.drafts)
     runs_ahead = np.array([sequence in ahead for sequence in plan.decodes], np.bool_)
     if not runs_ahead.any():
         return ready
-    return replace(ready, num_rows=np.where(runs_ahead, ready.num_drafted, ready.num_rows))
+    num_tested = np.minimum(ready.num_drafted, ready.num_rows)
+    return replace(
+        ready,
+        num_drafted=np.where(runs_ahead, num_tested, ready.num_drafted),
+        num_rows=np.where(runs_ahead, num_tested, ready.num_rows),
+    )
 
 
 def run_overlapped(

@@ -29,7 +29,7 @@ from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.trim import admit
+from faser_backend.policy.trim import admit, admit_by_price
 
 
 class Stepper:
@@ -89,7 +89,10 @@ class Stepper:
         acceptance = self.verifier.accept(batch, phases.frontier, phases.verification)
         self.times.lap("accept")
         in_flight = join(waiting, surviving(phases.ahead, batch.sequences, phases.frontier, acceptance))
-        outputs = self._commit(batch, phases.frontier, phases.verification, acceptance, in_flight)
+        # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
+        planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
+        num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
+        outputs = self._commit(batch, phases.frontier, phases.verification, acceptance, num_ahead)
         record = StepRecord(
             plan,
             phases.frontier,
@@ -171,7 +174,11 @@ class Stepper:
         num_candidates = 0 if pruner is None else pruner.num_candidates
         lengths = np.array(num_draft_tokens, np.int64)
         frontier = self.proposer.propose(draft, batch, Proposal(lengths, behind, trim, num_candidates))
-        return frontier if trim is None else replace(frontier, num_rows=admit(trim, frontier))
+        if trim is None:
+            return frontier
+        # Under rejection sampling a row may not be judged by the draft tokens behind it.
+        admitted = admit(trim, frontier) if frontier.draft_probs is None else admit_by_price(trim, frontier)
+        return replace(frontier, num_rows=admitted)
 
     def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> Verification:
         target = self.partitions[plan.decision.partition].target
@@ -183,13 +190,15 @@ class Stepper:
         frontier: Frontier,
         verification: Verification,
         acceptance: Acceptance,
-        in_flight: InFlight,
+        num_ahead: Mapping[Sequence, int],
     ) -> list[RequestOutput]:
-        """Tokens enter their sequences; a finished sequence gives back slot and blocks at once."""
+        """Tokens enter their sequences; a finished sequence gives back slot and blocks at once.
+
+        num_ahead: positions past its tokens that a sequence keeps blocks for.
+        """
         outputs = []
         blocks = self.scheduler.blocks
         now = self.clock.now_ns()
-        num_ahead = dict(zip(in_flight.sequences, in_flight.frontier.num_drafted.tolist(), strict=True))
         emitted = acceptance.tokens.tolist()
         num_emitted = acceptance.num_emitted.tolist()
         counts = round_counts(frontier, verification, acceptance)

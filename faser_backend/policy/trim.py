@@ -1,9 +1,10 @@
 """Confidence trimming: a row of a drafted chain is run only while it promises more tokens than its time costs.
 
 A row j emits one token if the draft tokens before it all survive, so it is worth its chain's survival a_j, the
-product of calibrated chances (TETRIS, DSpark 2607.05147). Rows are admitted over the whole batch in descending
-survival as long as predicted tokens per time rise; survival falls along a chain, so what is admitted of a chain
-is a prefix, and row j is judged by draft tokens 1..j alone: exactness holds (policy/acceptance.py).
+product of calibrated chances (TETRIS, DSpark 2607.05147). Survival falls along a chain, so what is admitted of a
+chain is a prefix. `admit` takes the best set of rows over the whole batch; that set depends on later draft tokens
+too, which sample-and-match allows. Rejection sampling has to judge row j by draft tokens 1..j alone
+(policy/acceptance.py): there `admit_by_price` compares each row with a price that was set before drafting.
 """
 
 from __future__ import annotations
@@ -43,9 +44,18 @@ def continues(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
     return goes_on
 
 
+def admit_by_price(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+    """[B] rows of each chain to verify, the anchor's included: those that are worth the average price of a row."""
+    if frontier.drafted.shape[1] == 0 or frontier.margins is None:
+        return frontier.num_rows
+    survival = np.cumprod(chances(rule, frontier.margins), axis=1)  # [B, K]
+    return np.minimum(1 + np.count_nonzero(survival >= rule.row_price, axis=1), frontier.num_rows)
+
+
 def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     """[B] rows of each chain to verify, the anchor's included: the set of most predicted tokens per time.
 
+    For sample-and-match alone: whether row 1 is in the best set may depend on draft token 2.
     For every longest chain allowed, rows are taken in descending survival; the best of all these sets wins.
     """
     size, width = frontier.drafted.shape
