@@ -71,6 +71,15 @@ class TestDefinition:
             alone = GumbelNoise(77).gumbel(seeds[row : row + 1], positions[row : row + 1])
             assert np.array_equal(alone[0], together[row])
 
+    @pytest.mark.parametrize("num_tokens", [1, 4, 33])
+    def test_single_entries_are_those_of_the_row_bit_for_bit(self, num_tokens: int) -> None:
+        rng = np.random.default_rng(num_tokens)
+        source, keys = GumbelNoise(2051), seed_keys(rng.integers(0, 2**63, 50).astype(np.uint64))
+        positions, token_ids = rng.integers(0, 1000, 50), rng.integers(0, 2051, (50, num_tokens))
+        rows = source.log_exponentials(keys, positions)
+        expected = np.take_along_axis(rows, token_ids, axis=1)
+        assert np.array_equal(source.log_exponentials_at(keys, positions, token_ids), expected)
+
     def test_values_are_finite(self) -> None:
         rows = GumbelNoise(2048).gumbel(np.arange(200, dtype=np.uint64), np.arange(200))
         assert np.isfinite(rows).all()

@@ -17,14 +17,19 @@ from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
-from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, softmax
+from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, rank, second_best, softmax
 
 MAX_MARGIN = 1e4  # of a token that is the only one allowed
 MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
 
 
 class NumpySampler:
-    """core.ports.Sampler for up to max_num_seqs slots. Not thread-safe."""
+    """core.ports.Sampler for up to max_num_seqs slots.
+
+    `sample_draft`, `candidate_margins`, `probabilities` and `uniforms` may run at the same time on different
+    threads, as in a step that overlaps drafting and verification: they write nothing but their results.
+    `add`, `remove` and `append` must run alone.
+    """
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
         self._vocab_size = vocab_size
@@ -87,44 +92,37 @@ class NumpySampler:
 
         Raises FaserError naming the first row whose logits hold NaN or +inf, or nothing but -inf.
         """
-        slots = rows.slots
-        if not self._num_special:
-            return self._pick(self._perturbed(logits, slots, rows.positions), rows)
-        is_special = self._is_special[slots]
-        special = np.flatnonzero(is_special)
-        if special.size == 0:
-            return self._pick(self._perturbed(logits, slots, rows.positions), rows)
-        scores = self._special_scores(logits, rows, special)
-        if special.size == slots.size:
-            return self._pick(scores, rows)
-        token_ids = np.empty(slots.shape, np.int64)
-        token_ids[special] = self._pick(scores, rows, special)
-        plain = np.flatnonzero(~is_special)
-        token_ids[plain] = self._pick(self._perturbed(logits[plain], slots[plain], rows.positions[plain]), rows, plain)
-        return token_ids
+        return self._pick(self._scores(logits, rows), rows)
 
     def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
-        """See core.ports.Sampler. Raises as `sample` does."""
+        """See core.ports.Sampler; num_candidates in [0, vocab_size]. Raises as `sample` does.
+
+        Tokens are those of `sample`. Margins end at MAX_MARGIN, which a token without rivals has. Where fewer
+        tokens than num_candidates are allowed, forbidden ones of low id follow them.
+        """
+        if not 0 <= num_candidates <= self._vocab_size:
+            raise ValueError(f"num_candidates = {num_candidates}: must be in [0, {self._vocab_size}]")
         scores = self._scores(logits, rows)
         token_ids = self._pick(scores, rows)
-        index = np.arange(token_ids.size)
-        best = scores[index, token_ids]
-        scores[index, token_ids] = -np.inf  # of the caller's logits where all rows are greedy: put back below
-        margins = np.minimum(best - scores.max(axis=1), MAX_MARGIN) / self._inverse_temperature[rows.slots]
-        candidates = None
-        if num_candidates:
-            others = np.argpartition(scores, -num_candidates, axis=1)[:, 1 - num_candidates :]
-            candidates = np.concatenate([token_ids[:, None], others], axis=1)
-        scores[index, token_ids] = best
+        best = scores[np.arange(token_ids.size), token_ids]
+        if num_candidates < 2:
+            second = second_best(scores, token_ids)
+            candidates = token_ids[:, None] if num_candidates else None
+        else:
+            candidates, second = rank(scores, token_ids, num_candidates, can_overwrite=scores is not logits)
+        with np.errstate(over="ignore"):
+            margins = np.minimum((best - second) / self._inverse_temperature[rows.slots], MAX_MARGIN)
         return DraftTokens(token_ids, margins, candidates)
 
     def candidate_margins(self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """See core.ports.Sampler; rules and filters are left out: this is a guess about a token, not a draw."""
-        slots = rows.slots
-        temperature = 1.0 / self._inverse_temperature[slots]
-        noise_weight = np.where(self._is_random[slots], temperature, 0.0)[:, None]
-        noisy = scores - noise_weight * self._noise.log_exponentials_at(self._keys[slots], rows.positions, candidates)
-        return noisy[:, 0] - noisy[:, 1:].max(axis=1)
+        """See core.ports.Sampler; at least two candidates a row. Rules and filters are left out: this is a guess
+        about a token, not a draw. Only reads what `add` wrote."""
+        if self._num_random:
+            slots = rows.slots
+            temperature = np.where(self._is_random[slots], 1.0 / self._inverse_temperature[slots], np.float32(0.0))
+            log_exponentials = self._noise.log_exponentials_at(self._keys[slots], rows.positions, candidates)
+            scores = scores - temperature[:, None] * log_exponentials
+        return scores[:, 0] - scores[:, 1:].max(axis=1)
 
     def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] float32 -> processed probabilities [R, V] float32, one-hot where greedy.
@@ -164,11 +162,20 @@ class NumpySampler:
 
     def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
-        special = np.flatnonzero(self._is_special[rows.slots]) if self._num_special else np.zeros(0, np.int64)
-        scores = self._perturbed(logits, rows.slots, rows.positions)
-        if special.size:
-            scores = scores.copy() if scores is logits else scores
-            scores[special] = self._special_scores(logits, rows, special)
+        slots, positions = rows.slots, rows.positions
+        if not self._num_special:
+            return self._perturbed(logits, slots, positions)
+        is_special = self._is_special[slots]
+        special = np.flatnonzero(is_special)
+        if special.size == 0:
+            return self._perturbed(logits, slots, positions)
+        processed = self._special_scores(logits, rows, special)
+        if special.size == slots.size:
+            return processed
+        plain = np.flatnonzero(~is_special)
+        scores = np.empty_like(logits)
+        scores[special] = processed
+        scores[plain] = self._perturbed(logits[plain], slots[plain], positions[plain])
         return scores
 
     def _special_scores(self, logits: np.ndarray, rows: SamplingRows, special: np.ndarray) -> np.ndarray:
@@ -216,11 +223,11 @@ class NumpySampler:
         return scores
 
     @staticmethod
-    def _pick(scores: np.ndarray, rows: SamplingRows, index: np.ndarray | None = None) -> np.ndarray:
-        """argmax [n] of scores [n, V], which belong to rows `index` (None = all, in order)."""
+    def _pick(scores: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """argmax [R] of scores [R, V]."""
         token_ids = scores.argmax(axis=1)
         # argmax stops at the first NaN, so the chosen score tells whether a row is sound.
-        _check_finite(scores[np.arange(token_ids.size), token_ids], rows, index)
+        _check_finite(scores[np.arange(token_ids.size), token_ids], rows, None)
         return token_ids
 
 
