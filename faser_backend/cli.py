@@ -6,16 +6,32 @@ Every error that a user can cause or mend ends as one line on stderr and exit st
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.cli_bench import bench, replay, simulate
+from faser_backend.cli_options import (
+    Acceptance,
+    AcceptanceRule,
+    Admission,
+    Contract,
+    EarlyExit,
+    EarlyExits,
+    EngineDir,
+    OutOfVocab,
+    Pipeline,
+    PipelineMode,
+    Policy,
+    Threads,
+    parse_integers,
+    print_progress,
+)
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import FaserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,33 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Speculative decoding behind NVIDIA Triton.",
 )
-
-
-class Contract(Enum):
-    INFLIGHT_BATCHER = "inflight_batcher"
-    LLMAPI = "llmapi"
-
-
-class Admission(Enum):
-    MAX_UTILIZATION = "max_utilization"
-    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
-
-
-class Acceptance(Enum):
-    MATCH = "match"
-    REJECTION = "rejection"
-
-
-class OutOfVocab(Enum):
-    REJECT = "reject"
-    CLAMP = "clamp"
-
-
-EngineDir = Annotated[
-    Path | None, typer.Option(help="Engine directory; default: the demo pair, built on first use.", show_default=False)
-]
-Policy = Annotated[str, typer.Option(help="Speculation: none, fixed:K, schedule:4:4,8:2,32:1 or goodput.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
 
 
 @app.command()
@@ -85,10 +74,10 @@ def build(
         draft,
         output,
         runtime=runtime,
-        exit_layers=_parse_integers("--exit-layers", exit_layers),
+        exit_layers=parse_integers("--exit-layers", exit_layers),
         dtype=dtype,
         kv_block_size=kv_block_size,
-        progress=_print_progress,
+        progress=print_progress,
     )
     cuts = f", exit layers {', '.join(map(str, manifest.exit_layers))}" if manifest.exit_layers else ""
     print(f"built {output} for {manifest.runtime}, {manifest.dtype}{cuts}")
@@ -118,7 +107,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", show_default=False)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop after; may be given several times.")] = None,
     policy: Policy = "fixed:4",
-    acceptance: Annotated[Acceptance, typer.Option(help="How drafted tokens are accepted.")] = Acceptance.MATCH,
+    acceptance: AcceptanceRule = Acceptance.MATCH,
+    early_exit: EarlyExits = EarlyExit.AUTO,
+    pipeline: PipelineMode = Pipeline.AUTO,
     num_threads: Threads = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
@@ -128,7 +119,7 @@ def generate(
     options = OneShotOptions(
         engine_dir=engine_dir,
         prompt=prompt,
-        prompt_ids=None if prompt_ids is None else _parse_integers("--prompt-ids", prompt_ids),
+        prompt_ids=None if prompt_ids is None else parse_integers("--prompt-ids", prompt_ids),
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -137,9 +128,11 @@ def generate(
         stop_strings=tuple(stop or ()),
         policy=policy,
         acceptance=acceptance.value,
+        early_exit=early_exit.value,
+        pipeline=pipeline.value,
         num_threads=num_threads,
     )
-    result = generate_once(options, on_text=_ignore if is_json else _print_text, progress=_print_progress)
+    result = generate_once(options, on_text=_ignore if is_json else _print_text, progress=print_progress)
     if is_json:
         print(json.dumps(result))
     else:
@@ -156,7 +149,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
     policy: Policy = "fixed:4",
-    acceptance: Annotated[Acceptance, typer.Option(help="How drafted tokens are accepted.")] = Acceptance.MATCH,
+    acceptance: AcceptanceRule = Acceptance.MATCH,
+    early_exit: EarlyExits = EarlyExit.AUTO,
+    pipeline: PipelineMode = Pipeline.AUTO,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 32,
     max_queue_size: Annotated[int, typer.Option(help="Requests that may wait; 0 is unbounded.")] = 256,
     num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks.", show_default="from free memory")] = None,
@@ -173,11 +168,16 @@ def serve(
     from faser_backend.serving.launch import check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
 
-    directory = check_engine(engine_dir, policy, _print_progress)
-    parameters = {
-        "engine_dir": str(directory.resolve()),
+    phases = {
         "policy": policy,
         "acceptance": acceptance.value,
+        "early_exit": early_exit.value,
+        "pipeline": pipeline.value,
+    }
+    directory = check_engine(engine_dir, EngineConfig.from_options(**phases), print_progress)
+    parameters = {
+        "engine_dir": str(directory.resolve()),
+        **phases,
         "can_spin": str(spin).lower(),
         "max_num_seqs": str(max_num_seqs),
         "max_queue_size": str(max_queue_size),
@@ -194,80 +194,8 @@ def serve(
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
 
 
-@app.command()
-def bench(
-    *,
-    is_quick: Annotated[bool, typer.Option("--quick", help="Two minutes, with larger spreads.")] = False,
-    output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-bench"),
-    engine_dir: EngineDir = None,
-    policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
-    trace: Annotated[Path | None, typer.Option(help="CSV of request lengths.", show_default="synthetic")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines.", show_default="the demo's")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
-    num_threads: Threads = None,
-) -> None:
-    """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
-    from faser_backend.serving.bench.command import BenchOptions, run_bench
-    from faser_backend.serving.bench.ladder import Sizing
-
-    options = BenchOptions(output, engine_dir, policies, trace, prompts, seed, num_threads)
-    run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
-
-
-@app.command()
-def simulate(
-    *,
-    trace: Annotated[Path, typer.Option(help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")],
-    hardware: Annotated[str | None, typer.Option(help="h100, h100x2, ...", show_default=False)] = None,
-    pair: Annotated[str | None, typer.Option(help="qwen3-32b/0.6b, ...", show_default=False)] = None,
-    profile: Annotated[Path | None, typer.Option(help="A profiled engine instead.", show_default=False)] = None,
-    policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
-    requests: Annotated[int, typer.Option(help="From the start of the trace.")] = 1000,
-    rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="the trace's")] = None,
-    peak_trough: Annotated[float | None, typer.Option(help="Rate curve.", show_default="the trace's arrivals")] = None,
-    arrivals: Annotated[Path | None, typer.Option(help="Trace to arrive as.", show_default=False)] = None,
-    acceptance: Annotated[float | None, typer.Option(help="Positions at which the pair agrees.")] = None,
-    exit_auc: Annotated[float | None, typer.Option(help="Separability at the exit.", show_default=False)] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 256,
-    max_prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Of arrivals and acceptance.")] = 0,
-    output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-simulation"),
-) -> None:
-    """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
-    from faser_backend.serving.simulate_command import SimulateOptions, run_simulate
-
-    lengths, load = (max_num_seqs, max_prefill_tokens), (requests, rate, peak_trough, arrivals)
-    options = SimulateOptions(
-        trace, hardware, pair, profile, policies, *load, acceptance, exit_auc, *lengths, seed, output
-    )
-    run_simulate(options, command=shlex.join(["faser", *sys.argv[1:]]))
-
-
-@app.command()
-def replay(
-    *,
-    trace: Annotated[Path, typer.Option(help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")],
-    url: Annotated[str, typer.Option(help="HOST:PORT, gRPC.")] = "127.0.0.1:8001",
-    rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="as recorded")] = None,
-    scale: Annotated[float | None, typer.Option(help="Times as fast as recorded.", show_default="1")] = None,
-    requests: Annotated[int | None, typer.Option(help="Stop after so many.", show_default="all")] = None,
-    max_concurrency: Annotated[int | None, typer.Option(help="Most in flight.", show_default="no limit")] = None,
-    model: Annotated[str, typer.Option(help="A text model of the server.")] = "ensemble",
-    output: Annotated[Path | None, typer.Option(help="JSON file to write.", show_default=False)] = None,
-    max_context: Annotated[int, typer.Option(help="Prompt + output tokens that the server takes.")] = 1024,
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json.", show_default="the demo's")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines.", show_default="the demo's")] = None,
-    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Request i draws with seed + i.")] = 0,
-) -> None:
-    """Send a trace's requests to a running server when they are due; print latencies and errors."""
-    from faser_backend.serving.replay import ReplayOptions, run_replay
-
-    options = ReplayOptions(
-        trace, url, rate, scale, requests, max_concurrency, model, output, max_context, tokenizer, prompts,
-        temperature, seed,
-    )  # fmt: skip
-    raise typer.Exit(run_replay(options))
+for _command in (bench, replay, simulate):
+    app.command()(_command)
 
 
 def main() -> None:
@@ -282,23 +210,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def _parse_integers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ConfigError(f"{option} = {text!r}: must be integers separated by commas") from None
-
-
 def _print_text(text: str) -> None:
     print(text, end="", flush=True)
 
 
 def _ignore(text: str) -> None:
     """Takes streamed text where only the final object is printed."""
-
-
-def _print_progress(what: str, steps_done: int, steps_total: int) -> None:
-    print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)
 
 
 if __name__ == "__main__":

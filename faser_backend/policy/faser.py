@@ -20,12 +20,12 @@ from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBa
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
-MIN_GAIN = 1.03  # predicted advantage that another arm needs
-PATIENCE = 6  # decisions in a row in which it needs it
+MIN_GAIN = 1.05  # predicted advantage that another arm needs
+PATIENCE = 8  # decisions in a row in which it needs it
 PROBE_EVERY = 128  # plain steps, after which some drafting shows whether it would pay again
 PROBE_STEPS = 2
 PROBE_TOKENS = 2
-_FADE = 0.9  # of an arm's correction, per step that it ran
+_FADE = 0.97  # of an arm's correction, per step that it ran
 _FORGET = 0.999  # of the other arms' corrections, per step
 
 

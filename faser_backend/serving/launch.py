@@ -8,22 +8,22 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.registry import make_policy
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.profiling.store import load_cost_model
+from faser_backend.serving.profiling.store import load_knowledge
 from faser_backend.serving.server import LaunchOptions, TritonServer
 
 
-def check_engine(engine_dir: Path | None, policy: str, progress: Callable[[str, int, int], None]) -> Path:
+def check_engine(engine_dir: Path | None, config: EngineConfig, progress: Callable[[str, int, int], None]) -> Path:
     """The directory to serve, verified, so that a mistake is told before a server starts.
 
     Raises ConfigError or ManifestError.
     """
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
-    parse_policy(policy, lambda: Knowledge(load_cost_model(directory, manifest)))
+    make_policy(config, lambda: load_knowledge(directory, manifest), split=None)
     return directory
 
 

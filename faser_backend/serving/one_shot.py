@@ -39,6 +39,8 @@ class OneShotOptions:
     stop_strings: tuple[str, ...] = ()
     policy: str = "fixed:4"
     acceptance: str = "match"
+    early_exit: str = "auto"
+    pipeline: str = "auto"
     num_threads: int | None = None
 
 
@@ -55,7 +57,12 @@ def generate_once(
     tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name)
     request = _make_request(options, manifest, tokenizer)
     config = EngineConfig.from_options(
-        policy=options.policy, acceptance=options.acceptance, max_num_seqs=1, num_threads=options.num_threads
+        policy=options.policy,
+        acceptance=options.acceptance,
+        early_exit=options.early_exit,
+        pipeline=options.pipeline,
+        max_num_seqs=1,
+        num_threads=options.num_threads,
     )
     engine = build_engine(engine_dir, config)
     try:
@@ -71,7 +78,8 @@ def report_line(result: dict[str, Any]) -> str:
     share = f" ({accepted / drafted:.0%})" if drafted else ""
     return (
         f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.0f} tokens/s; "
-        f"accepted {accepted} of {drafted} drafted tokens{share}; ended by {result['finish_reason']}"
+        f"accepted {accepted} of {drafted} drafted tokens{share}; {result['num_pruned']} rows pruned; "
+        f"ended by {result['finish_reason']}"
     )
 
 

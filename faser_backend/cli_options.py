@@ -1,0 +1,69 @@
+"""Option types that commands of the `faser` command line share, and how their values are read."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from faser_backend.core.errors import ConfigError
+
+
+class Contract(Enum):
+    INFLIGHT_BATCHER = "inflight_batcher"
+    LLMAPI = "llmapi"
+
+
+class Admission(Enum):
+    MAX_UTILIZATION = "max_utilization"
+    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+
+
+class Acceptance(Enum):
+    MATCH = "match"
+    REJECTION = "rejection"
+
+
+class EarlyExit(Enum):
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class Pipeline(Enum):
+    AUTO = "auto"
+    SERIAL = "serial"
+    RUN_AHEAD = "run_ahead"
+    PING_PONG = "ping_pong"
+
+
+class OutOfVocab(Enum):
+    REJECT = "reject"
+    CLAMP = "clamp"
+
+
+EngineDir = Annotated[
+    Path | None, typer.Option(help="Engine directory; default: the demo pair, built on first use.", show_default=False)
+]
+Policy = Annotated[
+    str,
+    typer.Option(help="none, fixed:K, schedule:4:4,8:2,32:1, goodput, survival, gp-lcb or faser."),
+]
+AcceptanceRule = Annotated[Acceptance, typer.Option("--acceptance", help="How drafted tokens are accepted.")]
+EarlyExits = Annotated[EarlyExit, typer.Option("--early-exit", help="Auto: as the policy decides.")]
+PipelineMode = Annotated[Pipeline, typer.Option("--pipeline", help="Auto: as the policy decides.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
+
+
+def parse_integers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"{option} = {text!r}: must be integers separated by commas") from None
+
+
+def print_progress(what: str, steps_done: int, steps_total: int) -> None:
+    print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)
