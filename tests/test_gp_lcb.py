@@ -165,12 +165,12 @@ def test_regret_fades_where_the_costs_were_guessed_wrongly(load: Load):
 def test_the_process_learns_what_the_costs_have_wrong():
     """Without the process the policy would trust free drafts for ever; with it, time teaches it."""
     too_cheap = costs(20.0, 3000.0, 20.0)
-    load = Load(400, 32, (0.6,), COMPUTE_BOUND)
+    load = Load(300, 32, (0.6,), COMPUTE_BOUND)
     learning, trusting = Run(GpLcb(too_cheap)), Run(GpLcb(too_cheap))
     trusting.policy._process.observe = lambda weights, value: None  # type: ignore[method-assign]
     for run in (learning, trusting):
         run.regret(load)
-    assert learning.regret(load) < 0.5 * trusting.regret(load)
+    assert learning.regret(load) < 0.1 < 0.4 < trusting.regret(load)
 
 
 def test_mixed_requests_do_better_than_any_static_length():

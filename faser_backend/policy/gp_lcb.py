@@ -162,11 +162,13 @@ def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
 
 
 def _prior(local_error: float) -> np.ndarray:
-    """[G, G] over (batch size, mean length, longest length): an error common to all, and one of each place."""
+    """[G, G] over (batch size, mean length, longest length): an error common to all, one of each place, and one
+    of drafting at all, as plain decoding tells little of what a draft call costs."""
     steps = np.arange(LENGTH_KNOTS.size)
     lengths = smooth(steps, 2.0)
     local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), np.kron(lengths, lengths))
-    return COMMON_ERROR**2 + local_error**2 * local
+    is_drafting = np.tile(steps > 0, local.shape[0] // steps.size)
+    return COMMON_ERROR**2 + local_error**2 * (local + 0.5 * np.outer(is_drafting, is_drafting))
 
 
 def _batch_hats(size: int) -> np.ndarray:
