@@ -170,7 +170,8 @@ def test_the_process_learns_what_the_costs_have_wrong():
     trusting.policy._process.observe = lambda weights, value: None  # type: ignore[method-assign]
     for run in (learning, trusting):
         run.regret(load)
-    assert learning.regret(load) < 0.1 < 0.4 < trusting.regret(load)
+    assert learning.regret(load) < 0.1
+    assert trusting.regret(load) > 0.4
 
 
 def test_mixed_requests_do_better_than_any_static_length():
