@@ -25,7 +25,7 @@ class Forced:
 
     def __init__(self, inner: SpeculationPolicy, change: Change) -> None:
         self.is_drafting = inner.is_drafting
-        self.partitions = (WHOLE, SPLIT)
+        self.partitions: tuple[str, ...] = (WHOLE, SPLIT)
         self._inner = inner
         self._change = change
 
