@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,9 @@ class Replayed:
 def run_replay(options: ReplayOptions) -> int:
     """Replays, prints and writes what was measured, also after Ctrl-C. Returns the exit status. Raises FaserError."""
     _check(options)
+    # The command ends quietly when its output is cut off, but a connection that ends must not end it.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     trace, fit = fit_lengths(_timed(options), options.max_context - SPARE_TOKENS)
-    jobs = _jobs(options, trace)
     replayed = Replayed()
     console = Console(file=sys.stderr)
     bar = Progress(
@@ -79,6 +82,7 @@ def run_replay(options: ReplayOptions) -> int:
     )
     is_whole = True
     with bar:
+        jobs = list(bar.track(_jobs(options, trace), total=len(trace), description="prompts"))
         task = bar.add_task("answers", total=len(jobs))
         try:
             asyncio.run(_replay(options, trace, jobs, replayed, lambda: bar.advance(task)))
@@ -122,21 +126,19 @@ def _timed(options: ReplayOptions) -> RequestTrace:
     return trace.sped_up(options.scale or 1.0)
 
 
-def _jobs(options: ReplayOptions, trace: RequestTrace) -> list[Job]:
+def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
     path = options.tokenizer or DEMO_PAIR / "target" / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
     texts = read_prompts(options.prompts or DEMO_PAIR / "prompts.jsonl")
     maker = PromptMaker(Tokenizer.from_file(str(path)), texts)
     pairs = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
-    return [
-        Job(maker.prompt(num_prompt, index), num_output, options.temperature, options.seed + index)
-        for index, (num_prompt, num_output) in enumerate(pairs)
-    ]
+    for index, (num_prompt, num_output) in enumerate(pairs):
+        yield Job(maker.prompt(num_prompt, index), num_output, options.temperature, options.seed + index)
 
 
 async def _replay(
-    options: ReplayOptions, trace: RequestTrace, jobs: list[Job], replayed: Replayed, advance: Any
+    options: ReplayOptions, trace: RequestTrace, jobs: list[Job], replayed: Replayed, advance: Callable[[], None]
 ) -> None:
     requests = [make_request(job, number, options.model) for number, job in enumerate(jobs)]
     gate = asyncio.Semaphore(options.max_concurrency or len(jobs))
