@@ -97,7 +97,7 @@ class TimedPolicy:
     """A policy whose decisions are timed where the scheduler asks for them."""
 
     def __init__(self, policy: SpeculationPolicy, watch: Stopwatch) -> None:
-        self.is_drafting = policy.is_drafting
+        self.is_drafting, self.partitions = policy.is_drafting, policy.partitions
         self.observe = policy.observe
         self._policy, self._watch = policy, watch
 
