@@ -16,7 +16,7 @@ from faser_backend.pipeline.step import Stepper
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.registry import make_policy
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import SpeculationPolicy
 from faser_backend.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess
@@ -67,9 +67,9 @@ def build_sim_engine(
     """policy: instead of the one that config names. Raises ConfigError for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
-    if config.early_exit != "auto" or config.pipeline != "auto":
-        raise ConfigError("early_exit and pipeline: only 'auto' is simulated")
-    policy = policy or parse_policy(config.policy, world.knowledge)
+    if policy is None:
+        splits = [name for name in world.costs.partitions if name != WHOLE]
+        policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)
     if num_blocks < one_context:
