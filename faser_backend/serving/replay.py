@@ -26,10 +26,12 @@ from tokenizers import Tokenizer
 from tritonclient.grpc import service_pb2_grpc
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.serving.bench.prompts import PromptMaker, read_prompts
 from faser_backend.serving.bench.stream_requests import RefusedError, ask, make_request, read_answer
 from faser_backend.serving.bench.workload import Job, Trace, summarise
 from faser_backend.serving.demo_engine import DEMO_PAIR
-from faser_backend.serving.request_trace import PromptMaker, RequestTrace, fit_lengths, read_prompts, read_trace
+from faser_backend.simulation.trace import Trace as RequestTrace
+from faser_backend.simulation.trace import fitted_to, read_trace, scaled
 
 CONNECT_TIMEOUT_S = 10.0
 SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
@@ -74,7 +76,7 @@ def run_replay(options: ReplayOptions) -> int:
     _check(options)
     # The command ends quietly when its output is cut off, but a connection that ends must not end it.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    trace, fit = fit_lengths(_timed(options), options.max_context - SPARE_TOKENS)
+    trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)
     replayed = Replayed()
     console = Console(file=sys.stderr)
     bar = Progress(
@@ -89,9 +91,7 @@ def run_replay(options: ReplayOptions) -> int:
         except KeyboardInterrupt:
             is_whole = False
     report = figures(replayed, trace) | {
-        "trace": trace.source,
-        "length_scale": fit.scale,
-        "num_clipped": fit.num_clipped,
+        "trace": trace.description,
         "is_whole": is_whole,
         "seed": options.seed,
         "temperature": options.temperature,
@@ -118,12 +118,12 @@ def _check(options: ReplayOptions) -> None:
 
 
 def _timed(options: ReplayOptions) -> RequestTrace:
-    trace = read_trace(options.trace)
-    if options.num_requests is not None:
-        trace = trace.first(options.num_requests)
-    if options.rate is not None:
-        return trace.sped_up(options.rate / trace.mean_rate)
-    return trace.sped_up(options.scale or 1.0)
+    trace = read_trace(options.trace, options.num_requests)
+    if len(trace) == 1:
+        return trace
+    if options.scale is not None:
+        return scaled(trace, trace.rate * options.scale)
+    return trace if options.rate is None else scaled(trace, options.rate)
 
 
 def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
@@ -132,7 +132,7 @@ def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
     texts = read_prompts(options.prompts or DEMO_PAIR / "prompts.jsonl")
     maker = PromptMaker(Tokenizer.from_file(str(path)), texts)
-    pairs = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     for index, (num_prompt, num_output) in enumerate(pairs):
         yield Job(maker.prompt(num_prompt, index), num_output, options.temperature, options.seed + index)
 
@@ -186,7 +186,7 @@ def figures(replayed: Replayed, trace: RequestTrace) -> dict[str, Any]:
         "num_answered": len(replayed.answers),
         "errors": dict(replayed.errors.most_common()),
         "seconds": seconds,
-        "requests_per_s_wanted": trace.mean_rate if len(trace) > 1 else None,
+        "requests_per_s_wanted": trace.rate if len(trace) > 1 else None,
     }
     if replayed.lateness_ms:
         for name, share in (("p50", 50), ("p99", 99), ("max", 100)):
@@ -202,9 +202,9 @@ def print_report(found: dict[str, Any]) -> None:
     state = "" if found["is_whole"] else "interrupted: "
     print(
         f"{state}{found['num_answered']} of {found['num_sent']} sent requests answered in {found['seconds']:.1f} s "
-        f"(trace {found['trace']}: {found['num_requests']} requests, lengths scaled by {found['length_scale']:.3f}, "
-        f"{found['num_clipped']} cut to the context)"
+        f"of {found['num_requests']} in the trace"
     )
+    print(f"trace: {found['trace']}")
     for kind, count in found["errors"].items():
         print(f"  {count} failed: {kind}")
     if "lateness_ms_p50" in found:

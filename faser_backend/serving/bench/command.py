@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from faser_backend.serving.bench.ladder import (
     split_names,
 )
 from faser_backend.serving.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
+from faser_backend.serving.bench.prompts import PromptMaker, read_prompts
 from faser_backend.serving.bench.report import render
 from faser_backend.serving.bench.roofline import roofline
 from faser_backend.serving.bench.timeline import trace_events
@@ -41,7 +43,7 @@ from faser_backend.serving.bench.workload import jobs_of
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.profiling.profile import run_profile
 from faser_backend.serving.profiling.store import load_profile
-from faser_backend.serving.request_trace import PromptMaker, read_prompts, read_trace
+from faser_backend.simulation.trace import read_trace
 
 MAX_CONTEXT = 384  # of a request of the bench; bounds the KV pools of all engines together
 MAX_PROMPT_TOKENS = 256  # of a held-out prompt; longer ones are left out
@@ -79,7 +81,7 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
         place = InProcess(engine_dir, {})
         stack.callback(place.close)
         bar = stack.enter_context(_bar(console))
-        present = _open(place, contestants, options, missing, bar)
+        present = _open(place, contestants, lambda c: _config(c.policy, options, manifest, **c.options), missing, bar)
         task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
         ladder = Ladder(
             place,
@@ -89,7 +91,9 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
             lambda what: bar.update(task, description=what, advance=1),
         )
         results = ladder.run(sizing)
-        events, timelines = _timelines(place, options, workload, missing, bar)
+        events, timelines = _timelines(
+            place, lambda mode: _config(FIXED_REFERENCE, options, manifest, pipeline=mode), workload, missing, bar
+        )
     add_comparisons(results.rows)
     meta |= {
         "engine_dir": engine_dir.name,
@@ -145,12 +149,15 @@ def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest)
     return Workload(prompts, PromptMaker(tokenizer, texts), lengths, max_context * 9 // 10, options.seed)
 
 
-def _config(policy: str, options: BenchOptions, **changes: object) -> EngineConfig:
+def _config(policy: str, options: BenchOptions, manifest: EngineManifest, **changes: object) -> EngineConfig:
+    context, size = manifest.target.spec.max_context, manifest.kv_block_size
+    most_tokens = max(context, MAX_NUM_SEQS * min(context, MAX_CONTEXT))
     # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
     return EngineConfig.from_options(
         policy=policy,
         max_num_seqs=MAX_NUM_SEQS,
         max_queue_size=0,
+        num_kv_blocks=-(-most_tokens // size),
         enable_prefix_reuse=False,
         num_threads=options.num_threads,
         **changes,
@@ -158,14 +165,18 @@ def _config(policy: str, options: BenchOptions, **changes: object) -> EngineConf
 
 
 def _open(
-    place: InProcess, contestants: list[Contestant], options: BenchOptions, missing: list[str], bar: Progress
+    place: InProcess,
+    contestants: list[Contestant],
+    config_of: Callable[[Contestant], EngineConfig],
+    missing: list[str],
+    bar: Progress,
 ) -> list[Contestant]:
     """Loads an engine for each; an ablation that cannot run here is named among what is missing."""
     task = bar.add_task("loading engines", total=len(contestants))
     opened = []
     for contestant in contestants:
         try:
-            place.open(contestant.name, _config(contestant.policy, options, **contestant.options))
+            place.open(contestant.name, config_of(contestant))
             opened.append(contestant)
         except ConfigError as error:
             if not contestant.options:
@@ -177,7 +188,11 @@ def _open(
 
 
 def _timelines(
-    place: InProcess, options: BenchOptions, workload: Workload, missing: list[str], bar: Progress
+    place: InProcess,
+    config_of: Callable[[str], EngineConfig],
+    workload: Workload,
+    missing: list[str],
+    bar: Progress,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Events of a few hundred steps of each pipeline mode, and the modes by name."""
     task = bar.add_task("timelines", total=len(MODES))
@@ -187,7 +202,7 @@ def _timelines(
     for mode in MODES:
         name = f"timeline {mode}"
         try:
-            place.open(name, _config(FIXED_REFERENCE, options, pipeline=mode))
+            place.open(name, config_of(mode))
         except ConfigError as error:
             missing.append(f"timeline of {mode}: {error}")
             continue

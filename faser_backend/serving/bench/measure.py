@@ -16,6 +16,7 @@ from faser_backend.serving.bench import accounting
 from faser_backend.serving.bench.accounting import StepLog
 from faser_backend.serving.bench.in_process import ClosedLoop, Feed, InProcess, OpenLoop
 from faser_backend.serving.bench.ladder import LOADS, REFERENCE, SATURATING, Contestant, Load, Sizing
+from faser_backend.serving.bench.prompts import PromptMaker, make_lengths, picked
 from faser_backend.serving.bench.workload import (
     Job,
     Trace,
@@ -25,18 +26,11 @@ from faser_backend.serving.bench.workload import (
     summarise,
     take_turns,
 )
-from faser_backend.serving.request_trace import (
-    LengthFit,
-    PromptMaker,
-    RequestTrace,
-    bursty_arrivals,
-    fit_lengths,
-    make_lengths,
-)
+from faser_backend.simulation.trace import Trace as RequestTrace
+from faser_backend.simulation.trace import fitted_to, with_rate_curve
 
 PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated
-NUM_PERIODS = 2
 NUM_SERIES_BINS = 40
 WARM_TOKENS = 16
 
@@ -162,33 +156,25 @@ class Ladder:
         """Requests at a stated share of what the reference sustains, in bursts."""
         workload, seed = self._workload, self._workload.seed
         rng = np.random.default_rng(seed)
-        lengths = workload.lengths or make_lengths(4096, rng)
-        lengths, fit = fit_lengths(lengths, workload.max_context)
-        rate = BURSTY_SHARE * saturated_rate / float(lengths.output_tokens.mean())
-        arrivals = bursty_arrivals(rate, sizing.bursty_s, PEAK_TO_TROUGH, NUM_PERIODS, rng)
-        picked = rng.permutation(len(lengths))[: arrivals.size]
-        pairs = zip(lengths.prompt_tokens[picked].tolist(), lengths.output_tokens[picked].tolist(), strict=True)
+        lengths = fitted_to(workload.lengths or make_lengths(4096, rng), workload.max_context)
+        rate = BURSTY_SHARE * saturated_rate / float(lengths.num_output_tokens.mean())
+        count = max(2, round(rate * sizing.bursty_s))
+        trace = with_rate_curve(picked(lengths, count, rng), rate, PEAK_TO_TROUGH, seed)
+        pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
         jobs = [
             Job(workload.maker.prompt(num_prompt, index), num_output, temperature, seed + index)
             for index, (num_prompt, num_output) in enumerate(pairs)
         ]
         described = {
-            **describe_lengths(lengths, fit),
-            "arrivals": "synthetic: Poisson, rate moving like a cosine of its logarithm",
+            "arrivals": trace.description,
+            "lengths": lengths.description,
             "requests_per_s": rate,
             "share_of_saturation": BURSTY_SHARE,
             "reference_tokens_per_s": saturated_rate,
             "peak_to_trough": PEAK_TO_TROUGH,
-            "num_periods": NUM_PERIODS,
-            "duration_s": sizing.bursty_s,
             "seed": seed,
         }
-        return jobs, OpenLoop(arrivals[: len(jobs)].tolist()), described
-
-
-def describe_lengths(lengths: RequestTrace, fit: LengthFit) -> dict[str, Any]:
-    """Where lengths come from, and what made them fit."""
-    return {"lengths": lengths.source, "length_scale": fit.scale, "num_clipped": fit.num_clipped}
+        return jobs, OpenLoop(trace.arrivals_s.tolist()), described
 
 
 def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:
