@@ -25,6 +25,7 @@ def print_tables(profile: Profile, costs: CostModel) -> None:
         f"\ncalibrated on {calibration.num_fitted} draft tokens of {calibration.source}, "
         f"thresholds for {calibration.retention:.0%} of accepted tokens kept",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(chance_table(calibration))
     if calibration.exits:
@@ -77,9 +78,9 @@ def chance_table(calibration: Calibration) -> Table:
 
 def exit_table(calibration: Calibration) -> Table:
     """A line per exit and draft length: percent of row-layers saved, and of useful draft rows kept."""
-    table = _table("Exits, held out: AUC, and percent of row-layers saved / of useful draft rows kept")
-    for name in ("layer", "exit AUC", "draft AUC", "both AUC", "drafted", "trim", "exit", "trim + exit"):
-        table.add_column(name, justify="right")
+    table = _table("Exits, held out: AUC; percent of row-layers saved / useful rows kept")
+    for name in ("layer", "AUC exit", "draft", "both", "drafted", "trim", "exit", "trim+exit"):
+        table.add_column(name, justify="right", no_wrap=True)
     for report in calibration.exits:
         scores = (f"{auc:.3f}" for auc in (report.margin_auc, report.draft_auc, report.both_auc))
         lead = (str(report.calibration.layer), *scores)
@@ -89,7 +90,7 @@ def exit_table(calibration: Calibration) -> Table:
                 (replay.exit_saved, replay.exit_kept),
                 (replay.cascade_saved, replay.cascade_kept),
             )
-            table.add_row(*lead, str(length), *(f"{100 * saved:.1f} / {100 * kept:.1f}" for saved, kept in pairs))
+            table.add_row(*lead, str(length), *(f"{100 * saved:.1f}/{100 * kept:.1f}" for saved, kept in pairs))
             lead = ("", "", "", "")
     return table
 
