@@ -86,12 +86,18 @@ def build(
 @app.command()
 def profile(
     engine_dir: Annotated[Path, typer.Argument(help="Engine directory; profile.json is written into it.")],
-    is_quick: Annotated[bool, typer.Option("--quick", help="Under half a minute, with larger errors.")] = False,
+    is_quick: Annotated[bool, typer.Option("--quick", help="About half a minute, with larger errors.")] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Texts to calibrate on: JSON lines with "prompt", or lines.', show_default="the target's own"
+        ),
+    ] = None,
 ) -> None:
-    """Measure what model calls cost on this machine, for the policies that decide by cost."""
+    """Measure what model calls cost on this machine, and how sure the draft may be, for policies that decide by it."""
     from faser_backend.serving.profiling.profile import run_profile
 
-    run_profile(engine_dir, is_quick=is_quick)
+    run_profile(engine_dir, is_quick=is_quick, prompts=prompts)
 
 
 @app.command()
