@@ -13,7 +13,7 @@ from faser_backend.pipeline.in_flight import join, merge, split, stack, survivin
 from faser_backend.pipeline.overlap import without_bonus
 from tests.harness import request
 
-Chain = tuple[list[int], int, list[float] | None, list[list[int]] | None, list[list[float]] | None]
+Chain = tuple[list[int], int, list]  # tokens, rows; margins, candidates and probabilities where known
 
 
 def sequences(count: int, slot: int = 0) -> list[Sequence]:
@@ -42,11 +42,11 @@ def chains(frontier: Frontier) -> list[Chain]:
     for b, count in enumerate(frontier.num_drafted.tolist()):
         optional = (frontier.margins, frontier.candidates, frontier.draft_probs)
         known = [None if array is None else array[b, :count].tolist() for array in optional]
-        result.append((frontier.drafted[b, :count].tolist(), int(frontier.num_rows[b]), *known))
+        result.append((frontier.drafted[b, :count].tolist(), int(frontier.num_rows[b]), known))
     return result
 
 
-EMPTY: Chain = ([], 1, [], [], [])
+EMPTY: Chain = ([], 1, [[], [], []])
 
 
 @pytest.mark.parametrize("seed", range(20))

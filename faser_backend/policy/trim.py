@@ -36,7 +36,7 @@ def continues(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
     """
     gain = expected_gain(rule, survival)
     order = np.argsort(-gain, kind="stable")
-    net = np.cumsum(gain[order]) - rule.draft_prices[1 : gain.size + 1]
+    net = np.cumsum(gain[order]) - _for_counts(rule.draft_prices, np.arange(1, gain.size + 1))
     best = int(net.argmax())
     goes_on = np.zeros(gain.size, np.bool_)
     if net[best] > 0.0:
@@ -69,7 +69,7 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     tokens = size + np.cumsum(ranked * is_allowed, axis=1)
     num_extra = np.minimum(np.cumsum(is_allowed, axis=1), rule.verify_us.size - 1)
     num_active = np.count_nonzero(columns[:, None] < frontier.num_drafted, axis=1)  # [K] in each draft call
-    spent_us = float(rule.draft_us[num_active].sum())
+    spent_us = float(_for_counts(rule.draft_us, num_active).sum())
     round_us = rule.verify_us[num_extra] + (columns[:, None] + 1) * rule.column_us + spent_us
     best = np.unravel_index(int((tokens / round_us).argmax()), tokens.shape)
     if size / (rule.verify_us[0] + spent_us) >= tokens[best] / round_us[best]:
@@ -77,3 +77,9 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     admitted = order[: best[1] + 1][is_allowed[best[0], : best[1] + 1]]
     admitted = admitted[survival.reshape(-1)[admitted] > 0]
     return 1 + np.bincount(admitted // width, minlength=size)
+
+
+def _for_counts(per_count: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """per_count[n] for each of `counts`; its last entry where more chains draft than were reckoned with, as when
+    two cohorts form and all of a batch draft at once."""
+    return per_count[np.minimum(counts, per_count.size - 1)]
