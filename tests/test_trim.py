@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -188,3 +189,13 @@ def test_blocks_are_held_as_planned_not_as_drafted():
         fake.engine.step()
         fake.engine.check_integrity()
     assert num_seen > 5
+
+
+def test_more_chains_than_a_rule_reckons_with_cost_what_its_last_count_does():
+    rng = np.random.default_rng(5)
+    chosen, frontier = random_rule(rng), random_chains(rng, 7, 3)
+    head = chosen.draft_us[:3]
+    short, long = replace(chosen, draft_us=head), replace(chosen, draft_us=np.append(head, np.repeat(head[-1], 7)))
+    assert admit(short, frontier).tolist() == admit(long, frontier).tolist()
+    survival = rng.random(7)
+    assert continues(short, survival).tolist() == continues(long, survival).tolist()
