@@ -14,12 +14,35 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Request
 from faser_backend.device.noise import GumbelNoise
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.model_call import run_model
 
+POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "schedule:2:6,8:2", "goodput", "gp-lcb", "survival", "faser")
 NEAR_TIE = 1e-3  # in units of scaled logits; logits of two call shapes differ by about 1e-5
+
+
+@dataclass(frozen=True)
+class Way:
+    """A configuration to decode with: its name, and the options of an EngineConfig that make it."""
+
+    name: str
+    options: dict[str, str]
+
+
+def ways(*, has_exits: bool) -> list[Way]:
+    """Every policy as it decides by itself, then forced pipeline modes, forced early exit, and both at once."""
+    chosen = [Way(policy, {"policy": policy}) for policy in POLICIES]
+    for policy in ("fixed:4", "survival"):
+        for early_exit in ("off", "on") if has_exits else ("off",):
+            for mode in ("serial", "run_ahead", "ping_pong"):
+                if (early_exit, mode) != ("off", "serial"):
+                    options = {"policy": policy, "pipeline": mode, "early_exit": early_exit}
+                    exits = ", early exit" if early_exit == "on" else ""
+                    chosen.append(Way(f"{policy}, {mode}{exits}", options))
+    return chosen
 
 
 @dataclass
@@ -31,6 +54,8 @@ class Comparison:
     num_tokens: int = 0  # compared
     num_cancelled: int = 0
     num_preemptions: int = 0
+    num_pruned: int = 0  # rows that left at an exit
+    overlapped_share: float = 0.0  # of the steps that verified: the draft worked beside the target
     num_near_ties: int = 0
     largest_margin: float = 0.0  # among the near-ties
     unexplained: list[str] = field(default_factory=list)
@@ -75,6 +100,25 @@ def run_mixed(
                 engine.cancel(output.request_id)
         engine.check_integrity()
     return tokens, cancelled
+
+
+class StepCounts:
+    """Counts what a way is chosen for: an equality of steps that never overlapped or pruned would prove little."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._num_verified = self._num_overlapped = self._num_pruned = 0
+        engine.stepper.observers.append(self._observe)
+
+    def _observe(self, record: StepRecord) -> None:
+        self._num_verified += 1
+        self._num_overlapped += bool(record.plan.drafts)
+        self._num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
+
+    def take(self, result: Comparison) -> None:
+        """Enters the counts since the last time."""
+        result.num_pruned = self._num_pruned
+        result.overlapped_share = self._num_overlapped / max(self._num_verified, 1)
+        self._num_verified = self._num_overlapped = self._num_pruned = 0
 
 
 class Reference:

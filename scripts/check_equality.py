@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Equality of tokens over all held-out prompts: every policy against plain decoding, alone and mixed.
+"""Equality of tokens over all held-out prompts: every policy, mode and exit against plain decoding.
 
-    python scripts/check_equality.py [--engine-dir DIR] [--num-prompts N] [--max-tokens N]
+    python scripts/check_equality.py [--engine-dir DIR] [--num-prompts N] [--max-tokens N] [--ways TEXT]
 
 Greedy and at temperature 1 with seeds; alone, and in continuous batches of 1-16 with random arrivals,
-cancellations and forced preemptions. Differences are counted and explained (benchmarks/equality.py).
+cancellations and forced preemptions. Early exit needs an engine with calibrated exits (`faser profile`).
+Differences are counted and explained (benchmarks/equality.py).
 Writes benchmarks/results/equality.{json,md}; exits with 1 if a difference is not a near-tie.
 """
 
@@ -23,7 +24,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.equality import Comparison, Reference, run_alone, run_mixed
+from benchmarks.equality import Comparison, Reference, StepCounts, Way, run_alone, run_mixed, ways
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.onnx_runtime import OrtRunner
@@ -33,8 +34,8 @@ from faser_backend.serving.bench import environment
 from faser_backend.serving.bench.workload import load_jobs
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profiling.store import load_knowledge
 
-POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8")
 SEED = 20
 
 
@@ -44,12 +45,17 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--ways", default="", help="only ways whose name contains this")
     args = parser.parse_args()
     engine_dir = args.engine_dir or demo_engine_dir()
+    has_exits = bool(load_knowledge(engine_dir, EngineManifest.load(engine_dir)).exits)
+    if not has_exits:
+        print(f"{engine_dir} has no calibrated exits: early exit is left out", file=sys.stderr)
+    chosen = [way for way in ways(has_exits=has_exits) if args.ways in way.name]
     results = []
     for temperature in (0.0, 1.0):
         requests = make_requests(engine_dir, args.num_prompts, args.max_tokens, temperature)
-        results += check(engine_dir, requests, f"T={temperature:g}")
+        results += check(engine_dir, requests, f"T={temperature:g}", chosen)
     write(args.output, results, args)
     return 1 if any(result.unexplained for result in results) else 0
 
@@ -71,8 +77,8 @@ def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperatu
     ]
 
 
-def check(engine_dir: Path, requests: list[Request], label: str) -> list[Comparison]:
-    """Every policy alone, mixed, and mixed on a pool so small that it must preempt."""
+def check(engine_dir: Path, requests: list[Request], label: str, chosen: list[Way]) -> list[Comparison]:
+    """Every way alone, mixed, and mixed on a pool so small that it must preempt."""
     manifest = EngineManifest.load(engine_dir)
     size = manifest.kv_block_size
     one_context = -(-manifest.target.spec.max_context // size)
@@ -85,25 +91,35 @@ def check(engine_dir: Path, requests: list[Request], label: str) -> list[Compari
     plain.close()
     reference = Reference(requests, expected, runner, size)
     results = []
-    for policy in POLICIES:
-        engine = build_engine(engine_dir, EngineConfig(policy=policy, max_num_seqs=16))
-        small = build_engine(engine_dir, EngineConfig(policy=policy, max_num_seqs=16, num_kv_blocks=small_pool))
-        if policy != "none":
-            tokens = run_alone(engine, tqdm(requests, f"{label} {policy} alone", leave=False))
-            results.append(reference.compare(f"{label} {policy} alone", tokens, set()))
-        for name, chosen in (("mixed", engine), ("mixed, preempting", small)):
-            for concurrency in tqdm((1, 4, 16), f"{label} {policy} {name}", leave=False):
-                tokens, cancelled = run_mixed(
-                    chosen, requests, seed=concurrency, max_concurrency=concurrency, cancelled_share=0.15
-                )
-                result = reference.compare(f"{label} {policy} {name} <= {concurrency}", tokens, cancelled)
-                result.num_preemptions = chosen.metrics().num_preemptions
-                results.append(result)
-        for opened in (engine, small):
-            metrics = opened.metrics()
-            assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
-            opened.close()
+    for way in chosen:
+        for name, num_blocks in (("", None), (", preempting", small_pool)):
+            config = EngineConfig.from_options(max_num_seqs=16, num_kv_blocks=num_blocks, **way.options)
+            results += check_engine(engine_dir, config, reference, requests, f"{label} {way.name}", pool=name)
     runner.close()
+    return results
+
+
+def check_engine(
+    engine_dir: Path, config: EngineConfig, reference: Reference, requests: list[Request], label: str, *, pool: str
+) -> list[Comparison]:
+    """One engine: each request alone (where the pool is large), then in batches of 1, 4 and 16."""
+    engine = build_engine(engine_dir, config)
+    counts, results = StepCounts(engine), []
+
+    def add(name: str, tokens: dict[str, list[int]], cancelled: set[str]) -> None:
+        result = reference.compare(name, tokens, cancelled)
+        result.num_preemptions = engine.metrics().num_preemptions
+        counts.take(result)
+        results.append(result)
+
+    if config.policy != "none" and not pool:
+        add(f"{label} alone", run_alone(engine, tqdm(requests, f"{label} alone", leave=False)), set())
+    for concurrency in tqdm((1, 4, 16), f"{label} mixed{pool}", leave=False):
+        drawn = run_mixed(engine, requests, seed=concurrency, max_concurrency=concurrency, cancelled_share=0.15)
+        add(f"{label} mixed{pool} <= {concurrency}", *drawn)
+    metrics = engine.metrics()
+    assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
+    engine.close()
     return results
 
 
@@ -119,6 +135,8 @@ def write(output: Path, results: list[Comparison], args: argparse.Namespace) -> 
         "answers",
         "cancelled",
         "preemptions so far",
+        "overlapped steps",
+        "pruned rows",
         "tokens compared",
         "near-ties",
         "largest margin",
@@ -126,7 +144,8 @@ def write(output: Path, results: list[Comparison], args: argparse.Namespace) -> 
     ]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [
-        f"| {r.name} | {r.num_answers} | {r.num_cancelled} | {r.num_preemptions} | {r.num_tokens} "
+        f"| {r.name} | {r.num_answers} | {r.num_cancelled} | {r.num_preemptions} | {r.overlapped_share:.0%} "
+        f"| {r.num_pruned} | {r.num_tokens} "
         f"| {r.num_near_ties} | {r.largest_margin:.1e} | {len(r.unexplained)} |"
         for r in results
     ]

@@ -14,6 +14,8 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision, ExitView, PipelineMode, Pruner, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.early_exit import EarlyExit, ExitCalibration
 from faser_backend.policy.speculation import SpeculationPolicy
 from tests.harness import SPLIT
 
@@ -105,6 +107,7 @@ def rule(
         column_us,
         np.full(65, draft_us),
         price,
+        price * (verify_us[-1] - verify_us[0]) / max(len(verify_us) - 1, 1),
     )
 
 
@@ -161,6 +164,14 @@ def by_parity(**options) -> Pruner:
 def outside_top(margin: float = 0.0, **options) -> Pruner:
     """Where another candidate leads at the exit, by more than -margin logits."""
     return ByEntry(lambda view: view.exit_margins >= margin, **options)
+
+
+def calibrated(threshold: float, *, segments: Sequence[int] = (0,), num_candidates: int = 8) -> Pruner:
+    """The policies' own pruner, under a guessed calibration of the fakes' exits."""
+    exits = (ExitCalibration(s, s + 1, 0.5, 0.3, 0.5, threshold, 0.9, (0.2,), 0.9, 0.2) for s in segments)
+    pruner = EarlyExit(tuple(exits), MatchCalibration(None))
+    pruner.num_candidates = num_candidates
+    return pruner
 
 
 def peeking(**options) -> Pruner:

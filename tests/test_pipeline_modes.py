@@ -5,114 +5,39 @@ The same requests as in test_engine.py, with a target of three segments, against
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 import numpy as np
 import pytest
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.ports import Lanes
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason, Request
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.registry import _POLICIES, parse_policy
-from tests.fakes import SequentialLanes, ThreadLanes
+from faser_backend.policy.registry import policy_usages
+from tests.forced_engine import LANES, LAYERS, Case, agrees, open_forced
 from tests.forcing import (
     ADMITS_ALL,
     ADMITS_NOTHING,
-    Change,
-    Forced,
     alternating,
     always,
     at_random,
     by_parity,
+    calibrated,
     forced,
     outside_top,
     random_everything,
     random_lengths,
     random_rule,
 )
-from tests.harness import SPLIT, Driven, FakeEngine, drive, guessed, open_fake, request
+from tests.harness import request
 from tests.test_engine import alone, random_requests
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
-LAYERS = (2, 2, 2)
-LANES: dict[str, Callable[[], Lanes]] = {
-    "verify first": lambda: SequentialLanes(verifies_first=True),
-    "propose first": lambda: SequentialLanes(verifies_first=False),
-    "threads": ThreadLanes,
-}
 ARGUMENTS = {"fixed": "fixed:4", "schedule": "schedule:2:6,5:2"}
-POLICIES = [ARGUMENTS.get(name, name) for name in _POLICIES]
-
-
-@dataclass
-class Case:
-    """Requests and what plain decoding answers."""
-
-    requests: list[Request]
-    expected: dict[str, list[int]]
+POLICIES = [ARGUMENTS.get(name, name) for name in policy_usages()]
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     many = [random_requests(seed, 12) for seed in range(2)]
     return [Case(requests, alone(requests)) for requests in many]
-
-
-def both_partitions() -> Knowledge:
-    """The guess for the whole device, taken to hold on a share of it: policies may weigh every mode."""
-    costs = guessed().costs
-    shares = {(model, SPLIT): calls for (model, _), calls in costs.segments.items()}
-    return Knowledge(replace(costs, segments={**costs.segments, **shares}))
-
-
-def open_forced(policy: str, change: Change, lanes: Lanes | None = None, **options) -> FakeEngine:
-    lanes = lanes or SequentialLanes(verifies_first=True)
-    fake = open_fake(Forced(parse_policy(policy, both_partitions), change), lanes=lanes, num_layers=LAYERS, **options)
-    check_what_is_in_flight(fake)
-    return fake
-
-
-def check_what_is_in_flight(fake: FakeEngine) -> None:
-    """Every step is given chains of running sequences alone, each once, within the blocks that they hold."""
-    run, blocks = fake.stepper.run, fake.stepper.scheduler.blocks
-
-    def checked(plan):
-        in_flight = plan.in_flight
-        running = set(fake.stepper.scheduler.running)
-        assert set(in_flight.sequences) <= running, "a chain outlived its sequence"
-        assert len(set(in_flight.sequences)) == len(in_flight.sequences)
-        frontier = in_flight.frontier
-        assert frontier.num_drafted.size == len(in_flight.sequences)
-        for sequence, num_drafted in zip(in_flight.sequences, frontier.num_drafted.tolist(), strict=True):
-            held = blocks.num_blocks_of(sequence.slot) * blocks.block_size
-            assert sequence.is_ready and num_drafted >= 1
-            assert sequence.num_tokens + num_drafted <= held, "a chain past its blocks"
-        result = run(plan)
-        check_kv(fake)
-        return result
-
-    fake.stepper.run = checked  # type: ignore[method-assign]
-
-
-def check_kv(fake: FakeEngine) -> None:
-    """What a sequence says is in the pools is there, in every segment of both models."""
-    blocks = fake.stepper.scheduler.blocks
-    for sequence in fake.stepper.scheduler.running:
-        table = blocks.block_tables[sequence.slot]
-        for runners, num_known in ((fake.targets, sequence.target_len), (fake.drafts, sequence.draft_len)):
-            at = np.arange(num_known)
-            for pool in runners[0].pools if runners else []:
-                held = pool[table[at // blocks.block_size], at % blocks.block_size]
-                assert (held == sequence.token_ids[:num_known]).all(), "stale K/V counts as known"
-
-
-def agrees(fake: FakeEngine, case: Case, seed: int | None) -> Driven:
-    result = drive(fake.engine, case.requests, seed=seed)
-    assert result.tokens == case.expected
-    return result
 
 
 # -- equality --------------------------------------------------------------------------------------------
@@ -146,6 +71,7 @@ PRUNERS = {
     "always, late": lambda _: always(exits=(1,)),
     "parity": lambda _: by_parity(),
     "outside top": lambda _: outside_top(num_candidates=8),
+    "as calibrated": lambda _: calibrated(0.6, segments=(0, 1)),
     "outside top, two exits": lambda _: outside_top(-2.0, exits=(0, 1), num_candidates=3),
 }
 
@@ -241,67 +167,3 @@ def test_running_ahead_discards_after_a_rejection_alone():
     useless = open_forced("fixed:4", forced(RUN_AHEAD), draft_noise=100.0)
     agrees(useless, Case(requests, alone(requests)), None)
     assert useless.drafts[1].num_calls > 100
-
-
-# -- leaving in the middle -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG])
-def test_cancellation_takes_chains_along(cases: list[Case], mode: PipelineMode, lanes: str):
-    requests, expected = cases[1].requests, cases[1].expected
-    fake = open_forced("fixed:4", forced(mode), LANES[lanes](), num_blocks=40)
-    cancel = {r.request_id: index % 4 for index, r in enumerate(requests) if index % 3}
-    result = drive(fake.engine, requests, seed=2, cancel=cancel)
-    ended = [r for r in requests if result.final[r.request_id].finish_reason is FinishReason.CANCELLED]
-    for r in requests:
-        tokens = result.tokens[r.request_id]
-        assert tokens == expected[r.request_id][: len(tokens) if r in ended else None]
-    assert ended
-    again = [request(f"again {r.request_id}", r.prompt_ids.tolist(), r.max_tokens) for r in requests]
-    agrees(fake, Case(again, alone(again)), 3)
-
-
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG])
-@pytest.mark.parametrize("fails_draft", [True, False])
-@pytest.mark.parametrize("at_call", [1, 2, 7])
-def test_a_failing_lane_fails_its_step_alone(
-    cases: list[Case], mode: PipelineMode, lanes: str, fails_draft: bool, at_call: int
-):
-    fake = open_forced("fixed:3", forced(mode), LANES[lanes]())
-    requests = [request(f"r{i}", [1, 2, 3 + i], 30) for i in range(3)]
-    expected = alone(requests)
-    runner = (fake.drafts if fails_draft else fake.targets)[1]
-    runner.fails_at_call = at_call
-    result = drive(fake.engine, requests)
-    failed = {i for i, output in result.final.items() if output.finish_reason is FinishReason.ERROR}
-    assert failed and all("told to fail" in str(result.final[i].error) for i in failed)
-    for r in requests:
-        tokens = result.tokens[r.request_id]
-        assert tokens == expected[r.request_id][: len(tokens) if r.request_id in failed else None]
-    assert fake.engine.metrics().num_failed_steps == 1
-    agrees(fake, cases[0], 4)
-
-
-def test_a_failing_step_spares_the_chains_that_wait():
-    """In ping-pong, a sequence whose chain waits for the next step is in no lane of this one."""
-    fake = open_forced("fixed:3", forced(PING_PONG))
-    requests = [request(f"r{i}", [1, 2, 3 + i], 30) for i in range(3)]
-    expected = alone(requests)
-    for r in requests:
-        fake.engine.submit(r)
-    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    failed, spared = set(), set()
-    while fake.engine.has_work:
-        waiting = {s.request.request_id for s in fake.engine._in_flight.sequences}
-        fake.targets[1].fails_at_call = fake.targets[1].num_calls + 1 if len(waiting) == 3 and not failed else None
-        for output in fake.engine.step():
-            tokens[output.request_id] += output.token_ids
-            if output.finish_reason is FinishReason.ERROR:
-                failed.add(output.request_id)
-                spared = waiting
-        fake.engine.check_integrity()
-    spared -= failed
-    assert failed and spared
-    assert all(tokens[i] == expected[i] for i in spared)

@@ -24,6 +24,7 @@ from tests.forcing import (
     always,
     at_random,
     by_parity,
+    calibrated,
     forced,
     outside_top,
     peeking,
@@ -65,6 +66,7 @@ CAUSAL: dict[str, Callable[[], Pruner]] = {
     "always": lambda: always(num_candidates=3),
     "exit margin": lambda: outside_top(num_candidates=3),
     "exit margin, two exits": lambda: outside_top(-0.5, exits=(0, 1), num_candidates=2),
+    "as calibrated": lambda: calibrated(0.5, num_candidates=3),
     "random": lambda: at_random(np.random.default_rng(3), num_candidates=3),
 }
 

@@ -131,6 +131,15 @@ def test_drafting_on_is_its_definition(seed: int):
     ) == pytest.approx(nets[best])
 
 
+def test_a_rule_for_a_cohort_holds_for_more():
+    """Before two cohorts have formed, all sequences draft in one call under a rule that was priced for half."""
+    cohort = rule([0.5, 0.6], [1.0, 1.1, 1.2], price=1.0)
+    cohort = replace(cohort, draft_us=np.array([0.0, 0.01, 0.02]))
+    assert continues(cohort, np.ones(5)).tolist() == [True] * 5
+    frontier = random_chains(np.random.default_rng(4), 6, 3)
+    assert (admit(cohort, frontier) >= 1).all()
+
+
 def test_chances_hold_their_ends():
     chosen = rule([0.2, 0.6], [1.0, 1.0])
     assert chances(chosen, np.array([-5.0, 0.0, 0.5, 9.0])).tolist() == pytest.approx([0.2, 0.2, 0.4, 0.6])
