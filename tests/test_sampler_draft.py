@@ -183,3 +183,15 @@ def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
         assert all(np.array_equal(a, b) for a, b in zip(scoring.result(), scored, strict=True))
     for scene in scenes:
         scene.sampler.check_integrity()
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 2, 4])
+def test_logits_of_plain_greedy_rows_stay_as_they_were(num_candidates: int) -> None:
+    """The only rows whose scores are the caller's own array."""
+    sampler = NumpySampler(50, 2)
+    sampler.add(0, SamplingParams(), np.array([1]), 1, ())
+    logits = np.random.default_rng(5).normal(0, 3, (9, 50)).astype(np.float32)
+    before = logits.copy()
+    drawn = sampler.sample_draft(logits, one_row_each(np.zeros(9, np.int64)), num_candidates)
+    assert np.array_equal(logits, before)
+    assert np.array_equal(drawn.margins, -np.diff(np.sort(before)[:, -1:-3:-1])[:, 0])
