@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from engines.build import build_engines
+from faser_backend.cli import main
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.device.partition import core_partitions
@@ -143,6 +145,17 @@ def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> No
     assert known.margins is None and known.exits == ()
     with pytest.raises(ConfigError, match="faser profile"):
         load_profile(directory, manifest)
+
+
+def test_prompts_that_cannot_be_read_end_the_command(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing.jsonl"
+    monkeypatch.setattr(sys, "argv", ["faser", "profile", str(engine), "--prompts", str(missing)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert f"error: prompts = {missing}: not readable as text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
