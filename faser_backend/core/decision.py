@@ -39,12 +39,7 @@ class TrimRule:
     column_us: float  # more for every row of the longest chain, where a runtime pads sequences to it
     draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
     tokens_per_us: float  # what the batch earns per time: turns times into tokens
-
-    @property
-    def row_price(self) -> float:
-        """Tokens that the time of one more row is worth, on average over verify_us."""
-        rise = float(self.verify_us[-1] - self.verify_us[0])
-        return self.tokens_per_us * rise / max(self.verify_us.size - 1, 1)
+    row_price: float  # tokens that the time of one more row is worth, about as many rows as usual
 
     @property
     def draft_prices(self) -> np.ndarray:

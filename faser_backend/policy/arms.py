@@ -1,7 +1,7 @@
 """The ways to spend a step that the controller weighs, and what each promises: tokens per microsecond.
 
-An arm is a pipeline mode on a partition, or plain decoding. Times come from the cost model, yields from running
-means of recent rounds; formulas after the economics of overlapped drafting in docs/policies.md.
+An arm is a pipeline mode on a partition, or plain decoding. Times come from the cost model, yields from the mean
+chance of a draft token, for rounds in which all sequences draft alike; docs/policies.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import numpy as np
 
 from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.policy.pricing import BatchTimes, Pricer
-
-MAX_FRONTIER = 6  # longest frontier of a chain that is run ahead of
 
 
 class Arm(NamedTuple):
@@ -50,39 +48,37 @@ def promise(pricer: Pricer, arm: Arm, size: int, context: int) -> Promise:
         return Promise(pricer.plain_speed(times), 0)
     if arm.mode is PipelineMode.SERIAL:
         return Promise(pricer.serial_speed(times))
-    speeds = [_run_ahead_speed(pricer, times, size, length) for length in range(1, MAX_FRONTIER + 1)]
-    best = int(np.argmax(speeds))
-    return Promise(speeds[best], best + 1)
+    speeds = _run_ahead_speeds(pricer, times)
+    best = int(speeds.argmax())
+    return Promise(float(speeds[best]), best + 1)
 
 
 def _ping_pong_speed(pricer: Pricer, partition: str, size: int, context: int) -> float:
     """Two cohorts take turns: one drafts while the other is verified, nothing is discarded."""
     if size < 2:
         return 0.0
-    half = size // 2
-    times = pricer.times(half, context, partition)
-    means = pricer.means
-    num_extra = (means.rows - 1.0) * half
-    step_us = max(times.verify_us(num_extra, means.draft_calls), pricer.propose_us(times))
-    step_us += times.step_overhead_us(num_extra) + pricer.costs.overhead.lanes_us
-    return half * means.tokens / step_us
+    times = pricer.times(size // 2, context, partition)
+    step_us = np.maximum(times.uniform_target_us, times.uniform_draft_us) + times.uniform_overhead_us
+    step_us += pricer.costs.overhead.lanes_us
+    return float((times.size * pricer.uniform_tokens(times) / step_us).max())
 
 
-def _run_ahead_speed(pricer: Pricer, times: BatchTimes, size: int, length: int) -> float:
-    """Frontiers of `length` tokens, drafted while the ones before them are verified.
+def _run_ahead_speeds(pricer: Pricer, times: BatchTimes) -> np.ndarray:
+    """[K] for frontiers of 1..K tokens, drafted while the ones before them are verified.
 
-    With a the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all
+    With w the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all
     were, the recovered one; then the chain ahead is discarded and one step goes by in which the sequence only
-    drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile.
+    drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile. A frontier has no
+    bonus row, so it has a row less than a uniform round of its length.
     """
     chance = pricer.match.mean_chance
-    whole = chance**length
+    whole = chance**times.lengths
     tokens = chance * (1.0 - whole) / (1.0 - chance) + (1.0 - whole)
-    propose_us = length * float(times.draft_us[size])
-    overhead_us = times.step_overhead_us((length - 1.0) * size) + pricer.costs.overhead.lanes_us
-    if size == 1:
-        verify_us = times.verify_us(length - 1.0, length - 1.0)
-        return tokens / (max(verify_us, propose_us) + overhead_us + (1.0 - whole) * propose_us)
-    share = 1.0 / (2.0 - whole)  # of the sequences that are verified in a step
-    verify_us = times.verify_us((length - 1.0) * size * share, length - 1.0)
-    return size * share * tokens / (max(verify_us, propose_us) + overhead_us)
+    share = 1.0 / (2.0 - whole) if times.size > 1 else np.ones_like(whole)  # verified in a step
+    num_extra = ((times.lengths - 1) * times.size * share).astype(np.int64)
+    verify_us = times.target_us[num_extra] + (times.lengths - 1) * times.column_us
+    step_us = np.maximum(verify_us, times.uniform_draft_us) + times.overhead_us[num_extra]
+    step_us += pricer.costs.overhead.lanes_us
+    if times.size == 1:
+        step_us += (1.0 - whole) * times.uniform_draft_us
+    return times.size * share * tokens / step_us

@@ -112,7 +112,7 @@ class Faser:
             size,
             round(size * means.rows),
             context,
-            num_accepted=size * (means.tokens - 1.0),
+            num_accepted=size * means.accepted,
             tokens_per_us=speed,
             is_trimmed=arm.mode is not PipelineMode.RUN_AHEAD,
             partition=arm.partition,
@@ -138,14 +138,13 @@ class Faser:
         context = self._pricer.costs.batch_context(record.num_tokens.tolist())
         times = self._pricer.times(size, context, arm.partition)
         num_rows = record.verification.num_kept
-        num_extra = float(num_rows.sum() - size)
-        verify_us = times.verify_us(num_extra, float(num_rows.max() - 1))
-        overhead_us = times.step_overhead_us(num_extra)
+        verify_us = times.verify_us(int(num_rows.sum()) - size, int(num_rows.max()) - 1)
         if record.plan.drafts:
             lengths = np.array(record.plan.num_ahead_tokens)
-            times = self._pricer.times(lengths.size, context, arm.partition)
-            return max(verify_us, _draft_calls_us(times, lengths)) + overhead_us + self._pricer.costs.overhead.lanes_us
-        return verify_us + overhead_us + _draft_calls_us(times, record.frontier.num_drafted)
+            drafting = self._pricer.times(lengths.size, context, arm.partition)
+            lanes_us = self._pricer.costs.overhead.lanes_us
+            return max(verify_us, _draft_calls_us(drafting, lengths)) + lanes_us
+        return verify_us + _draft_calls_us(times, record.frontier.num_drafted)
 
 
 def _draft_calls_us(times: BatchTimes, lengths: np.ndarray) -> float:

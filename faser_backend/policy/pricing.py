@@ -6,6 +6,7 @@ to. Shared by the policies that trim.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,29 +19,23 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.knowledge import Knowledge
 
 _GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
+_CONTEXT_STEP = 32
+_MAX_TIMES = 64  # batches whose predicted times are kept
 _FADE = 0.95  # of the running means, per round
 
 
 class RoundMeans:
-    """Running means over rounds that drafted, per sequence: what a round costs and yields."""
+    """Running means over rounds that drafted, per sequence."""
 
     def __init__(self) -> None:
-        self.tokens, self.rows, self.drafted, self.draft_calls = 2.0, 3.0, 2.0, 2.0  # until rounds were seen
+        self.rows, self.accepted = 3.0, 1.0  # until rounds were seen
 
     def observe(self, record: StepRecord) -> None:
-        size = record.num_tokens.size
-        num_drafted = record.frontier.num_drafted
-        if not num_drafted.any():
+        if not record.frontier.num_drafted.any():
             return
-        self.tokens += (1.0 - _FADE) * (float(record.acceptance.num_emitted.sum()) / size - self.tokens)
+        size = record.num_tokens.size
         self.rows += (1.0 - _FADE) * (float(record.frontier.num_rows.sum()) / size - self.rows)
-        self.drafted += (1.0 - _FADE) * (float(num_drafted.sum()) / size - self.drafted)
-        self.draft_calls += (1.0 - _FADE) * (int(num_drafted.max()) - self.draft_calls)
-
-    @property
-    def active_share(self) -> float:
-        """Share of the sequences that take part in a usual draft call."""
-        return min(1.0, self.drafted / self.draft_calls)
+        self.accepted += (1.0 - _FADE) * (float(record.acceptance.num_accepted.sum()) / size - self.accepted)
 
 
 class BatchTimes:
@@ -61,14 +56,20 @@ class BatchTimes:
         times = times + costs.overhead.draft_call(active)
         self.draft_us = np.interp(np.arange(size + 1), active, times)  # [B + 1] of a call for 0..B sequences
 
-    def verify_us(self, num_extra: float, num_columns: float) -> float:
-        """The target's call with so many rows beside the anchors, num_columns of them in the longest chain."""
-        return (
-            float(np.interp(num_extra, np.arange(self.target_us.size), self.target_us)) + num_columns * self.column_us
-        )
+        self.lengths = np.arange(1, max_draft_tokens + 1)  # [K] of uniform rounds, in which all draft alike
+        num_extra = size * self.lengths
+        self.uniform_target_us = self.target_us[num_extra] + self.lengths * self.column_us  # [K]
+        self.uniform_overhead_us = self.overhead_us[num_extra]  # [K]
+        self.uniform_draft_us = self.lengths * self.draft_us[size]  # [K]
 
-    def step_overhead_us(self, num_extra: float) -> float:
-        return float(np.interp(num_extra, np.arange(self.overhead_us.size), self.overhead_us))
+    @property
+    def size(self) -> int:
+        return self.draft_us.size - 1
+
+    def verify_us(self, num_extra: int, num_columns: int) -> float:
+        """A step with so many rows beside the anchors, num_columns of them in the longest chain, without drafting."""
+        num_extra = min(num_extra, self.target_us.size - 1)
+        return float(self.target_us[num_extra] + self.overhead_us[num_extra]) + num_columns * self.column_us
 
 
 class Pricer:
@@ -79,40 +80,50 @@ class Pricer:
         self.match = MatchCalibration(knowledge.margins)
         self.means = RoundMeans()
         self.max_draft_tokens = max_draft_tokens
+        self._times: OrderedDict[tuple[int, int, str], BatchTimes] = OrderedDict()
 
     def context(self, sequences: Sequence[RunningSequence]) -> int:
         return self.costs.batch_context([sequence.num_tokens for sequence in sequences])
 
     def times(self, size: int, context: int, partition: str) -> BatchTimes:
-        return BatchTimes(self.costs, size, context, partition, self.max_draft_tokens)
+        """Kept for the contexts of a few steps: rounded up to _CONTEXT_STEP tokens, they change slowly."""
+        key = (size, -(-context // _CONTEXT_STEP), partition)
+        times = self._times.get(key)
+        if times is None:
+            while len(self._times) >= _MAX_TIMES:
+                self._times.popitem(last=False)
+            times = BatchTimes(self.costs, size, key[1] * _CONTEXT_STEP, partition, self.max_draft_tokens)
+            self._times[key] = times
+        return times
 
     def plain_speed(self, times: BatchTimes) -> float:
         """Tokens per microsecond of plain decoding."""
-        return (times.draft_us.size - 1) / float(times.target_us[0] + times.overhead_us[0])
+        return times.size / times.verify_us(0, 0)
 
     def serial_speed(self, times: BatchTimes) -> float:
-        """Tokens per microsecond of usual rounds that draft and verify in turn."""
-        size, means = times.draft_us.size - 1, self.means
-        num_extra = (means.rows - 1.0) * size
-        verify_us = times.verify_us(num_extra, means.draft_calls) + times.step_overhead_us(num_extra)
-        return size * means.tokens / (verify_us + self.propose_us(times))
+        """Tokens per microsecond of the best uniform rounds that draft and verify in turn: trimming does no worse."""
+        round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
+        return float((times.size * self.uniform_tokens(times) / round_us).max())
 
-    def propose_us(self, times: BatchTimes) -> float:
-        """The draft calls of a usual round."""
-        size = times.draft_us.size - 1
-        return self.means.draft_calls * float(times.draft_us[max(1, round(self.means.active_share * size))])
+    def uniform_tokens(self, times: BatchTimes) -> np.ndarray:
+        """[K] tokens per sequence of uniform rounds, if every draft token had the mean chance."""
+        chance = self.match.mean_chance
+        return (1.0 - chance ** (times.lengths + 1)) / (1.0 - chance)
 
     def rule(self, times: BatchTimes, tokens_per_us: float) -> TrimRule:
         """tokens_per_us: what the batch earns per time, at which time is priced."""
         match = self.match
+        usual = min(max(round((self.means.rows - 1.0) * times.size), 1), times.target_us.size - 1)
+        verify_us = times.target_us + times.overhead_us
         return TrimRule(
             margin_knots=match.margin_knots,
             match_probs=match.match_probs,
             margin_shares=match.margin_shares,
-            verify_us=times.target_us + times.overhead_us,
+            verify_us=verify_us,
             column_us=times.column_us,
             draft_us=times.draft_us,
             tokens_per_us=tokens_per_us,
+            row_price=tokens_per_us * float(verify_us[usual] - verify_us[0]) / usual,
         )
 
     def observe(self, record: StepRecord) -> None:

@@ -19,10 +19,14 @@ MAX_ADAPTIVE_TOKENS = 8  # longest length that an adaptive policy weighs
 
 
 class SpeculationPolicy(Protocol):
-    """is_drafting: False means that no draft model is needed at all. partitions: all that it may ask for."""
+    """is_drafting: False means that no draft model is needed at all."""
 
     is_drafting: bool
-    partitions: tuple[str, ...]
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        """All that it may ask for."""
+        ...
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         """For the sequences that are ready to decode, at least one."""
