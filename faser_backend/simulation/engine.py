@@ -87,13 +87,14 @@ def build_sim_engine(
     )
     clock = SimClock()
     sampler = SimSampler(world.process, seed, config.max_num_seqs, max_output_tokens)
-    stepper = Stepper(scheduler, _partitions(world, clock), sampler, clock, uses_rejection=False)
+    partitions = _partitions(world, clock, is_drafting=policy.is_drafting)
+    stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=False)
     limits = Limits(VOCAB_SIZE, world.max_context + 1)
     engine = Engine(stepper, limits, clock, max_queue_size=config.max_queue_size)
     return SimEngine(engine, clock, stepper.observers)
 
 
-def _partitions(world: World, clock: SimClock) -> dict[str, Partition]:
+def _partitions(world: World, clock: SimClock, *, is_drafting: bool) -> dict[str, Partition]:
     exits = frozenset(segment for segment, _ in world.exits)
 
     def runner(model: str, partition: str) -> SimRunner:
@@ -110,6 +111,8 @@ def _partitions(world: World, clock: SimClock) -> dict[str, Partition]:
 
     lanes = SimLanes(clock, world.costs.overhead.lanes_us)
     return {
-        name: Partition(runner(TARGET, name), runner(DRAFT, name), None if name == WHOLE else lanes)
+        name: Partition(
+            runner(TARGET, name), runner(DRAFT, name) if is_drafting else None, None if name == WHOLE else lanes
+        )
         for name in world.costs.partitions
     }

@@ -1,0 +1,243 @@
+"""The engine in virtual time: exact clocks, one text for every policy, nothing lost, and a queue that textbooks know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.record import StepRecord
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.simulation.acceptance import AcceptanceProcess, demo_process
+from faser_backend.simulation.drive import Outcome, run_closed_loop, run_open_loop
+from faser_backend.simulation.engine import World, build_sim_engine
+from faser_backend.simulation.trace import Trace
+
+FREE = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ALWAYS, NEVER = 100.0, -100.0
+
+
+def call(base_us: float, row_us: float = 0.0) -> CallCost:
+    start = np.zeros(1)
+    return CallCost(Curve.from_slopes(start, base_us, np.array([row_us])), Curve.from_slopes(start, 0.0, np.zeros(1)))
+
+
+def world(
+    process: AcceptanceProcess | None = None, overhead: OverheadCost = FREE, num_kv_tokens: int = 4096, exits: int = 0
+) -> World:
+    """Target: 100 us and 10 us a row, draft: 20 us; on the split 200 us and 10 us a row, and 50 us."""
+    last = [call(0.0)] * exits  # all of the time is in the first segment
+    costs = CostModel(
+        {
+            (TARGET, WHOLE): (call(100.0, 10.0), *last),
+            (DRAFT, WHOLE): (call(20.0),),
+            (TARGET, "1/1"): (call(200.0, 10.0), *last),
+            (DRAFT, "1/1"): (call(50.0),),
+        },
+        overhead,
+        np.zeros(1),
+        is_measured=True,
+    )
+    process = (process or demo_process("sampled")).with_exits((0.8,) * exits)
+    layers = (4,) * (1 + exits)
+    segments = tuple((index, 4 * (index + 1)) for index in range(exits))
+    return World("test", costs, process, layers, (1,), segments, num_kv_tokens, 512, ())
+
+
+def certain(shift: float) -> AcceptanceProcess:
+    return replace(demo_process("sampled"), shift=shift)
+
+
+def trace_of(*lengths: tuple[int, int], gap_s: float = 0.0) -> Trace:
+    prompts, outputs = np.array(lengths).T
+    return Trace(np.arange(len(lengths)) * gap_s, prompts, outputs, "made up")
+
+
+def run(
+    where: World, trace: Trace, policy: str = "fixed:2", *, seed: int = 0, chosen=None, observer=None, **options
+) -> Outcome:
+    config = EngineConfig.from_options(policy=policy, max_queue_size=0, **options)
+    longest = int(trace.num_output_tokens.max())
+    sim = build_sim_engine(where, config, seed=seed, max_output_tokens=longest, policy=chosen)
+    if observer is not None:
+        sim.observers.append(observer)
+    outcome = run_open_loop(sim, trace)
+    sim.engine.check_integrity()
+    metrics = sim.engine.metrics()
+    assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
+    assert metrics.num_failed_steps == 0
+    return outcome
+
+
+def makespan_us(outcome: Outcome) -> float:
+    return (outcome.end_ns - outcome.start_ns) / 1e3
+
+
+PROMPT_US = (100 + 4 * 10) + 20  # four tokens before the anchor, through both models
+
+
+def test_time_of_a_serial_run_in_which_all_is_accepted():
+    # Three rounds of two draft calls and three rows give nine tokens.
+    assert makespan_us(run(world(certain(ALWAYS)), trace_of((5, 9)))) == PROMPT_US + 3 * (2 * 20 + 100 + 3 * 10)
+
+
+def test_time_of_a_serial_run_in_which_nothing_is_accepted():
+    # Two, one and no draft tokens: a request never drafts past its end.
+    rounds = (2 * 20 + 130) + (20 + 120) + 110
+    outcome = run(world(certain(NEVER)), trace_of((5, 3)))
+    assert makespan_us(outcome) == PROMPT_US + rounds
+    assert outcome.summary()["mean_accepted"] == 0
+
+
+def test_overhead_is_charged_once_per_step_and_draft_call():
+    overhead = OverheadCost(7.0, 2.0, 1.0, 5.0, 3.0, 0.0, 0.0, 0.0)
+    extra = makespan_us(run(world(certain(ALWAYS), overhead), trace_of((5, 9)))) - makespan_us(
+        run(world(certain(ALWAYS)), trace_of((5, 9)))
+    )
+    assert extra == 3 * ((7 + 2 + 3 * 1) + 2 * (5 + 3))
+
+
+class Mode:
+    """Two draft tokens in a given mode on the split."""
+
+    is_drafting = True
+
+    def __init__(self, mode: PipelineMode) -> None:
+        self.mode = mode
+
+    def decide(self, sequences) -> Decision:
+        return Decision([2] * len(sequences), mode=self.mode, partition="1/1")
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+def test_an_overlapped_step_takes_the_longer_of_its_phases():
+    records: list[StepRecord] = []
+    lanes = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, lanes_us=9.0)
+    where = world(certain(ALWAYS), lanes)
+    run(where, trace_of((5, 12), (5, 12)), chosen=Mode(PipelineMode.PING_PONG), observer=records.append)
+    overlapped = [record for record in records if record.overlap_us > 0]
+    assert len(overlapped) >= 5
+    for record in overlapped:
+        size = record.num_tokens.size
+        assert record.verify_us == 200 + 10 * int(record.frontier.num_rows.sum()) and size == 1
+        assert record.propose_us in (50, 100)
+        assert record.overlap_us == min(record.verify_us, record.propose_us)
+        assert record.step_us == max(record.verify_us, record.propose_us) + 9
+
+
+def test_time_of_a_whole_ping_pong_run():
+    # Both prompts; both draft; A is verified; then five steps in which one is verified and the other drafts, of
+    # which nothing is left for the last: 12 tokens are 4 rounds of 3 for each of the two.
+    prompts = (100 + 8 * 10) + 20
+    outcome = run(world(certain(ALWAYS)), trace_of((5, 12), (5, 12)), chosen=Mode(PipelineMode.PING_PONG))
+    assert makespan_us(outcome) == prompts + 2 * 50 + 8 * 230
+
+
+def test_an_arrival_waits_for_the_step_that_runs():
+    outcome = run(world(certain(ALWAYS)), trace_of((5, 9), (1, 1), gap_s=1e-6), "none")
+    waited_us = (outcome.stats[1].first_token_ns - outcome.start_ns) / 1e3 - 1
+    # The first prompt (no draft: it is plain decoding), a step in which it decodes alone while the second is
+    # admitted, and one in which both decode.
+    assert waited_us == 140 + 110 + 120 - 1
+
+
+def test_an_idle_engine_waits_for_the_next_arrival():
+    outcome = run(world(certain(ALWAYS)), trace_of((1, 1), (1, 1), gap_s=1.0), "none")
+    assert makespan_us(outcome) == 1e6 + 110
+
+
+def lengths(count: int, seed: int) -> Trace:
+    rng = np.random.default_rng(seed)
+    prompts, outputs = rng.integers(1, 200, count), rng.integers(1, 90, count)
+    return Trace(np.cumsum(rng.exponential(2e-3, count)), prompts, outputs, "made up")
+
+
+POLICIES = ["fixed:1", "fixed:6", "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_meets_the_same_texts(policy):
+    trace = lengths(30, 1)
+    reference = run(world(exits=1), trace, "none")
+    outcome = run(world(exits=1), trace, policy)
+    assert outcome.tokens == reference.tokens
+    assert [len(tokens) for tokens in outcome.tokens] == trace.num_output_tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline": "ping_pong"},
+        {"pipeline": "run_ahead"},
+        {"early_exit": "on"},
+        {"max_num_seqs": 2},
+        {"num_kv_blocks": 40},  # preempts
+        {"max_prefill_tokens": 7},
+    ],
+    ids=str,
+)
+def test_the_texts_do_not_depend_on_how_they_are_scheduled(options):
+    trace = lengths(30, 2)
+    outcome = run(world(exits=1), trace, "fixed:4", **options)
+    assert outcome.tokens == run(world(exits=1), trace, "none").tokens
+    summary = outcome.summary()
+    assert ("pipeline" in options) == (summary["overlap_share"] > 0)
+    assert ("early_exit" in options) == (summary["pruned_share"] > 0)
+    assert ("num_kv_blocks" in options) == (summary["num_preemptions"] > 0)
+
+
+def test_a_run_repeats_exactly_and_a_seed_changes_it():
+    first, again, other = (run(world(), lengths(20, 3), seed=seed) for seed in (0, 0, 1))
+    assert first.summary() == again.summary()
+    assert first.tokens == again.tokens != other.tokens
+
+
+def test_counts_add_up():
+    records: list[StepRecord] = []
+    trace = lengths(40, 4)
+    outcome = run(world(), trace, "fixed:3", observer=records.append)
+    summary = outcome.summary()
+    emitted = sum(int(record.acceptance.num_emitted.sum()) for record in records)
+    assert summary["num_tokens"] == int(trace.num_output_tokens.sum()) == emitted
+    assert summary["tokens_per_s"] * summary["makespan_s"] == pytest.approx(summary["num_tokens"])
+    assert sum(summary["batch_shares"].values()) == pytest.approx(1.0)
+    assert summary["num_steps"] == len(records)
+    for stats, arrival_s in zip(outcome.stats, trace.arrivals_s, strict=True):
+        assert stats.first_token_ns - outcome.start_ns >= arrival_s * 1e9
+        assert stats.last_token_ns >= stats.first_token_ns
+
+
+def test_one_server_with_constant_service_waits_as_queueing_theory_says():
+    # M/D/1 (Pollaczek and Khinchine): the mean wait is load / (2 (1 - load)) services.
+    count, load, service_s = 20_000, 0.5, 110e-6
+    arrivals = np.cumsum(np.random.default_rng(5).exponential(service_s / load, count))
+    ones = np.ones(count, np.int64)
+    outcome = run(world(), Trace(arrivals - arrivals[0], ones, ones, "Poisson"), "none", max_num_seqs=1)
+    waits_s = outcome.summary()["e2e_ms_mean"] / 1e3 - service_s
+    assert waits_s / service_s == pytest.approx(load / (2 * (1 - load)), rel=0.06)
+
+
+def test_a_closed_loop_keeps_its_clients_busy():
+    sizes: list[int] = []
+    config = EngineConfig.from_options(policy="none", max_prefill_tokens=4096)
+    sim = build_sim_engine(world(), config, seed=0, max_output_tokens=20)
+    sim.observers.append(lambda record: sizes.append(record.num_tokens.size))
+    outcome = run_closed_loop(sim, trace_of(*[(1, 20)] * 8), 4)
+    assert set(sizes) == {4}
+    assert outcome.summary()["makespan_s"] == pytest.approx(40 * 140e-6)
+
+
+def test_what_no_path_of_outcomes_stands_for_is_refused():
+    with pytest.raises(ConfigError, match="rejection"):
+        run(world(), trace_of((5, 9)), acceptance="rejection")
+
+
+def test_kv_memory_below_one_context_is_refused():
+    with pytest.raises(ConfigError, match="KV memory of 256 tokens does not hold one context of 512 tokens"):
+        run(world(num_kv_tokens=256), trace_of((5, 9)))
