@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.decision import Decision, ExitView, Pruner
+from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner
 from faser_backend.core.errors import FaserError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
@@ -72,6 +72,7 @@ class ProbePolicy:
     """A fixed length for everyone, and a pruner at the exits: for engines that are measured, not served."""
 
     is_drafting = True
+    partitions = (WHOLE,)
 
     def __init__(self, num_draft_tokens: int, pruner: Pruner | None) -> None:
         self._num_draft_tokens = num_draft_tokens
