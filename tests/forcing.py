@@ -96,18 +96,18 @@ def rule(
     first_knot: float = 0.0,
     knot_step: float = 1.0,
 ) -> TrimRule:
-    """Chances `probs` at evenly spaced margins that occur equally often. price: tokens_per_us."""
+    """Chances `probs` at evenly spaced margins that occur equally often. price: tokens_per_us; a row costs what
+    one does on average over verify_us."""
     size = len(probs)
-    knots, shares = first_knot + knot_step * np.arange(size), np.full(size, 1 / size)
     return TrimRule(
-        knots,
-        np.array(probs, np.float64),
-        shares,
-        np.array(verify_us, np.float64),
-        column_us,
-        np.full(65, draft_us),
-        price,
-        price * (verify_us[-1] - verify_us[0]) / max(len(verify_us) - 1, 1),
+        margin_knots=first_knot + knot_step * np.arange(size),
+        match_probs=np.array(probs, np.float64),
+        margin_shares=np.full(size, 1 / size),
+        verify_us=np.array(verify_us, np.float64),
+        column_us=column_us,
+        draft_us=np.full(65, draft_us),
+        tokens_per_us=price,
+        row_price=price * (verify_us[-1] - verify_us[0]) / max(len(verify_us) - 1, 1),
     )
 
 
