@@ -1,4 +1,4 @@
-"""The engine in virtual time: exact clocks, one text for every policy, nothing lost, and a queue that textbooks know."""
+"""The engine in virtual time: exact clocks, one text for every policy, nothing lost, a queue that textbooks know."""
 
 from __future__ import annotations
 
