@@ -53,7 +53,7 @@ class SimulateOptions:
 
     def check(self) -> None:
         """Raises ConfigError for options that exclude each other or are out of range."""
-        if (self.profile is None) == (self.hardware is None or self.pair is None):
+        if self.profile is None and (self.hardware is None or self.pair is None):
             raise ConfigError("give either --hardware and --pair, or --profile ENGINE_DIR")
         if self.profile is not None and (self.hardware is not None or self.pair is not None):
             raise ConfigError("--profile: an engine directory is a machine and a pair; leave out --hardware and --pair")
