@@ -27,7 +27,7 @@ CONTRACT = (
     "policy", "load", "tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99", "e2e_ms_p50", "mean_accepted",
     "rows_drafted", "rows_verified", "rows_pruned", "overlap_share", "repeats",
 )  # fmt: skip
-TINY = Sizing(2, 0.01, 1, 0.3, 6, (0.0, 0.8), bursty_ablations=False)
+TINY = Sizing(2, 0.01, 1, 0.3, 2, 6, (0.0, 0.8), bursty_ablations=False)
 CHOSEN = "none,fixed:2,schedule:4:4,8:2,32:1,fixed:4 (ping-pong)"
 FILES = ("bench.json", "report.html", "timeline.json")
 

@@ -24,7 +24,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.bench import environment
 from faser_backend.serving.bench.accounting import StepLog
-from faser_backend.serving.bench.compare import add_comparisons, in_words
+from faser_backend.serving.bench.compare import add_comparisons, in_words, spread_warning
 from faser_backend.serving.bench.in_process import ClosedLoop, InProcess
 from faser_backend.serving.bench.ladder import (
     FIXED_REFERENCE,
@@ -75,7 +75,12 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
     manifest = EngineManifest.load(engine_dir)
     workload = _workload(options, engine_dir, manifest)
     meta: dict[str, Any] = environment.describe(options.seed)
-    meta |= {"command": command, "repeats": sizing.repeats, "max_tokens": sizing.max_tokens}
+    meta |= {
+        "command": command,
+        "repeats": sizing.repeats,
+        "bursty_repeats": sizing.bursty_repeats,
+        "max_tokens": sizing.max_tokens,
+    }
     console = Console(file=sys.stderr)
     with ExitStack() as stack:
         place = InProcess(engine_dir, {})
@@ -95,6 +100,7 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
             place, lambda mode: _config(FIXED_REFERENCE, options, manifest, pipeline=mode), workload, missing, bar
         )
     add_comparisons(results.rows)
+    warnings += spread_warning(results.rows)
     meta |= {
         "engine_dir": engine_dir.name,
         "runtime": manifest.runtime,

@@ -6,11 +6,13 @@ so it is judged by the median time of a whole answer.
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from faser_backend.serving.bench.ladder import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
 
 Row = dict[str, Any]
+BUSY_SPREAD = 0.15  # between the slowest and the fastest repeat, of the median throughput
 
 
 def groups(rows: list[Row]) -> dict[tuple[str, float], list[Row]]:
@@ -53,6 +55,21 @@ def add_comparisons(rows: list[Row]) -> None:
             for name, reference in references.items():
                 row[f"speedup_{name}"] = None if reference is None else row["tokens_per_s"] / reference["tokens_per_s"]
                 row[f"e2e_gain_{name}"] = None if reference is None else reference["e2e_ms_p50"] / row["e2e_ms_p50"]
+
+
+def spread_warning(rows: list[Row]) -> list[str]:
+    """What to tell where repeats of the same thing differed much, as they do on a busy machine."""
+    spreads = [
+        (row["tokens_per_s_max"] - row["tokens_per_s_min"]) / row["tokens_per_s"]
+        for row in rows
+        if row["load"] != BURSTY.name and row["repeats"] > 1
+    ]
+    if not spreads or median(spreads) < BUSY_SPREAD:
+        return []
+    return [
+        f"Repeats of the same run differed by {median(spreads):.0%} (median): the machine was busy, or the runs too "
+        "short. Repeat this when the machine is idle, without --quick, before believing small differences."
+    ]
 
 
 def best_static(group: list[Row]) -> Row | None:

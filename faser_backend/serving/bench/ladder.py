@@ -73,17 +73,21 @@ class Sizing:
     cell_s: float  # of one closed loop at the reference's speed
     min_waves: int  # of a closed loop, each as many requests as are in flight
     bursty_s: float
+    bursty_repeats: int
     max_tokens: int
     temperatures: tuple[float, ...]
     bursty_ablations: bool
 
+    def repeats_of(self, load: Load) -> int:
+        return self.bursty_repeats if load.is_open else self.repeats
+
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.4, 2, 3.0, 32, (0.8,), bursty_ablations=False)
+        return cls(2, 0.3, 2, 2.5, 1, 24, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:
-        return cls(3, 3.0, 4, 12.0, 100, (0.0, 0.8), bursty_ablations=True)
+        return cls(3, 3.0, 4, 12.0, 3, 100, (0.0, 0.8), bursty_ablations=True)
 
 
 def choose_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:

@@ -84,7 +84,7 @@ class Ladder:
     @staticmethod
     def num_runs(contestants: list[Contestant], sizing: Sizing) -> int:
         """How often `report` will be called."""
-        per_load = [len(taking_part(contestants, load, sizing)) * (sizing.repeats + 1) for load in LOADS]
+        per_load = [len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
         return sum(per_load) * len(sizing.temperatures)
 
     def run(self, sizing: Sizing) -> Results:
@@ -99,7 +99,7 @@ class Ladder:
                     results.bursty.append({"temperature": temperature, **described})
                 else:
                     jobs, feed = self._closed(load, sizing, temperature)
-                rows = self._measure(Cell(load, temperature, present, jobs, feed), sizing.repeats, results)
+                rows = self._measure(Cell(load, temperature, present, jobs, feed), sizing.repeats_of(load), results)
                 if load is SATURATING:
                     saturated_rate = next(row["tokens_per_s"] for row in rows if row["policy"] == REFERENCE)
                 results.rows += rows
@@ -109,7 +109,7 @@ class Ladder:
         load, temperature, contestants, jobs = cell.load, cell.temperature, cell.contestants, cell.jobs
         where = {"load": load.name, "temperature": temperature}
         shown = f"{load.name}, T={temperature:g}"
-        warm = jobs_of(self._workload.prompts, 2 * load.num_clients or 8, WARM_TOKENS, temperature, 0)
+        warm = jobs_of(self._workload.prompts, load.num_clients or 8, WARM_TOKENS, temperature, 0)
         for contestant in contestants:  # allocations and first calls of new shapes are not measured
             self._place.run(contestant.name, warm, load.num_clients or 8)
             self._report(f"{shown}: {contestant.name} warms up")
