@@ -6,13 +6,16 @@ fails, decisively, for rules that look ahead, that mistake a pruned row for a re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import PipelineMode, Pruner
+from faser_backend.core.batch import SamplingRows
+from faser_backend.core.decision import Decision, PipelineMode, Pruner
 from faser_backend.core.frontier import Acceptance
+from faser_backend.core.record import StepRecord
 from faser_backend.pipeline import step, verify
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.policy import acceptance, trim
@@ -31,8 +34,9 @@ from tests.forcing import (
     random_everything,
     rule,
 )
-from tests.harness import FakeEngine, guessed, open_fake
+from tests.harness import FakeEngine, drive, guessed, open_fake
 from tests.law import exact_law, observed, p_value
+from tests.test_engine import random_requests
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 VOCAB, LENGTH, COUNT, BATCH = 4, 3, 2500, 48
@@ -57,8 +61,24 @@ def law_p_value(
         num_blocks=8 * num_at_once,
         max_prefill_tokens=200,
     )
-    counts = observed(fake.engine, VOCAB, LENGTH, count, num_at_once=num_at_once)
-    return p_value(counts, exact_law(VOCAB, LENGTH)), fake
+    modes, num_ahead = set(), 0
+
+    def note(record: StepRecord) -> None:
+        nonlocal num_ahead
+        modes.add(record.plan.decision.mode)
+        num_ahead += len(set(record.plan.decodes) & set(record.plan.drafts))
+
+    fake.stepper.observers.append(note)
+    # Running ahead of two draft tokens takes room for a third, and for the token that ends its round.
+    length = LENGTH + 1 if RUN_AHEAD in modes_of(change) else LENGTH
+    counts = observed(fake.engine, VOCAB, length, count, num_at_once=num_at_once)
+    assert RUN_AHEAD not in modes or num_ahead > count // 20, "nothing ran ahead"
+    return p_value(counts, exact_law(VOCAB, length)), fake
+
+
+def modes_of(change: Change) -> set[PipelineMode]:
+    """What a change decides for one sequence; random ones may decide anything."""
+    return {change(Decision([3])).mode for _ in range(20)}
 
 
 CAUSAL: dict[str, Callable[[], Pruner]] = {
@@ -99,6 +119,31 @@ def test_trimming_keeps_the_law(mode: PipelineMode):
 def test_any_mix_keeps_the_law(seed: int):
     p, _ = law_p_value(random_everything(seed, longest=3, most_candidates=VOCAB))
     assert p > PASSES
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_two_draws_share_their_noise(seed: int):
+    """Whatever is discarded, preempted or drafted again: each (request, position, purpose, round) is drawn once."""
+    fake = open_fake(
+        Forced(parse_policy("fixed:4", guessed), random_everything(seed)),
+        lanes=SequentialLanes(verifies_first=True),
+        num_layers=LAYERS,
+        num_blocks=26,
+        uses_rejection=True,
+    )
+    sampler, drawn = fake.stepper.sampler, Counter()
+    real = sampler.uniforms
+
+    def noting(rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
+        request_of = {sequence.slot: sequence.request.request_id for sequence in fake.stepper.scheduler.running}
+        for slot, position, number in zip(rows.slots.tolist(), rows.positions.tolist(), num_steps, strict=True):
+            drawn[request_of[slot], position, purpose, int(number)] += 1
+        return real(rows, purpose, num_steps)
+
+    sampler.uniforms = noting  # type: ignore[method-assign]
+    drive(fake.engine, random_requests(seed, 12), seed=seed)
+    assert len(drawn) > 300 and max(drawn.values()) == 1
+    assert fake.engine.metrics().num_preemptions > 0
 
 
 # -- negative controls -----------------------------------------------------------------------------------
