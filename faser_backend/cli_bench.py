@@ -42,6 +42,7 @@ def simulate(
     rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="the trace's")] = None,
     peak_trough: Annotated[float | None, typer.Option(help="Rate curve.", show_default="the trace's arrivals")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace to arrive as.", show_default=False)] = None,
+    lengths: Annotated[str | None, typer.Option(help="Mean tokens, e.g. 755/200.", show_default="the trace's")] = None,
     acceptance: Annotated[float | None, typer.Option(help="Positions at which the pair agrees.")] = None,
     exit_auc: Annotated[float | None, typer.Option(help="Separability at the exit.", show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 256,
@@ -52,9 +53,9 @@ def simulate(
     """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
     from faser_backend.serving.simulate_command import SimulateOptions, run_simulate
 
-    lengths, load = (max_num_seqs, max_prefill_tokens), (requests, rate, peak_trough, arrivals)
+    load, limits = (requests, rate, peak_trough, arrivals, lengths), (max_num_seqs, max_prefill_tokens)
     options = SimulateOptions(
-        trace, hardware, pair, profile, policies, *load, acceptance, exit_auc, *lengths, seed, output
+        trace, hardware, pair, profile, policies, *load, acceptance, exit_auc, *limits, seed, output
     )
     run_simulate(options, command=shlex.join(["faser", *sys.argv[1:]]))
 

@@ -18,7 +18,15 @@ from faser_backend.simulation.acceptance import VOCAB_SIZE, demo_process, fitted
 from faser_backend.simulation.hardware import MACHINES, PAIRS
 from faser_backend.simulation.knowledge import RETENTION
 from faser_backend.simulation.roofline import kv_capacity_tokens, roofline
-from faser_backend.simulation.trace import Trace, arriving_as, fitted_to, read_trace, scaled, with_rate_curve
+from faser_backend.simulation.trace import (
+    Trace,
+    arriving_as,
+    fitted_to,
+    read_trace,
+    scaled,
+    with_mean_lengths,
+    with_rate_curve,
+)
 from faser_backend.simulation.worlds import roofline_world
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -121,6 +129,15 @@ def test_lengths_are_fitted_to_a_context_and_the_report_says_so():
     assert fitted.longest <= 60 and fitted.num_output_tokens.min() >= 1
     assert "lengths scaled by 0.5" in fitted.description
     assert fitted_to(many(), 500).description == "made up"
+
+
+def test_lengths_can_be_given_the_means_of_another_data_set(csv):
+    trace = with_mean_lengths(read_trace(csv()), 755, 200)
+    assert trace.num_prompt_tokens.mean() == pytest.approx(755, abs=1)
+    assert trace.num_output_tokens.mean() == pytest.approx(200, abs=1)
+    assert trace.num_prompt_tokens.std() > 1
+    with pytest.raises(ConfigError, match="lengths = 0/200"):
+        with_mean_lengths(trace, 0, 200)
 
 
 # -- machines and pairs --------------------------------------------------------------------------------

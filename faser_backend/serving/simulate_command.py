@@ -25,7 +25,15 @@ from faser_backend.serving.simulated_profile import profile_world
 from faser_backend.simulation import report
 from faser_backend.simulation.drive import run_open_loop
 from faser_backend.simulation.engine import World, build_sim_engine
-from faser_backend.simulation.trace import Trace, arriving_as, fitted_to, read_trace, scaled, with_rate_curve
+from faser_backend.simulation.trace import (
+    Trace,
+    arriving_as,
+    fitted_to,
+    read_trace,
+    scaled,
+    with_mean_lengths,
+    with_rate_curve,
+)
 from faser_backend.simulation.worlds import ACCEPTANCE, EXIT_AUC, roofline_world
 
 PAPERS_WORLDS = ("h100 + qwen3-32b/0.6b", "h100x2 + qwen3-32b/0.6b", "h100x2 + llama3.3-70b/3.2-1b")
@@ -44,6 +52,7 @@ class SimulateOptions:
     rate: float | None = None  # the trace's own
     peak_trough: float | None = None  # the trace's own arrivals
     arrivals: Path | None = None  # another trace's
+    lengths: str | None = None  # mean prompt and output tokens, "755/200"; the trace's own
     acceptance: float | None = None
     exit_auc: float | None = None
     max_num_seqs: int = 256
@@ -71,6 +80,8 @@ class SimulateOptions:
         trace = read_trace(self.trace, self.num_requests)
         if self.arrivals is not None:
             trace = arriving_as(trace, read_trace(self.arrivals, self.num_requests))
+        if self.lengths is not None:
+            trace = with_mean_lengths(trace, *_parse_lengths(self.lengths))
         if self.peak_trough is not None:
             return with_rate_curve(trace, self.rate or trace.rate, self.peak_trough, self.seed)
         return trace if self.rate is None else scaled(trace, self.rate)
@@ -119,6 +130,14 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     (options.output / "simulation.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     (options.output / "simulation.md").write_text(report.markdown(meta, rows))
     _print(meta, rows, options.output)
+
+
+def _parse_lengths(text: str) -> tuple[float, float]:
+    try:
+        prompt, output = map(float, text.split("/"))
+    except ValueError:
+        raise ConfigError(f"--lengths = {text!r}: must be mean prompt and output tokens, e.g. 755/200") from None
+    return prompt, output
 
 
 def simulate_one(options: SimulateOptions, contestant: Contestant) -> dict[str, Any]:

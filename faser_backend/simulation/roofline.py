@@ -41,6 +41,7 @@ DRAFT_SMS = (32, 48, 64)  # SMs that a split leaves to the draft
 _DRAFT_SLOWDOWN = np.array([[0.242, 0.364, 0.485, 1.0], [1.33, 1.21, 1.09, 1.0]])
 # Bandwidth that a share of the SMs can draw, from the same figures with the floor taken off.
 _DRAWN_BANDWIDTH = np.array([[0.0, 0.242, 0.364, 0.485, 0.75, 1.0], [0.0, 0.61, 0.71, 0.85, 1.0, 1.0]])
+COMPANY_CALLS, COMPANY_SEQUENCES = 4, 16  # the draft's work beside a verification, on a split
 _ROW_KNOTS = np.unique(np.concatenate([[0, 1], 2.0 ** np.arange(3, 14), 1.5 * 2.0 ** np.arange(4, 12)]))
 
 ASSUMPTIONS = (
@@ -55,8 +56,9 @@ ASSUMPTIONS = (
     f"draft call; {OVERHEAD.exit_us:g} us and {OVERHEAD.exit_row_us:g} us a row per exit that looks at scores; "
     f"{OVERHEAD.lanes_us:g} us per overlapped step. Prompt chunks run as calls of their own.",
     f"Splits leave {', '.join(map(str, DRAFT_SMS))} SMs to the draft, which then takes 1.33, 1.21, 1.09 times as long "
-    "(published for one small drafter on an H200 at batch 16). The target loses arithmetic in proportion, and the "
-    "bandwidth that its SMs cannot draw or that the draft draws beside it.",
+    "(published for one small drafter on an H200 at batch 16). The target loses arithmetic in proportion, and of "
+    "bandwidth what its SMs cannot draw, or what the draft draws beside it when it makes "
+    f"{COMPANY_CALLS} calls of {COMPANY_SEQUENCES} sequences per verification.",
 )
 
 
@@ -73,7 +75,7 @@ def roofline(machine: Machine, pair: Pair) -> CostModel:
         target_share = 1.0 - draft_share
         bandwidth = min(
             float(np.interp(target_share, *_DRAWN_BANDWIDTH)),
-            1.0 - _bandwidth_of_draft(pair.draft, machine) / slowdown,
+            1.0 - _bandwidth_taken(segments, pair.draft, machine, slowdown),
         )
         name = f"{num_sms}/{machine.num_sms - num_sms}"
         segments[TARGET, name] = _segments(
@@ -138,12 +140,17 @@ def _segments(
     return tuple(costs)
 
 
-def _bandwidth_of_draft(draft: Model, machine: Machine) -> float:
-    """Share of the machine's usable bandwidth that a draft call draws on average."""
-    (cost,) = _segments(draft, machine, ())
+def _bandwidth_taken(
+    segments: dict[tuple[str, str], tuple[CallCost, ...]], draft: Model, machine: Machine, slowdown: float
+) -> float:
+    """Share of the machine's usable bandwidth that the draft's calls take from a verification, on average over it."""
+    size = COMPANY_SEQUENCES
     weights_us = 2 * (draft.num_layers * draft.layer_weights + draft.head_weights)
     weights_us /= machine.bytes_per_s * BANDWIDTH_EFFICIENCY / 1e6
-    return weights_us / float(cost.rows(np.ones(1))[0])
+    draft_us = slowdown * sum(float(cost.rows(np.array(size))) for cost in segments[DRAFT, WHOLE])
+    rows = size * (COMPANY_CALLS + 1)
+    verify_us = sum(float(cost.rows(np.array(rows))) for cost in segments[TARGET, WHOLE])
+    return weights_us / draft_us * min(1.0, COMPANY_CALLS * draft_us / verify_us)
 
 
 def _slowed(costs: tuple[CallCost, ...], factor: float) -> tuple[CallCost, ...]:

@@ -112,6 +112,18 @@ def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) ->
     return Trace(arrivals - arrivals[0], trace.num_prompt_tokens, trace.num_output_tokens, words)
 
 
+def with_mean_lengths(trace: Trace, mean_prompt: float, mean_output: float) -> Trace:
+    """Prompts and outputs scaled by a factor each to these means: another data set's size, this trace's spread."""
+    if not (1 <= mean_prompt <= 1e6 and 1 <= mean_output <= 1e6):
+        raise ConfigError(f"lengths = {mean_prompt:g}/{mean_output:g}: both must lie in [1, 1e6] tokens")
+    prompts, outputs = (
+        np.maximum(np.round(lengths * (mean / lengths.mean())), 1).astype(np.int64)
+        for lengths, mean in ((trace.num_prompt_tokens, mean_prompt), (trace.num_output_tokens, mean_output))
+    )
+    words = f"{trace.description}; lengths scaled to means of {mean_prompt:g} and {mean_output:g} tokens"
+    return Trace(trace.arrivals_s, prompts, outputs, words)
+
+
 def fitted_to(trace: Trace, max_context: int) -> Trace:
     """Lengths scaled by one factor so that 95 of 100 requests fit max_context; the rest are cut to it."""
     total = trace.num_prompt_tokens + trace.num_output_tokens
