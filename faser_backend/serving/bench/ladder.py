@@ -83,7 +83,7 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.3, 2, 2.5, 1, 24, (0.8,), bursty_ablations=False)
+        return cls(2, 0.3, 2, 4.0, 1, 24, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:

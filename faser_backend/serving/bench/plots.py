@@ -78,14 +78,14 @@ def gains(rows: list[Row]) -> str:
     names = list(dict.fromkeys(row["policy"] for row in rows))
     loads = list(dict.fromkeys(row["load"] for row in rows))
     others = _others(rows)
-    size = (2.6 * len(loads) + 1.6, 0.25 * len(names) + 1.3)
+    size = (2.6 * len(loads) + 1.6, 0.29 * len(names) + 1.3)
     figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size)
     markers = dict(zip(_temperatures(rows), "os^D", strict=False))
     for axes, load in zip(grid[0], loads, strict=True):
         for (name, temperature), group in groups(rows).items():
             if name == load:
                 reference = next(row for row in group if row["policy"] == REFERENCE)
-                shift = 0.13 if len(markers) > 1 and temperature else -0.13 if len(markers) > 1 else 0.0
+                shift = 0.19 if len(markers) > 1 and temperature else -0.19 if len(markers) > 1 else 0.0
                 for row in group:
                     y, colour = names.index(row["policy"]) + shift, colour_of(row["spec"], others)
                     _dot(axes, row, y, reference=reference, colour=colour, marker=markers[temperature])
@@ -109,7 +109,7 @@ def _dot(axes: Axes, row: Row, y: float, *, reference: Row, colour: str, marker:
     if row["load"] != BURSTY.name:
         low, high = (row[f"tokens_per_s_{end}"] / reference["tokens_per_s"] for end in ("min", "max"))
         axes.plot([low, high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
-    axes.plot(gain(row, reference), y, marker, markersize=6, markerfacecolor=face, markeredgecolor=colour)
+    axes.plot(gain(row, reference), y, marker, markersize=5, markerfacecolor=face, markeredgecolor=colour)
 
 
 def _others(rows: list[Row]) -> list[str]:
