@@ -192,9 +192,10 @@ class CostModel:
     ) -> np.ndarray:
         """Microseconds [N] of segments [first_segment, last_segment) for N candidate calls, numbers or [N].
 
-        context_tokens: tokens in the KV pool before the call, see batch_context. max_rows: most
-        rows of one sequence, default all alike, of no matter unless padded. num_logit_rows: default every row (a verification); 0 for
-        a prefill, num_sequences for a draft call. Raises ValueError for an unknown model or partition.
+        context_tokens: tokens in the KV pool before the call, see batch_context. max_rows: most rows of one
+        sequence, default all alike, of no matter unless padded. num_logit_rows: default every row (a
+        verification); 0 for a prefill, num_sequences for a draft call. Raises ValueError for an unknown model
+        or partition.
         """
         if last_segment is None:
             last_segment = len(self.segments.get((model, partition), ()))

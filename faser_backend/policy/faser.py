@@ -2,7 +2,8 @@
 
 It weighs arms (policy/arms.py) by predicted tokens per time, corrected by how earlier predictions of each arm turned
 out, and changes over only when another arm stays clearly ahead. Plain decoding is an arm like any other, so where
-speculation does not pay it stops; now and then it drafts a little to see whether that is still so.
+speculation does not pay it stops. Within a small share of the time it probes: drafts a little while it decodes
+plainly, decodes plainly while it speculates, and so learns of both what the cost model cannot know.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from faser_backend.core.decision import Decision, PipelineMode
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.arms import PLAIN, SERIAL, Arm, Promise, arms_on, promise
@@ -22,9 +23,8 @@ from faser_backend.policy.pricing import BatchTimes, Pricer
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
 PATIENCE = 8  # decisions in a row in which it needs it
-PROBE_EVERY = 128  # plain steps, after which some drafting shows whether it would pay again
-PROBE_STEPS = 2
-PROBE_TOKENS = 2
+PROBE_SHARE = 0.01  # of the time that may go into probing the arm that is not chosen
+PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 _FADE = 0.97  # of an arm's correction, per step that it ran
 _FORGET = 0.999  # of the other arms' corrections, per step
 
@@ -41,6 +41,9 @@ class Corrections:
         if arm in known:
             return math.exp(known[arm])
         return math.exp(sum(known.values()) / len(known)) if known else 1.0
+
+    def knows(self, arm: Arm) -> bool:
+        return arm in self._log_ratio
 
     def observe(self, arm: Arm, predicted_us: float, measured_us: float) -> None:
         # A step that the machine lost to something else says little about the arm: cut at a factor of 2.
@@ -62,10 +65,10 @@ class Faser:
         self.partitions = knowledge.costs.partitions
         self._arms = arms_on(self.partitions)
         self._corrections = Corrections()
-        self._arm = SERIAL
+        self.arm: Arm | None = None  # of the last step; probes aside
         self._challenger = SERIAL
         self._num_ahead = 0  # decisions in a row that the challenger was ahead
-        self._num_plain = 0
+        self._probe_us = 0.0  # time that may be spent on probing
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         pricer, size = self._pricer, len(sequences)
@@ -73,35 +76,50 @@ class Faser:
         promises = {arm: promise(pricer, arm, size, context) for arm in self._arms}
         arm = self._choose(promises)
         speed = max(item.tokens_per_us for item in promises.values())
-        if arm.mode is None:
-            return self._plain(size)
-        self._num_plain = 0
+        times = pricer.times(size, context, WHOLE)
+        if arm == PLAIN:
+            return Decision([PROBE_TOKENS * self._may_probe(self._probe_price_us(times), times)] * size)
+        # A first plain step comes at once: it is cheap, and tells whether a slow step is the arm's or the machine's.
+        if arm == SERIAL and (not self._corrections.knows(PLAIN) or self._may_probe(times.verify_us(0, 0), times)):
+            return Decision([0] * size)
+        cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
+        pruner = self._pruner(cohort, context, speed, arm)
+        assert arm.mode is not None
         if arm.mode is PipelineMode.RUN_AHEAD:
             length = promises[arm].num_draft_tokens
             assert length is not None
-            return Decision([length] * size, arm.mode, arm.partition, pruner=self._pruner(size, context, speed, arm))
-        cohort = size if arm.mode is PipelineMode.SERIAL else max(size // 2, 1)
+            return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
         rule = pricer.rule(pricer.times(cohort, context, arm.partition), speed)
-        pruner = self._pruner(cohort, context, speed, arm)
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
+
+    def _may_probe(self, price_us: float, times: BatchTimes) -> bool:
+        """Saves up a share of every step's time, and spends it when a probe can be paid."""
+        self._probe_us += PROBE_SHARE * times.verify_us(0, 0)
+        if self._probe_us < price_us:
+            return False
+        self._probe_us = 0.0
+        return True
+
+    @staticmethod
+    def _probe_price_us(times: BatchTimes) -> float:
+        """What a step that drafts PROBE_TOKENS for all takes beyond a plain one."""
+        rows_us = times.verify_us(PROBE_TOKENS * times.size, PROBE_TOKENS) - times.verify_us(0, 0)
+        return rows_us + PROBE_TOKENS * float(times.draft_us[times.size])
 
     def _choose(self, promises: dict[Arm, Promise]) -> Arm:
         """The arm of this step: the last one, unless a challenger has been ahead for long enough."""
         speeds = {arm: item.tokens_per_us / self._corrections.factor(arm) for arm, item in promises.items()}
         best = max(speeds, key=speeds.__getitem__)
-        if speeds[best] < MIN_GAIN * speeds[self._arm]:
+        if self.arm is None:
+            self.arm = best
+        if speeds[best] < MIN_GAIN * speeds[self.arm]:
             self._num_ahead = 0
-            return self._arm
+            return self.arm
         self._num_ahead = self._num_ahead + 1 if best == self._challenger else 1
         self._challenger = best
         if self._num_ahead >= PATIENCE:
-            self._arm, self._num_ahead = best, 0
-        return self._arm
-
-    def _plain(self, size: int) -> Decision:
-        self._num_plain += 1
-        is_probing = self._num_plain % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS
-        return Decision([PROBE_TOKENS if is_probing else 0] * size)
+            self.arm, self._num_ahead = best, 0
+        return self.arm
 
     def _pruner(self, size: int, context: int, speed: float, arm: Arm) -> EarlyExit | None:
         """An early exit, where one is predicted to save more than it costs."""

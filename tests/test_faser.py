@@ -1,0 +1,145 @@
+"""The controller in virtual time: it stops where speculation does not pay, comes back, and does not flap."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE, PipelineMode
+from faser_backend.core.record import StepRecord
+from faser_backend.policy.arms import PLAIN, SERIAL, Arm, promise
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.faser import PATIENCE, Corrections, Faser
+from faser_backend.policy.knowledge import Knowledge
+from faser_backend.policy.pricing import Pricer
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.simulation.acceptance import demo_process
+from faser_backend.simulation.drive import run_open_loop
+from faser_backend.simulation.engine import World, build_sim_engine
+from faser_backend.simulation.trace import Trace
+
+OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0)
+
+
+def call(fixed_us: float, row_us: float) -> CallCost:
+    start = np.zeros(1)
+    return CallCost(Curve.from_slopes(start, fixed_us, np.array([row_us])), Curve.from_slopes(start, 0.0, np.zeros(1)))
+
+
+def costs(draft_us: float, target_us: float, row_us: float, split: tuple[float, float] | None = None) -> CostModel:
+    """split: (draft_us, target_us) on the partition 1/1, where there is one."""
+    segments = {(TARGET, WHOLE): (call(target_us, row_us),), (DRAFT, WHOLE): (call(draft_us, 1.0),)}
+    if split is not None:
+        segments |= {(TARGET, "1/1"): (call(split[1], row_us),), (DRAFT, "1/1"): (call(split[0], 1.0),)}
+    return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True, is_padded=False)
+
+
+MEMORY_BOUND = costs(100.0, 2000.0, 5.0)
+COMPUTE_BOUND = costs(2000.0, 100.0, 400.0)
+SLOW_DRAFT = costs(900.0, 1000.0, 40.0)  # what is told to be SLOW_DRAFT_BELIEVED
+SLOW_DRAFT_BELIEVED = costs(50.0, 1000.0, 40.0)
+
+
+def tokens_per_us(
+    truth: CostModel, policy: str | Faser, num_requests: int = 8, observer=None, acceptance: float = 0.7
+) -> float:
+    """Output tokens per virtual microsecond of num_requests at once, 300 tokens each."""
+    process = demo_process("sampled").at_level(acceptance)
+    world = World("test", truth, process, (4,), (1,), (), 16384, 512, ())
+    config = EngineConfig.from_options(policy=policy if isinstance(policy, str) else "faser", max_queue_size=0)
+    chosen = None if isinstance(policy, str) else policy
+    sim = build_sim_engine(world, config, seed=0, max_output_tokens=300, policy=chosen)
+    if observer is not None:
+        sim.observers.append(observer)
+    lengths = np.full(num_requests, 4), np.full(num_requests, 300)
+    outcome = run_open_loop(sim, Trace(np.zeros(num_requests), *lengths, "made up"))
+    return 300 * num_requests / ((outcome.end_ns - outcome.start_ns) / 1e3)
+
+
+def knowing(model: CostModel) -> Faser:
+    world = World("test", model, demo_process("sampled"), (4,), (1,), (), 16384, 512, ())
+    return Faser(replace(world.knowledge(), costs=model), MAX_ADAPTIVE_TOKENS)
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32])
+@pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND], ids=["memory-bound", "compute-bound"])
+def test_never_below_plain_decoding(truth: CostModel, num_requests: int):
+    assert tokens_per_us(truth, "faser", num_requests) > 0.98 * tokens_per_us(truth, "none", num_requests)
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_is_as_good_as_the_best_fixed_length_where_rows_are_cheap(num_requests: int):
+    best = max(tokens_per_us(MEMORY_BOUND, f"fixed:{length}", num_requests) for length in (1, 2, 4, 8))
+    assert tokens_per_us(MEMORY_BOUND, "faser", num_requests) > (1.0 if num_requests == 1 else 0.97) * best
+
+
+def test_stops_where_the_profile_was_wrong_about_the_draft():
+    plain = tokens_per_us(SLOW_DRAFT, "none")
+    trusting = tokens_per_us(SLOW_DRAFT, "fixed:8")
+    assert trusting < 0.8 * plain, "else there is nothing to find out"
+    assert tokens_per_us(SLOW_DRAFT, knowing(SLOW_DRAFT_BELIEVED)) > 0.9 * plain
+
+
+def test_probes_while_it_decodes_plainly():
+    drafted: list[int] = []
+
+    def listen(record: StepRecord) -> None:
+        drafted.append(int(record.frontier.num_drafted.max()))
+
+    tokens_per_us(costs(100.0, 100.0, 400.0), "faser", 2, observer=listen)
+    late = drafted[len(drafted) // 4 :]
+    assert 0 < np.count_nonzero(late) < 0.05 * len(late)
+
+
+def test_changes_over_only_after_patience_and_not_back_and_forth():
+    arms: list[Arm | None] = []
+    policy = knowing(costs(300.0, 1000.0, 150.0))  # plain and serial are nearly alike
+
+    def listen(record: StepRecord) -> None:
+        arms.append(policy.arm)
+
+    tokens_per_us(costs(300.0, 1000.0, 150.0), policy, 4, observer=listen)
+    changes = sum(before != after for before, after in itertools.pairwise(arms))
+    assert changes <= len(arms) / (4 * PATIENCE)
+
+
+def test_overlaps_where_the_split_is_as_fast_as_the_whole():
+    free_split = costs(375.0, 1000.0, 25.0, split=(375.0, 1000.0))
+    modes = set[PipelineMode]()
+    note_mode = lambda record: modes.add(record.plan.decision.mode)  # noqa: E731
+    faser = tokens_per_us(free_split, "faser", 8, observer=note_mode, acceptance=0.9)
+    assert modes & {PipelineMode.PING_PONG, PipelineMode.RUN_AHEAD}
+    assert faser > tokens_per_us(free_split, "survival", 8, acceptance=0.9)
+
+
+def test_stays_serial_where_the_split_is_slow():
+    slow_split = costs(100.0, 2000.0, 5.0, split=(200.0, 8000.0))
+    modes = set[PipelineMode]()
+    tokens_per_us(slow_split, "faser", 8, observer=lambda record: modes.add(record.plan.decision.mode))
+    assert modes == {PipelineMode.SERIAL}
+
+
+def test_serial_promise_is_the_best_uniform_round_by_hand():
+    pricer = Pricer(Knowledge(MEMORY_BOUND), MAX_ADAPTIVE_TOKENS)
+    chance = pricer.match.mean_chance
+    by_hand = []
+    for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
+        rows = 4 * (length + 1)
+        us = 2000.0 + 5.0 * rows + 50.0 + 2.0 * 4 + 1.0 * rows + length * (100.0 + 1.0 * 4 + 10.0 + 1.0 * 4)
+        by_hand.append(4 * sum(chance**kept for kept in range(length + 1)) / us)
+    assert promise(pricer, SERIAL, 4, 32).tokens_per_us == pytest.approx(max(by_hand))
+    assert promise(pricer, PLAIN, 4, 32).tokens_per_us == pytest.approx(4 / (2000.0 + 20.0 + 50.0 + 8.0 + 4.0))
+
+
+def test_corrections_learn_a_ratio_and_pass_it_on_to_what_never_ran():
+    corrections = Corrections()
+    for _ in range(300):
+        corrections.observe(SERIAL, 100.0, 150.0)
+    assert corrections.factor(SERIAL) == pytest.approx(1.5, rel=0.01)
+    assert corrections.factor(PLAIN) == pytest.approx(1.5, rel=0.01)
+    corrections.observe(PLAIN, 100.0, 1e9)  # one step that the machine lost
+    assert corrections.factor(PLAIN) <= 2.0
