@@ -45,7 +45,7 @@ from faser_backend.serving.profiling.profile import run_profile
 from faser_backend.serving.profiling.store import load_profile
 from faser_backend.simulation.trace import read_trace
 
-MAX_CONTEXT = 384  # of a request of the bench; bounds the KV pools of all engines together
+MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
 MAX_PROMPT_TOKENS = 256  # of a held-out prompt; longer ones are left out
 MODES = ("serial", "run_ahead", "ping_pong")
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
@@ -66,6 +66,14 @@ class BenchOptions:
 
 def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
     """Measures, then writes bench.json, report.html and timeline.json into the output. Raises FaserError."""
+    try:
+        _run(options, sizing, command)
+    except KeyboardInterrupt:
+        print(f"interrupted: {options.output} is as it was", file=sys.stderr)
+        raise
+
+
+def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     names = None if options.policies is None else split_names(options.policies)
     contestants, missing = choose_contestants(names)
     check_output(options.output)

@@ -60,9 +60,8 @@ class Load:
         return self.num_clients == 0
 
 
-SATURATING = Load("saturating", MAX_NUM_SEQS)
 BURSTY = Load("bursty", 0)
-LOADS = (Load("low", 1), Load("middle", 8), SATURATING, BURSTY)
+LOADS = (Load("low", 1), Load("middle", 8), Load("saturating", MAX_NUM_SEQS), BURSTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.3, 2, 4.0, 1, 24, (0.8,), bursty_ablations=False)
+        return cls(2, 0.3, 2, 4.0, 1, 48, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:

@@ -5,7 +5,6 @@ Gives a row of figures per contestant, load and temperature, and the course of i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from faser_backend.serving.bench import accounting
 from faser_backend.serving.bench.accounting import StepLog
 from faser_backend.serving.bench.in_process import ClosedLoop, Feed, InProcess, OpenLoop
-from faser_backend.serving.bench.ladder import LOADS, REFERENCE, SATURATING, Contestant, Load, Sizing
+from faser_backend.serving.bench.ladder import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing
 from faser_backend.serving.bench.prompts import PromptMaker, make_lengths, picked
 from faser_backend.serving.bench.workload import (
     Job,
@@ -91,18 +90,16 @@ class Ladder:
         """All loads at all temperatures."""
         results = Results()
         for temperature in sizing.temperatures:
-            saturated_rate = math.nan  # tokens/s of the reference; LOADS has the bursty load last
             for load in LOADS:
                 present = taking_part(self._contestants, load, sizing)
                 if load.is_open:
-                    jobs, feed, described = self._bursty(sizing, temperature, saturated_rate)
+                    jobs, feed, described = self._bursty(sizing, temperature)
                     results.bursty.append({"temperature": temperature, **described})
                 else:
                     jobs, feed = self._closed(load, sizing, temperature)
-                rows = self._measure(Cell(load, temperature, present, jobs, feed), sizing.repeats_of(load), results)
-                if load is SATURATING:
-                    saturated_rate = next(row["tokens_per_s"] for row in rows if row["policy"] == REFERENCE)
-                results.rows += rows
+                results.rows += self._measure(
+                    Cell(load, temperature, present, jobs, feed), sizing.repeats_of(load), results
+                )
         return results
 
     def _measure(self, cell: Cell, repeats: int, results: Results) -> list[dict[str, Any]]:
@@ -150,31 +147,34 @@ class Ladder:
         jobs = jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, self._workload.seed)
         return jobs, ClosedLoop(count)
 
-    def _bursty(
-        self, sizing: Sizing, temperature: float, saturated_rate: float
-    ) -> tuple[list[Job], Feed, dict[str, Any]]:
-        """Requests at a stated share of what the reference sustains, in bursts."""
+    def _bursty(self, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed, dict[str, Any]]:
+        """Requests in bursts, at a stated share of the rate at which the reference answers such requests."""
         workload, seed = self._workload, self._workload.seed
         rng = np.random.default_rng(seed)
         lengths = fitted_to(workload.lengths or make_lengths(4096, rng), workload.max_context)
-        rate = BURSTY_SHARE * saturated_rate / float(lengths.num_output_tokens.mean())
+        trial = self._jobs_of(picked(lengths, 2 * MAX_NUM_SEQS, rng), temperature)
+        _, seconds = self._place.run(REFERENCE, trial, MAX_NUM_SEQS)
+        rate = BURSTY_SHARE * len(trial) / seconds
         count = max(2, round(rate * sizing.bursty_s))
         trace = with_rate_curve(picked(lengths, count, rng), rate, PEAK_TO_TROUGH, seed)
-        pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
-        jobs = [
-            Job(workload.maker.prompt(num_prompt, index), num_output, temperature, seed + index)
-            for index, (num_prompt, num_output) in enumerate(pairs)
-        ]
         described = {
             "arrivals": trace.description,
             "lengths": lengths.description,
             "requests_per_s": rate,
             "share_of_saturation": BURSTY_SHARE,
-            "reference_tokens_per_s": saturated_rate,
+            "saturated_requests_per_s": len(trial) / seconds,
             "peak_to_trough": PEAK_TO_TROUGH,
             "seed": seed,
         }
-        return jobs, OpenLoop(trace.arrivals_s.tolist()), described
+        return self._jobs_of(trace, temperature), OpenLoop(trace.arrivals_s.tolist()), described
+
+    def _jobs_of(self, trace: RequestTrace, temperature: float) -> list[Job]:
+        workload = self._workload
+        pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
+        return [
+            Job(workload.maker.prompt(num_prompt, index), num_output, temperature, workload.seed + index)
+            for index, (num_prompt, num_output) in enumerate(pairs)
+        ]
 
 
 def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from faser_backend.serving.bench.compare import groups, in_words
+from faser_backend.serving.bench.ladder import MAX_NUM_SEQS
 from faser_backend.serving.bench.plots import draw_all
 
 Row = dict[str, Any]
@@ -113,6 +114,7 @@ def render(bench: dict[str, Any]) -> str:
         plots=plots,
         columns=(SPEED, WORK),
         bursty=meta["bursty"],
+        saturated=MAX_NUM_SEQS,
         num_bins=meta["num_series_bins"],
         roofline=roofline_in_words(meta["roofline"], rows),
     )
