@@ -82,7 +82,7 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.3, 2, 4.0, 1, 48, (0.8,), bursty_ablations=False)
+        return cls(2, 0.3, 2, 3.0, 1, 40, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:
