@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -194,9 +195,10 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:
-    shown = ("tokens/s", "x", "e2e mean s", "change", "ttft p50 ms", "tpot p50 ms", "accepted", "pruned", "overlap")
+    shown = ("tokens/s", "x", "e2e mean s", "change", "tpot p50 ms", "accepted", "pruned", "overlap")
     places = [[column.heading for column in report.COLUMNS].index(heading) for heading in shown]
-    table = Table(title=f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}")
+    title = f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for heading in shown:
         table.add_column(heading, justify="right")
