@@ -84,7 +84,11 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
         return answers[-1]
 
     monkeypatch.setattr(replay, "read_answer", read_and_interrupt)
-    assert run_replay(replace(options, trace=endless)) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `faser serve` leaves its own in a process
+    try:
+        assert run_replay(replace(options, trace=endless)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     found = result_of(options)
     assert not found["is_whole"] and found["num_requests"] == 5 and 3 <= found["num_answered"] <= 4
     assert "interrupted: " in capsys.readouterr().out
