@@ -201,7 +201,7 @@ def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> No
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for heading in shown:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for row in rows:
         cells = report.cells(row)
         table.add_row(row["policy"], *(cells[place] for place in places))
