@@ -195,7 +195,7 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:
-    shown = ("tokens/s", "x", "e2e mean s", "change", "tpot p50 ms", "accepted", "pruned", "overlap")
+    shown = ("tok/s", "x", "e2e mean s", "change", "tpot p50 ms", "kept", "pruned", "overlap")
     places = [[column.heading for column in report.COLUMNS].index(heading) for heading in shown]
     title = f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -14,7 +14,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("tokens/s", "tokens_per_s", "{:.0f}"),
+    Column("tok/s", "tokens_per_s", "{:.0f}"),
     Column("x", "speedup", "{:.2f}"),
     Column("e2e mean s", "e2e_s_mean", "{:.2f}"),
     Column("change", "e2e_change", "{:+.0%}"),
@@ -25,7 +25,7 @@ COLUMNS = (
     Column("tpot p50 ms", "tpot_ms_p50", "{:.1f}"),
     Column("p99", "tpot_ms_p99", "{:.1f}"),
     Column("drafted", "mean_drafted", "{:.2f}"),
-    Column("accepted", "mean_accepted", "{:.2f}"),
+    Column("kept", "mean_accepted", "{:.2f}"),
     Column("row-layers/token", "row_layers_per_token", "{:.0f}"),
     Column("pruned", "pruned_share", "{:.1%}"),
     Column("overlap", "overlap_share", "{:.0%}"),
@@ -41,7 +41,7 @@ PAPER = (
 )
 NOTES = (
     "x and change: throughput and mean end-to-end latency against `fixed:4`, the fixed length that stands for VSD. "
-    "e2e: arrival to last token, waiting included; drafted and accepted: per request and verification; pruned: of the "
+    "e2e: arrival to last token, waiting included; drafted and kept (accepted): per request and verification; pruned: of the "
     "draft rows that entered a verification; overlap: of the time of steps, both phases ran; mean batch and 128+: "
     "over verifications."
 )
