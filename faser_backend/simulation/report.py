@@ -41,7 +41,7 @@ PAPER = (
 )
 NOTES = (
     "x and change: throughput and mean end-to-end latency against `fixed:4`, the fixed length that stands for VSD. "
-    "e2e: arrival to last token, waiting included; drafted and kept (accepted): per request and verification; pruned: of the "
+    "e2e: arrival to last token, waiting included; drafted and kept: per request and verification; pruned: of the "
     "draft rows that entered a verification; overlap: of the time of steps, both phases ran; mean batch and 128+: "
     "over verifications."
 )
