@@ -16,6 +16,7 @@ from faser_backend.core.record import StepRecord
 MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0])  # logits; bin starts
 _PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
 _MEMORY_TESTS = 4000.0  # older evidence fades beyond so many tests
+_REFRESH_TESTS = 64  # new tests that are worth fitting the curve again
 # Guess without a profile: the logistic curve of the demo pair, rounded.
 _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
@@ -72,32 +73,40 @@ class MatchCalibration:
             tested = known.tested * weight
             accepted = known.accepted * weight
         self._tested, self._accepted = tested, accepted
+        self._fresh: list[tuple[np.ndarray, np.ndarray]] = []  # margins and outcomes since the last fit
+        self._num_fresh = 0
+        self.version = 0  # rises with every fit
         self._refresh()
 
     def _refresh(self) -> None:
+        self.version += 1
         # Half a test of the guess stays in every bin: one that is never seen must not divide by zero.
         tested = self._tested + 0.5
         self.margin_shares = tested / tested.sum()  # [M]
         self.match_probs = rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested)  # [M]
-
-    @property
-    def mean_chance(self) -> float:
-        """Of a draft token whose margin is not known yet, in (0, 1)."""
-        return float(self.margin_shares @ self.match_probs)
+        # Of a draft token whose margin is not known yet, in (0, 1).
+        self.mean_chance = float(self.margin_shares @ self.match_probs)
 
     def chances(self, margins: np.ndarray) -> np.ndarray:
         """The chance of acceptance of draft tokens with these margins, same shape."""
         return np.interp(margins, self.margin_knots, self.match_probs)
 
     def observe(self, record: StepRecord) -> None:
-        """Counts the tests of one step."""
+        """Counts the tests of one step; the curve is fitted again once there are enough of them."""
         margins = record.frontier.margins
         if margins is None or margins.shape[1] == 0:
             return
         columns = np.arange(margins.shape[1])
         num_accepted = record.acceptance.num_accepted[:, None]
         is_tested = columns < np.minimum(num_accepted + 1, record.num_testable[:, None])
-        fresh = MarginCounts.of(margins[is_tested], (columns < num_accepted)[is_tested])
+        self._fresh.append((margins[is_tested], (columns < num_accepted)[is_tested]))
+        self._num_fresh += self._fresh[-1][0].size
+        if self._num_fresh >= _REFRESH_TESTS:
+            self._count_fresh()
+
+    def _count_fresh(self) -> None:
+        fresh = MarginCounts.of(*map(np.concatenate, zip(*self._fresh, strict=True)))
+        self._fresh, self._num_fresh = [], 0
         fade = max(0.0, 1.0 - float(fresh.tested.sum()) / _MEMORY_TESTS)
         self._tested = self._tested * fade + fresh.tested
         self._accepted = self._accepted * fade + fresh.accepted

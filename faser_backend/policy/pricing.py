@@ -61,6 +61,8 @@ class BatchTimes:
         self.uniform_target_us = self.target_us[num_extra] + self.lengths * self.column_us  # [K]
         self.uniform_overhead_us = self.overhead_us[num_extra]  # [K]
         self.uniform_draft_us = self.lengths * self.draft_us[size]  # [K]
+        self.step_us = self.target_us + self.overhead_us  # [N + 1] without drafting and padding
+        self.serial_speed, self.serial_version = 0.0, -1  # kept for a version of the calibration
 
     @property
     def size(self) -> int:
@@ -102,8 +104,11 @@ class Pricer:
 
     def serial_speed(self, times: BatchTimes) -> float:
         """Tokens per microsecond of the best uniform rounds that draft and verify in turn: trimming does no worse."""
-        round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
-        return float((times.size * self.uniform_tokens(times) / round_us).max())
+        if times.serial_version != self.match.version:
+            round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
+            times.serial_speed = float((times.size * self.uniform_tokens(times) / round_us).max())
+            times.serial_version = self.match.version
+        return times.serial_speed
 
     def uniform_tokens(self, times: BatchTimes) -> np.ndarray:
         """[K] tokens per sequence of uniform rounds, if every draft token had the mean chance."""
@@ -114,7 +119,7 @@ class Pricer:
         """tokens_per_us: what the batch earns per time, at which time is priced."""
         match = self.match
         usual = min(max(round((self.means.rows - 1.0) * times.size), 1), times.target_us.size - 1)
-        verify_us = times.target_us + times.overhead_us
+        verify_us = times.step_us
         return TrimRule(
             margin_knots=match.margin_knots,
             match_probs=match.match_probs,
