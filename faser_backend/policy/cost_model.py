@@ -16,6 +16,9 @@ import numpy as np
 from faser_backend.core.decision import WHOLE
 
 DRAFT, TARGET = "draft", "target"
+# Padded columns all read one block, which stays in the caches. 32 sequences of 20 to 480 tokens took 8.5 ms where 250
+# tokens each took 6.2 and 480 each 13.4.
+_PADDING_SHARE = 1 / 3
 FAR = 1e9  # where the last slope of a curve is pinned: beyond every call
 
 Numbers = np.ndarray | int | float
@@ -174,8 +177,10 @@ class CostModel:
         return len(self.segments[model, WHOLE])
 
     def batch_context(self, num_tokens: Sequence[int]) -> int:
-        """What stands for the contexts of a call's sequences: the longest where attention pads, else their mean."""
-        return max(num_tokens) if self.is_padded else round(sum(num_tokens) / len(num_tokens))
+        """What stands for the contexts of a call's sequences: their mean, and some of the way to the longest where
+        attention pads to it."""
+        mean = sum(num_tokens) / len(num_tokens)
+        return round(mean + (max(num_tokens) - mean) * _PADDING_SHARE) if self.is_padded else round(mean)
 
     def call_us(
         self,
