@@ -45,19 +45,25 @@ SLOW_DRAFT_BELIEVED = costs(50.0, 1000.0, 40.0)
 
 
 def tokens_per_us(
-    truth: CostModel, policy: str | Faser, num_requests: int = 8, observer=None, acceptance: float = 0.7
+    truth: CostModel,
+    policy: str | Faser,
+    num_requests: int = 8,
+    observer=None,
+    *,
+    acceptance: float = 0.7,
+    num_tokens: int = 300,
 ) -> float:
-    """Output tokens per virtual microsecond of num_requests at once, 300 tokens each."""
+    """Output tokens per virtual microsecond of num_requests at once, num_tokens each."""
     process = demo_process("sampled").at_level(acceptance)
-    world = World("test", truth, process, (4,), (1,), (), 16384, 512, ())
+    world = World("test", truth, process, (4,), (1,), (), 16384, 2048, ())
     config = EngineConfig.from_options(policy=policy if isinstance(policy, str) else "faser", max_queue_size=0)
     chosen = None if isinstance(policy, str) else policy
-    sim = build_sim_engine(world, config, seed=0, max_output_tokens=300, policy=chosen)
+    sim = build_sim_engine(world, config, seed=0, max_output_tokens=num_tokens, policy=chosen)
     if observer is not None:
         sim.observers.append(observer)
-    lengths = np.full(num_requests, 4), np.full(num_requests, 300)
+    lengths = np.full(num_requests, 4), np.full(num_requests, num_tokens)
     outcome = run_open_loop(sim, Trace(np.zeros(num_requests), *lengths, "made up"))
-    return 300 * num_requests / ((outcome.end_ns - outcome.start_ns) / 1e3)
+    return num_tokens * num_requests / ((outcome.end_ns - outcome.start_ns) / 1e3)
 
 
 def knowing(model: CostModel) -> Faser:
@@ -90,7 +96,7 @@ def test_probes_while_it_decodes_plainly():
     def listen(record: StepRecord) -> None:
         drafted.append(int(record.frontier.num_drafted.max()))
 
-    tokens_per_us(costs(100.0, 100.0, 400.0), "faser", 2, observer=listen)
+    tokens_per_us(costs(100.0, 100.0, 100.0), "faser", 2, observer=listen, num_tokens=1500)
     late = drafted[len(drafted) // 4 :]
     assert 0 < np.count_nonzero(late) < 0.05 * len(late)
 

@@ -55,7 +55,11 @@ class Scene:
 
     def is_changed(self, before: np.ndarray, layer: int) -> np.ndarray:
         """[NUM_BLOCKS, BLOCK_SIZE] whether every key and value of a cell was written; all or none may be."""
-        changed = (self.storage != before)[layer].transpose(2, 3, 0, 1, 4).reshape(NUM_BLOCKS, BLOCK_SIZE, -1)
+        changed = (
+            (self.storage != before)[layer][:, :, :NUM_BLOCKS]
+            .transpose(2, 3, 0, 1, 4)
+            .reshape(NUM_BLOCKS, BLOCK_SIZE, -1)
+        )
         assert (changed.all(axis=2) == changed.any(axis=2)).all()
         return changed.all(axis=2)
 

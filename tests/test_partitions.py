@@ -26,6 +26,7 @@ from tests.tiny_models import make_rows, run_all, write_checkpoint
 
 CORES = sorted(os.sched_getaffinity(0))
 # Both shares exist on a machine of one core too; they then take turns.
+TASKS = Path("/proc/self/task")
 PAIR = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
 MENU = PartitionMenu(CorePartition("whole", tuple(CORES)), (PAIR,), "as tested")
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
@@ -80,16 +81,17 @@ def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch:
     draft, target = (CorePartition(share.name, share.cores * 2) for share in PAIR)
     num_sessions = {draft.cores[0]: 0, target.cores[0]: 0}
 
-    def pinned_threads() -> list[int]:
-        affinities = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
-        return [next(iter(cores)) for cores in affinities if len(cores) == 1]
+    def pinned_threads() -> dict[int, int]:
+        """Thread id -> core, of the threads that may use one core only."""
+        affinities = {int(task.name): os.sched_getaffinity(int(task.name)) for task in TASKS.iterdir()}
+        return {thread: next(iter(cores)) for thread, cores in affinities.items() if len(cores) == 1}
 
     before = pinned_threads()
     partitions, close = open_on(engine, PartitionMenu(PAIR[0], ((draft, target),), "as tested"))
     assert list(partitions) == [WHOLE, "2/2"]
     after = pinned_threads()
-    for core in num_sessions:
-        num_sessions[core] = after.count(core) - before.count(core)
+    started = [core for thread, core in after.items() if thread not in before]
+    num_sessions = {core: started.count(core) for core in num_sessions}
     close()
     if len(CORES) > 1:  # a lane and a helper per segment: one of the draft, two of the target
         assert num_sessions == {draft.cores[0]: 1 + 1, target.cores[0]: 1 + 2}

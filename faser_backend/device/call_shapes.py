@@ -17,25 +17,35 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.manifest import ModelSpec, SegmentSpec
 
-MAX_SHAPES = 128
+MAX_SHAPES = 512
 MAX_CACHED_BYTES = 256 << 20
 
 
 class ShapeKey(NamedTuple):
     """What fixes the shape of every input and output."""
 
-    num_rows: int  # T
+    num_rows: int  # T, rounded up where sequences differ in rows
     num_sequences: int  # B
     max_rows: int  # Q; T = B * Q exactly where all sequences have as many rows
     num_blocks: int  # MB
-    num_logit_rows: int  # R
+    num_logit_rows: int  # R, rounded up with T where every row has logits
     num_candidates: int  # K
+    is_exact: bool = True  # no padding rows: nothing was rounded up
 
 
 def bucketed_blocks(num_blocks: int) -> int:
     """The block table width to use: rounded up by at most a quarter, so that few shapes occur."""
     step = 1 << max(num_blocks.bit_length() - 3, 0)
     return -(-num_blocks // step) * step
+
+
+def bucketed_rows(num_rows: int) -> int:
+    """The rows of a ragged call: rounded up by at most an eighth, so that trimmed batches make few shapes.
+
+    The first call of a shape costs about half a millisecond, padding rows a few percent of one.
+    """
+    step = 1 << max(num_rows.bit_length() - 4, 0)
+    return -(-num_rows // step) * step
 
 
 class BoundSegment:
@@ -46,6 +56,7 @@ class BoundSegment:
         self.segment = segment
         self.spec = spec
         self.kv_block_size = pool.kv_block_size
+        self.scratch_block = pool.scratch_block
         self.is_first = segment.first_layer == 0
         self.is_last = segment.last_layer == spec.num_layers
         self.pools: dict[str, ort.OrtValue] = {}
@@ -61,6 +72,7 @@ class CallShape:
     def __init__(self, bound: BoundSegment, key: ShapeKey) -> None:
         rows, sequences, queries, spec = key.num_rows, key.num_sequences, key.max_rows, bound.spec
         self._block_size = bound.kv_block_size
+        self._scratch_block = bound.scratch_block
         self._max_rows = queries
         self.token_ids = np.zeros(rows, np.int64)
         self.hidden = np.zeros((0 if bound.is_first else rows, spec.hidden_size), np.float32)
@@ -78,9 +90,10 @@ class CallShape:
         self.exit_scores = np.zeros((rows, key.num_candidates), np.float32)
         self._cell_offsets = np.arange(queries)
         self._slot_blocks, self._slot_offsets = self.kv_slots[:, :, 0, 1], self.kv_slots[:, :, 0, 2]
-        is_uniform = rows == sequences * queries
+        is_uniform = rows == sequences * queries and key.is_exact
         self._position_cells = self.positions.reshape(sequences, queries) if is_uniform else None
         self._uniform_sequence = np.repeat(np.arange(sequences), queries)  # [T] where uniform
+        self.is_last = bound.is_last
         self._session = bound.session
         self._binding = self._bind(bound)
 
@@ -112,13 +125,15 @@ class CallShape:
     def _fill(
         self, rows: RowBatch, counts: np.ndarray, hidden: np.ndarray | None, candidates: np.ndarray | None
     ) -> None:
+        num_rows, num_logits = rows.token_ids.shape[0], rows.logit_rows.shape[0]
         if hidden is None:
-            self.token_ids[:] = rows.token_ids
+            self.token_ids[:num_rows] = rows.token_ids
         else:
-            self.hidden[:] = hidden
+            self.hidden[:num_rows] = hidden
         if candidates is not None:
-            self.exit_candidates[:] = candidates
-        self.logit_rows[:] = rows.logit_rows
+            self.exit_candidates[:num_rows] = candidates
+        self.logit_rows[:num_logits] = rows.logit_rows
+        self.logit_rows[num_logits:] = num_rows - 1
         width = min(rows.block_tables.shape[1], self.block_table.shape[1])
         self.block_table[:, :width] = rows.block_tables[:, :width]
         if self._position_cells is not None:
@@ -126,17 +141,24 @@ class CallShape:
             sequence = self._uniform_sequence
         else:
             sequence = self._fill_ragged(rows, counts)
-        block, offset = np.divmod(self.positions, self._block_size)
-        self._slot_blocks[:] = self.block_table[sequence, block][:, None]
-        self._slot_offsets[:] = offset[:, None]
+        block, offset = np.divmod(self.positions[:num_rows], self._block_size)
+        self._slot_blocks[:num_rows] = self.block_table[sequence, block][:, None]
+        self._slot_blocks[num_rows:] = self._scratch_block
+        self._slot_offsets[:num_rows] = offset[:, None]
 
     def _fill_ragged(self, rows: RowBatch, counts: np.ndarray) -> np.ndarray:
-        """Positions and padding where sequences differ in rows. Returns the sequence of each row, [T]."""
+        """Positions and padding where sequences differ in rows. Returns the sequence of each true row.
+
+        Rows that pad the call repeat the last true one, but for the slot that they write to.
+        """
         starts = rows.cu_rows[:-1]
         sequence = np.repeat(np.arange(counts.shape[0]), counts)
         offset_in_sequence = np.arange(sequence.shape[0]) - starts[sequence]
-        np.add(rows.context_lens[sequence], offset_in_sequence, out=self.positions)
-        np.add(sequence * self._max_rows, offset_in_sequence, out=self.unpad_idx)
+        num_rows = sequence.shape[0]
+        np.add(rows.context_lens[sequence], offset_in_sequence, out=self.positions[:num_rows])
+        np.add(sequence * self._max_rows, offset_in_sequence, out=self.unpad_idx[:num_rows])
+        self.positions[num_rows:] = self.positions[num_rows - 1]
+        self.unpad_idx[num_rows:] = self.unpad_idx[num_rows - 1]
         np.minimum(starts[:, None] + self._cell_offsets, rows.cu_rows[1:, None] - 1, out=self.pad_idx)
         return sequence
 

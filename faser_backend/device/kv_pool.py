@@ -13,7 +13,10 @@ from faser_backend.manifest import ModelSpec
 
 
 class KvPool:
-    """`storage` [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim] float32, zeroed."""
+    """`storage` [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim] float32, zeroed.
+
+    The last block is nobody's: rows that only pad a call write there.
+    """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int) -> None:
         """Raises ConfigError where the pool is empty or does not fit into memory."""
@@ -21,7 +24,7 @@ class KvPool:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
-        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
+        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
         try:
             self.storage = np.zeros(shape, np.float32)
         except MemoryError:
@@ -29,12 +32,16 @@ class KvPool:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
 
     def keys(self, layer: int) -> np.ndarray:
-        """The keys of a layer, [num_kv_heads, num_blocks, kv_block_size, head_dim]; a view."""
+        """The keys of a layer, [num_kv_heads, num_blocks + 1, kv_block_size, head_dim]; a view."""
         return self.storage[layer, 0]
 
     def values(self, layer: int) -> np.ndarray:
         """The values of a layer, of the shape of its keys; a view."""
         return self.storage[layer, 1]
+
+    @property
+    def scratch_block(self) -> int:
+        return self.num_blocks
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,14 @@ import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import BoundSegment, CallShape, ShapeCache, ShapeKey, bucketed_blocks
+from faser_backend.device.call_shapes import (
+    BoundSegment,
+    CallShape,
+    ShapeCache,
+    ShapeKey,
+    bucketed_blocks,
+    bucketed_rows,
+)
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
@@ -70,7 +77,8 @@ class OrtRunner:
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """See core.ports.ModelRunner. The result is a buffer of this call shape: copy what must outlive it."""
-        return self._run(segment, rows, hidden, None).result
+        shape = self._run(segment, rows, hidden, None)
+        return shape.result[: rows.logit_rows.shape[0] if shape.is_last else rows.token_ids.shape[0]]
 
     def run_segment_with_scores(
         self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
@@ -82,7 +90,8 @@ class OrtRunner:
         """
         assert self._shapes[segment].bound.segment.has_exit_scores, f"segment {segment} has no exit scores"
         shape = self._run(segment, rows, hidden, exit_candidates)
-        return shape.result, shape.exit_scores
+        num_rows = rows.token_ids.shape[0]
+        return shape.result[:num_rows], shape.exit_scores[:num_rows]
 
     def check_integrity(self) -> None:
         self.pool.check_integrity()
@@ -95,13 +104,17 @@ class OrtRunner:
         cu_rows = rows.cu_rows
         counts = cu_rows[1:] - cu_rows[:-1]
         num_tokens = int((rows.context_lens + counts).max())
+        num_rows, num_logits = rows.token_ids.shape[0], rows.logit_rows.shape[0]
+        num_sequences, max_rows = counts.shape[0], int(counts.max())
+        is_exact = num_rows == num_sequences * max_rows
         key = ShapeKey(
-            rows.token_ids.shape[0],
-            counts.shape[0],
-            int(counts.max()),
+            num_rows if is_exact else bucketed_rows(num_rows),
+            num_sequences,
+            max_rows,
             bucketed_blocks(-(-num_tokens // self._block_size)),
-            rows.logit_rows.shape[0],
+            bucketed_rows(num_logits) if num_logits == num_rows and not is_exact else num_logits,
             0 if candidates is None else candidates.shape[1],
+            is_exact,
         )
         shape = self._shapes[segment].get(key)
         shape.run(rows, counts, hidden, candidates)

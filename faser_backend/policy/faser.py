@@ -24,6 +24,7 @@ from faser_backend.policy.pricing import BatchTimes, Pricer
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
 PATIENCE = 8  # decisions in a row in which it needs it
 PROBE_SHARE = 0.01  # of the time that may go into probing the arm that is not chosen
+PROBE_STEPS = 3  # in a row: the first one after a change finds caches cold and is not counted
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 _FADE = 0.97  # of an arm's correction, per step that it ran
 _FORGET = 0.999  # of the other arms' corrections, per step
@@ -69,6 +70,8 @@ class Faser:
         self._challenger = SERIAL
         self._num_ahead = 0  # decisions in a row that the challenger was ahead
         self._probe_us = 0.0  # time that may be spent on probing
+        self._num_probing = 0  # steps of the current probe that are left
+        self._last_arm: Arm | None = None  # that was observed, probes included
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         pricer, size = self._pricer, len(sequences)
@@ -79,8 +82,9 @@ class Faser:
         times = pricer.times(size, context, WHOLE)
         if arm == PLAIN:
             return Decision([PROBE_TOKENS * self._may_probe(self._probe_price_us(times), times)] * size)
-        # A first plain step comes at once: it is cheap, and tells whether a slow step is the arm's or the machine's.
-        if arm == SERIAL and (not self._corrections.knows(PLAIN) or self._may_probe(times.verify_us(0, 0), times)):
+        if arm == SERIAL and self._may_probe(
+            times.verify_us(0, 0), times, is_urgent=not self._corrections.knows(PLAIN)
+        ):
             return Decision([0] * size)
         cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
         pruner = self._pruner(cohort, context, speed, arm)
@@ -92,13 +96,18 @@ class Faser:
         rule = pricer.rule(pricer.times(cohort, context, arm.partition), speed)
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
-    def _may_probe(self, price_us: float, times: BatchTimes) -> bool:
-        """Saves up a share of every step's time, and spends it when a probe can be paid."""
+    def _may_probe(self, price_us: float, times: BatchTimes, *, is_urgent: bool = False) -> bool:
+        """Saves up a share of every step's time, and spends it when a probe can be paid.
+
+        is_urgent: it comes at once. A first look at plain decoding is cheap, and tells whether slow steps are the
+        arm's or the machine's.
+        """
         self._probe_us += PROBE_SHARE * times.verify_us(0, 0)
-        if self._probe_us < price_us:
-            return False
-        self._probe_us = 0.0
-        return True
+        if self._num_probing == 0 and (is_urgent or self._probe_us >= PROBE_STEPS * price_us):
+            self._probe_us, self._num_probing = 0.0, PROBE_STEPS
+        is_probing = self._num_probing > 0
+        self._num_probing -= is_probing
+        return is_probing
 
     @staticmethod
     def _probe_price_us(times: BatchTimes) -> float:
@@ -146,8 +155,9 @@ class Faser:
         num_drafted = record.frontier.num_drafted
         is_plain = not num_drafted.any() and not record.plan.drafts
         arm = PLAIN if is_plain else Arm(decision.mode, decision.partition)
+        is_warm, self._last_arm = arm == self._last_arm, arm
         predicted_us = self._predicted_us(record, arm)
-        if predicted_us > 0.0:
+        if is_warm and predicted_us > 0.0:
             self._corrections.observe(arm, predicted_us, record.step_us)
 
     def _predicted_us(self, record: StepRecord, arm: Arm) -> float:
