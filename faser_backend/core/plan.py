@@ -29,6 +29,7 @@ class InFlight:
 
     sequences: list[Sequence]
     frontier: Frontier
+    drafting_us: float = 0.0  # spent in steps that only drafted, since the last verification
 
     @classmethod
     def empty(cls) -> InFlight:
@@ -37,7 +38,8 @@ class InFlight:
     def take(self, rows: list[int]) -> InFlight:
         if len(rows) == len(self.sequences):
             return self
-        return InFlight([self.sequences[row] for row in rows], self.frontier.take(np.array(rows, np.int64)))
+        frontier = self.frontier.take(np.array(rows, np.int64))
+        return InFlight([self.sequences[row] for row in rows], frontier, self.drafting_us)
 
     def present(self) -> InFlight:
         """Without the sequences that have left their slot: finished, cancelled or preempted."""

@@ -27,6 +27,7 @@ class StepRecord:
     propose_us: float  # of the draft phase, which an overlapped step runs beside the verification
     verify_us: float
     overlap_us: float  # time in which both phases ran
+    drafting_us: float = 0.0  # of the steps before, since the last verification, that only drafted
 
     @property
     def step_us(self) -> float:

@@ -28,7 +28,8 @@ def join(first: InFlight, second: InFlight) -> InFlight:
         return first
     if not first.sequences:
         return second
-    return InFlight(first.sequences + second.sequences, stack(first.frontier, second.frontier))
+    frontier = stack(first.frontier, second.frontier)
+    return InFlight(first.sequences + second.sequences, frontier, first.drafting_us + second.drafting_us)
 
 
 def merge(ready: Frontier, drafted: Frontier) -> Frontier:

@@ -85,10 +85,12 @@ class Stepper:
         else:
             phases = self._run_phases_in_turn(plan, batch, ready)
         if phases.verification is None:
-            return [], join(waiting, phases.ahead)
+            drafting_us = plan.in_flight.drafting_us + (self.clock.now_ns() - start_ns) / 1e3
+            return [], replace(join(waiting, phases.ahead), drafting_us=drafting_us)
         acceptance = self.verifier.accept(batch, phases.frontier, phases.verification)
         self.times.lap("accept")
-        in_flight = join(waiting, surviving(phases.ahead, batch.sequences, phases.frontier, acceptance))
+        ahead = surviving(phases.ahead, batch.sequences, phases.frontier, acceptance)
+        in_flight = join(replace(waiting, drafting_us=0.0), ahead)
         # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
         planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
         num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
@@ -104,6 +106,7 @@ class Stepper:
             phases.propose_us,
             phases.verify_us,
             phases.overlap_us,
+            plan.in_flight.drafting_us,
         )
         for observe in self.observers:
             observe(record)

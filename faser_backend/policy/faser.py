@@ -22,12 +22,13 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
+OVERLAP_HANDICAP = 1.1  # what predictions of overlapped arms are divided by: two models at once disturb each other
 PATIENCE = 8  # decisions in a row in which it needs it
 PROBE_SHARE = 0.01  # of the time that may go into probing the arm that is not chosen
 PROBE_STEPS = 3  # in a row: the first one after a change finds caches cold and is not counted
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 _FADE = 0.97  # of an arm's correction, per step that it ran
-_FORGET = 0.999  # of the other arms' corrections, per step
+_AGE_FADE = 0.995  # and per step that it did not
 
 
 class Corrections:
@@ -35,6 +36,15 @@ class Corrections:
 
     def __init__(self) -> None:
         self._log_ratio: dict[Arm, float] = {}
+        self._last_step: dict[Arm, int] = {}
+        self._num_steps = 0
+
+    def knows(self, arm: Arm) -> bool:
+        return arm in self._log_ratio
+
+    def age(self, arm: Arm) -> int:
+        """Steps since the arm was seen at work."""
+        return self._num_steps - self._last_step.get(arm, -(10**6))
 
     def factor(self, arm: Arm) -> float:
         """Of an arm that never ran: the mean of those that did, for a slow machine is slow with every arm."""
@@ -43,16 +53,14 @@ class Corrections:
             return math.exp(known[arm])
         return math.exp(sum(known.values()) / len(known)) if known else 1.0
 
-    def knows(self, arm: Arm) -> bool:
-        return arm in self._log_ratio
-
     def observe(self, arm: Arm, predicted_us: float, measured_us: float) -> None:
         # A step that the machine lost to something else says little about the arm: cut at a factor of 2.
         ratio = min(max(math.log(measured_us / predicted_us), -math.log(2.0)), math.log(2.0))
-        shared = sum(self._log_ratio.values()) / max(len(self._log_ratio), 1)
-        for other, value in self._log_ratio.items():
-            self._log_ratio[other] = shared + (value - shared) * _FORGET
-        self._log_ratio[arm] = _FADE * self._log_ratio.get(arm, ratio) + (1.0 - _FADE) * ratio
+        # The machine's speed changes with time: the older what is known of an arm, the more a new step counts.
+        old = self._log_ratio.get(arm, ratio)
+        self._log_ratio[arm] = ratio + _FADE * _AGE_FADE ** self.age(arm) * (old - ratio)
+        self._last_step[arm] = self._num_steps
+        self._num_steps += 1
 
 
 class Faser:
@@ -70,6 +78,7 @@ class Faser:
         self._challenger = SERIAL
         self._num_ahead = 0  # decisions in a row that the challenger was ahead
         self._probe_us = 0.0  # time that may be spent on probing
+        self._probe_arm = PLAIN
         self._num_probing = 0  # steps of the current probe that are left
         self._last_arm: Arm | None = None  # that was observed, probes included
 
@@ -77,15 +86,14 @@ class Faser:
         pricer, size = self._pricer, len(sequences)
         context = pricer.context(sequences)
         promises = {arm: promise(pricer, arm, size, context) for arm in self._arms}
-        arm = self._choose(promises)
+        chosen = self._choose(promises)
         speed = max(item.tokens_per_us for item in promises.values())
         times = pricer.times(size, context, WHOLE)
+        arm = self._probed_arm(chosen, times)
         if arm == PLAIN:
-            return Decision([PROBE_TOKENS * self._may_probe(self._probe_price_us(times), times)] * size)
-        if arm == SERIAL and self._may_probe(
-            times.verify_us(0, 0), times, is_urgent=not self._corrections.knows(PLAIN)
-        ):
             return Decision([0] * size)
+        if chosen == PLAIN:
+            return Decision([PROBE_TOKENS] * size)
         cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
         pruner = self._pruner(cohort, context, speed, arm)
         assert arm.mode is not None
@@ -96,18 +104,26 @@ class Faser:
         rule = pricer.rule(pricer.times(cohort, context, arm.partition), speed)
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
-    def _may_probe(self, price_us: float, times: BatchTimes, *, is_urgent: bool = False) -> bool:
-        """Saves up a share of every step's time, and spends it when a probe can be paid.
+    def _probed_arm(self, chosen: Arm, times: BatchTimes) -> Arm:
+        """The chosen arm, or for a few steps another one, when a share of the time saved up pays for them.
 
-        is_urgent: it comes at once. A first look at plain decoding is cheap, and tells whether slow steps are the
-        arm's or the machine's.
+        A first look at plain decoding comes at once: it is cheap, and tells whether slow steps are the arm's or the
+        machine's.
         """
         self._probe_us += PROBE_SHARE * times.verify_us(0, 0)
-        if self._num_probing == 0 and (is_urgent or self._probe_us >= PROBE_STEPS * price_us):
-            self._probe_us, self._num_probing = 0.0, PROBE_STEPS
-        is_probing = self._num_probing > 0
-        self._num_probing -= is_probing
-        return is_probing
+        if self._num_probing == 0:
+            others = [arm for arm in (PLAIN, SERIAL) if arm != chosen]
+            stalest = max(others, key=self._corrections.age)
+            price_us = self._probe_price_us(times) if chosen == PLAIN else times.verify_us(0, 0)
+            is_urgent = chosen != PLAIN and not self._corrections.knows(PLAIN)
+            if is_urgent or self._probe_us >= PROBE_STEPS * price_us:
+                self._probe_us, self._num_probing = 0.0, PROBE_STEPS
+                self._probe_arm = PLAIN if is_urgent else stalest
+        if self._num_probing == 0 or self._probe_arm == chosen:
+            self._num_probing = 0
+            return chosen
+        self._num_probing -= 1
+        return self._probe_arm
 
     @staticmethod
     def _probe_price_us(times: BatchTimes) -> float:
@@ -118,9 +134,11 @@ class Faser:
     def _choose(self, promises: dict[Arm, Promise]) -> Arm:
         """The arm of this step: the last one, unless a challenger has been ahead for long enough."""
         speeds = {arm: item.tokens_per_us / self._corrections.factor(arm) for arm, item in promises.items()}
+        for arm in speeds.keys() - {PLAIN, SERIAL}:
+            speeds[arm] /= OVERLAP_HANDICAP
         best = max(speeds, key=speeds.__getitem__)
-        if self.arm is None:
-            self.arm = best
+        if self.arm is None:  # overlapped arms have to beat one that was seen at work
+            self.arm = max((PLAIN, SERIAL), key=speeds.__getitem__)
         if speeds[best] < MIN_GAIN * speeds[self.arm]:
             self._num_ahead = 0
             return self.arm
@@ -158,7 +176,7 @@ class Faser:
         is_warm, self._last_arm = arm == self._last_arm, arm
         predicted_us = self._predicted_us(record, arm)
         if is_warm and predicted_us > 0.0:
-            self._corrections.observe(arm, predicted_us, record.step_us)
+            self._corrections.observe(arm, predicted_us, record.step_us + record.drafting_us)
 
     def _predicted_us(self, record: StepRecord, arm: Arm) -> float:
         """What the cost model says of the step that was really made."""
@@ -171,7 +189,10 @@ class Faser:
             lengths = np.array(record.plan.num_ahead_tokens)
             drafting = self._pricer.times(lengths.size, context, arm.partition)
             lanes_us = self._pricer.costs.overhead.lanes_us
-            return max(verify_us, _draft_calls_us(drafting, lengths)) + lanes_us
+            us = max(verify_us, _draft_calls_us(drafting, lengths)) + lanes_us
+            if record.drafting_us:
+                us += _draft_calls_us(times, record.frontier.num_drafted)
+            return us
         return verify_us + _draft_calls_us(times, record.frontier.num_drafted)
 
 
