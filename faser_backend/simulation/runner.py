@@ -59,7 +59,7 @@ class SimRunner:
         size = rows.num_sequences
         # Unpadded, the mean is exact: keys are charged by their sum over the sequences.
         contexts = rows.context_lens
-        context = float(contexts.max() if self._costs.is_padded else contexts.mean())
+        context = self._costs.batch_context(contexts.tolist())
         return float(
             self._costs.call_us(
                 self.model,
