@@ -22,7 +22,9 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
-OVERLAP_HANDICAP = 1.1  # what predictions of overlapped arms are divided by: two models at once disturb each other
+# What predictions are divided by. Speculation: for what the cost model does not see, such as the draft's own prefill and
+# calls of shapes that are new. Overlap: two models at once disturb each other.
+SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.08, 1.1
 PATIENCE = 8  # decisions in a row in which it needs it
 PROBE_SHARE = 0.01  # of the time that may go into probing the arm that is not chosen
 PROBE_STEPS = 3  # in a row: the first one after a change finds caches cold and is not counted
@@ -134,8 +136,9 @@ class Faser:
     def _choose(self, promises: dict[Arm, Promise]) -> Arm:
         """The arm of this step: the last one, unless a challenger has been ahead for long enough."""
         speeds = {arm: item.tokens_per_us / self._corrections.factor(arm) for arm, item in promises.items()}
-        for arm in speeds.keys() - {PLAIN, SERIAL}:
-            speeds[arm] /= OVERLAP_HANDICAP
+        for arm in speeds:
+            speeds[arm] /= 1.0 if arm == PLAIN else SPECULATION_HANDICAP
+            speeds[arm] /= 1.0 if arm in {PLAIN, SERIAL} else OVERLAP_HANDICAP
         best = max(speeds, key=speeds.__getitem__)
         if self.arm is None:  # overlapped arms have to beat one that was seen at work
             self.arm = max((PLAIN, SERIAL), key=speeds.__getitem__)
