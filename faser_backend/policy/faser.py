@@ -22,8 +22,8 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
-# What predictions are divided by. Speculation: for what the cost model does not see, such as the draft's own prefill and
-# calls of shapes that are new. Overlap: two models at once disturb each other.
+# What predictions are divided by. Speculation: for what the cost model does not see, such as the draft's own prefill
+# and calls of shapes that are new. Overlap: two models at once disturb each other.
 SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.08, 1.1
 PATIENCE = 8  # decisions in a row in which it needs it
 PROBE_SHARE = 0.01  # of the time that may go into probing the arm that is not chosen
