@@ -156,6 +156,8 @@ def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
     for field, value, choices in (("runtime", runtime, RUNTIMES), ("dtype", dtype, DTYPES)):
         if value not in choices:
             raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
+    if runtime != "onnxruntime" or dtype != "fp32":
+        raise CheckpointError(f"runtime = {runtime!r} with dtype = {dtype!r}: cannot be built yet")
     if not 1 <= kv_block_size <= 1024:
         raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
 

@@ -3,8 +3,10 @@
 Plain frozen values, written once by `engines.build` and verified file by file when a server loads
 them. Knows the formats of the directory, nothing of graphs, runtimes or text.
 
-Tensors of a segment file of runtime "onnxruntime" (T rows, B sequences, Q = most rows of one
-sequence, MB = block table columns, R = logit rows, K = exit candidates):
+Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = block table columns,
+R = logit rows, K = exit candidates). Integers are int64 unless it says otherwise.
+
+Runtime "onnxruntime":
   in   token_ids [T] or hidden [T, hidden_size]; positions [T]; pad_idx [B, Q], the row of each padded
        cell (filler cells repeat a valid row); unpad_idx [T], flat index into B * Q; block_table
        [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...; kv_slots [T, Hkv, 1, 3], the (head, block,
@@ -14,6 +16,16 @@ sequence, MB = block table columns, R = logit rows, K = exit candidates):
   out  hidden [T, hidden_size] or logits [R, vocab_size]; exit_scores [T, K]; k_pool_out.i,
        v_pool_out.i: the pools with the new rows. The runner binds them to the buffers of the inputs,
        so a step writes its rows in place and copies nothing.
+Runtime "tensorrt_rtx", where no op of ours can be compiled and nothing is written in place:
+  in   as above without kv_slots; context_lens [B], how many tokens the pool held before this call
+  out  hidden_out, logits, exit_scores; k_new.i, v_new.i [T, Hkv, head_dim], which the runner writes to the pool
+Runtimes "tensorrt" and "torch", whose attention is a kernel of ours and writes the pool itself:
+  in   token_ids or hidden; positions; slot_mapping [T] int32, flat slot of each new key and value (block *
+       kv_block_size + offset), -1 for a row that writes nothing; cu_rows [B + 1] int32; context_lens [B] int32;
+       block_table [B, MB] int32; logit_rows (last segment); exit_candidates; k_pool.i, v_pool.i
+  out  hidden_out, logits, exit_scores; "tensorrt" also k_pool_out.i, v_pool_out.i, aliases of the inputs
+Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32. Runtime "torch"
+compiles nothing: all segments of a model name its one weight file, safetensors under the names of the graphs.
 """
 
 from __future__ import annotations
@@ -29,8 +41,8 @@ from faser_backend.core.errors import ManifestError
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-RUNTIMES = ("onnxruntime",)
-DTYPES = ("fp32",)
+RUNTIMES = ("onnxruntime", "tensorrt_rtx", "tensorrt", "torch")
+DTYPES = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)

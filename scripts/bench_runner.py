@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="thread counts to compare, e.g. 1,2")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
-    num_cores = core_partitions().whole.num_threads
+    num_cores = core_partitions().whole.size
     threads = [count for count in map(int, options.threads.split(",")) if 1 <= count <= num_cores]
     if not threads:
         parser.error(f"--threads {options.threads}: must lie in [1, {num_cores}]")

@@ -92,7 +92,7 @@ class Tracer:
         for segment in sorted(self._target.exits):
             hidden, scores = self._target.run_segment_with_scores(segment, rows, hidden, candidates)
             hidden, scores = hidden.copy(), scores[first - 1 :]
-            exit_margins.append(self._sampler.candidate_margins(scores, drawn.candidates, drawing))
+            exit_margins.append(self._sampler.candidate_margins(scores, drawn.candidates, drawing, with_noise=True))
         self._sampler.remove(0)
         return np.array([drawn.margins, drawn.tokens == text[first:], *exit_margins], np.float64)
 

@@ -75,6 +75,9 @@ class HashRunner:
             scores[row] = noisy[exit_candidates[row]]
         return output, scores
 
+    def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        return hidden[kept]
+
     def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> tuple[np.ndarray, list[np.ndarray]]:
         """What the segment yields, and the tokens that each row sees in the segment's pool."""
         assert self._is_running.acquire(blocking=False), "the runner is entered while it runs"

@@ -169,7 +169,7 @@ def test_splits_are_disjoint_and_use_every_core(num_cores: int) -> None:
     assert menu.can_split
     for draft, target in menu.splits:
         assert sorted(draft.cores + target.cores) == list(range(num_cores))
-        assert 1 <= draft.num_threads <= target.num_threads
+        assert 1 <= draft.size <= target.size
     assert "split" in menu.note
 
 
@@ -184,7 +184,7 @@ def test_pinning_binds_the_calling_thread_alone() -> None:
     core = min(before)
 
     def pinned() -> None:
-        CorePartition("draft", (core,)).pin_current_thread()
+        CorePartition("draft", (core,)).bind_current_thread()
         inside.update(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=pinned)

@@ -95,8 +95,8 @@ def test_scores_are_the_heads_view_of_a_shallow_model(scene: Scene) -> None:
 @pytest.mark.parametrize("num_kept", [[4, 5, 3], [2, 5, 1], [1, 1, 1], [4, 1, 2]])
 def test_rows_that_are_kept_end_as_if_nobody_had_left(scene: Scene, num_kept: list[int]) -> None:
     hidden, _ = scene.run_first()
-    rows, kept_hidden = keep_rows(scene.rows, hidden, np.array(num_kept))
-    logits = scene.runner.run_segment(1, rows, kept_hidden)
+    rows, kept = keep_rows(scene.rows, np.array(num_kept))
+    logits = scene.runner.run_segment(1, rows, scene.runner.take_rows(hidden, kept))
     expected = [
         reference_logits(scene.model, sequence)[start : start + count]
         for sequence, start, count in zip(scene.sequences, STARTS, num_kept, strict=True)
@@ -106,7 +106,8 @@ def test_rows_that_are_kept_end_as_if_nobody_had_left(scene: Scene, num_kept: li
 
 def test_rows_that_left_touch_no_deeper_layer(scene: Scene) -> None:
     before, num_kept = scene.storage.copy(), [2, 5, 1]
-    rows, hidden = keep_rows(scene.rows, scene.run_first()[0], np.array(num_kept))
+    rows, kept = keep_rows(scene.rows, np.array(num_kept))
+    hidden = scene.runner.take_rows(scene.run_first()[0], kept)
     assert not (scene.storage != before)[EXIT_LAYER:].any(), "the first segment writes its own layers alone"
     scene.runner.run_segment(1, rows, hidden)
     for layer in range(NUM_LAYERS):
@@ -116,7 +117,8 @@ def test_rows_that_left_touch_no_deeper_layer(scene: Scene) -> None:
 
 def test_positions_that_left_are_computed_anew_by_the_next_step(scene: Scene) -> None:
     num_kept = [2, 1, 1]
-    scene.runner.run_segment(1, *keep_rows(scene.rows, scene.run_first()[0], np.array(num_kept)))
+    rows, kept = keep_rows(scene.rows, np.array(num_kept))
+    scene.runner.run_segment(1, rows, scene.runner.take_rows(scene.run_first()[0], kept))
     starts = [start + kept for start, kept in zip(STARTS, num_kept, strict=True)]
     logits = run_all(scene.runner, make_rows(scene.sequences, starts, [2, 2, 2], TABLES))
     expected = [

@@ -85,7 +85,7 @@ def test_candidate_margins_follow_the_reference(seed: int, num_candidates: int) 
     candidates = np.array([rng.permutation(VOCAB)[:num_candidates] for _ in range(num_rows)])
     scores = np.take_along_axis(scene.logits, candidates, axis=1)
     before = scores.tobytes()
-    leads = scene.sampler.candidate_margins(scores, candidates, scene.rows)
+    leads = scene.sampler.candidate_margins(scores, candidates, scene.rows, with_noise=True)
     assert scores.tobytes() == before and leads.dtype == np.float32
     for row in range(num_rows):
         temperature = temperature_of(scene, row)
@@ -106,7 +106,8 @@ def test_a_lead_over_the_drafts_own_candidates_is_its_margin() -> None:
     drawn = sampler.sample_draft(logits, rows, 4)
     assert drawn.candidates is not None
     scores = np.take_along_axis(logits, drawn.candidates, axis=1)
-    np.testing.assert_allclose(sampler.candidate_margins(scores, drawn.candidates, rows), drawn.margins, atol=1e-4)
+    leads = sampler.candidate_margins(scores, drawn.candidates, rows, with_noise=True)
+    np.testing.assert_allclose(leads, drawn.margins, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,9 @@ def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
 
     def score() -> list:
         return [
-            scene.sampler.candidate_margins(np.take_along_axis(scene.logits, ids, axis=1), ids, scene.rows)
+            scene.sampler.candidate_margins(
+                np.take_along_axis(scene.logits, ids, axis=1), ids, scene.rows, with_noise=True
+            )
             for _ in range(30)
             for scene, ids in zip(scenes, asked, strict=True)
         ]

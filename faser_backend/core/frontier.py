@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faser_backend.core.ports import DeviceArray
+
 
 @dataclass(slots=True, eq=False)
 class Frontier:
@@ -47,7 +49,7 @@ class Frontier:
 class Verification:
     """The target's view of a frontier: row j of sequence b follows drafted[b, :j]."""
 
-    logits: np.ndarray  # [R, V] float32, R = sum(num_kept)
+    logits: DeviceArray  # [R, V] float32, R = sum(num_kept)
     cu_rows: np.ndarray  # [B + 1] int64, prefix sums of num_kept
     num_kept: np.ndarray  # [B] int64 rows that went through the whole target, in [1, frontier.num_rows]
     num_row_layers: int  # rows times layers that were computed, pruned rows up to their exit included

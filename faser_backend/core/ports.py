@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.request import SamplingParams
+
+# An array where the runner computes: numpy on a CPU, a tensor of its own on a GPU. Runners make them, runners and
+# samplers read them, the pipeline passes them on unseen.
+DeviceArray: TypeAlias = Any
 
 Verified = TypeVar("Verified")
 Proposed = TypeVar("Proposed")
@@ -25,8 +29,8 @@ class ModelRunner(Protocol):
     exits: frozenset[int]  # segments that end at an exit layer
     vocab_size: int
 
-    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        """Runs layers of one segment and writes the rows' K/V into the pool.
+    def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
+        """Runs layers of one segment and writes the rows' K/V into the pool. A GPU's work is merely queued.
 
         hidden: [T, hidden_size] from the segment before, None for segment 0.
         Returns hidden [T, hidden_size], or logits [R, V] float32 from the last segment. The
@@ -35,10 +39,14 @@ class ModelRunner(Protocol):
         ...
 
     def run_segment_with_scores(
-        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, segment: int, rows: RowBatch, hidden: DeviceArray | None, exit_candidates: np.ndarray
+    ) -> tuple[DeviceArray, DeviceArray]:
         """As run_segment, for a segment of `exits`. Returns (hidden, scores [T, C]): the logits that the
         head would give exit_candidates [T, C] if the model ended here."""
+        ...
+
+    def take_rows(self, hidden: DeviceArray, kept: np.ndarray) -> DeviceArray:
+        """Rows kept [n] int64, rising, of hidden [T, hidden_size]: what stays of a batch after an exit."""
         ...
 
 
@@ -70,20 +78,23 @@ class Sampler(Protocol):
         """Commits emitted tokens to the slot's penalties."""
         ...
 
-    def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+    def sample(self, logits: DeviceArray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] -> token ids [R]: argmax of processed logits + position-keyed Gumbel noise."""
         ...
 
-    def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
+    def sample_draft(self, logits: DeviceArray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
         """As `sample`, with the confidence in each token. num_candidates 0: none are wanted."""
         ...
 
-    def candidate_margins(self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows) -> np.ndarray:
+    def candidate_margins(
+        self, scores: DeviceArray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
+    ) -> np.ndarray:
         """scores [R, C] of token ids candidates [R, C] -> [R]: by how much the first candidate leads the best
-        of the others when the row's noise is added; negative where it trails. In logits, as DraftTokens.margins."""
+        of the others; negative where it trails. In logits, as DraftTokens.margins. with_noise: after the row's
+        noise is added, which rejection sampling must not see before it draws."""
         ...
 
-    def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+    def probabilities(self, logits: DeviceArray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] -> processed probabilities [R, V] (one-hot where greedy)."""
         ...
 
@@ -91,8 +102,29 @@ class Sampler(Protocol):
         """[R] in (0, 1), keyed by (seed, position, purpose, num_steps [R] = the round)."""
         ...
 
-    def log_probs(self, logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    def log_probs(self, logits: DeviceArray, token_ids: np.ndarray) -> np.ndarray:
         """Log-probabilities [R] of token_ids [R] under softmax(logits [R, V]), before processing."""
+        ...
+
+
+class DraftLoop(Protocol):
+    """Drafts chains of several tokens on a device that picks the tokens itself, without asking the host between."""
+
+    def can_draft(self, slots: np.ndarray) -> bool:
+        """Whether the sampling of all slots [A] is such that the device can pick their tokens."""
+        ...
+
+    def draft(
+        self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
+    ) -> DraftTokens:
+        """Extends A sequences by num_draft_tokens [A] >= 1 tokens each.
+
+        rows: what the draft has not seen of each, logits wanted of each last row; the first new token has the
+        position behind it. Tokens, noise and margins are those of calls of the runner and of Sampler.sample_draft
+        in turn; K/V of a sequence is written for no position past its own num_draft_tokens.
+        Returns tokens [A, K], margins [A, K], candidates [A, K, C] or None, K = max(num_draft_tokens); entries
+        past a sequence's own length have no meaning.
+        """
         ...
 
 

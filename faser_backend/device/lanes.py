@@ -1,4 +1,4 @@
-"""`ThreadLanes`: one lasting thread for each model on its share of the cores; implements core.ports.Lanes.
+"""`ThreadLanes`: one lasting thread for each model on its share of the device; implements core.ports.Lanes.
 
 Work is handed over by future. Both phases leave the calling thread, which stays unpinned and merely waits: were
 one of them to run there, the scheduler could put it on the other's cores. Knows nothing of models.
@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.partition import CorePartition
+from faser_backend.device.partition import ComputePartition
 
 Result = TypeVar("Result")
 Verified = TypeVar("Verified")
@@ -21,11 +21,11 @@ Proposed = TypeVar("Proposed")
 class ThreadLanes:
     """Threads of a draft share and of a target share. Each runs what it is given in turn."""
 
-    def __init__(self, draft: CorePartition, target: CorePartition) -> None:
-        """Starts and pins both threads. Raises ConfigError where this process may not use those cores."""
-        self._draft = _pinned_executor(draft)
+    def __init__(self, draft: ComputePartition, target: ComputePartition) -> None:
+        """Starts and binds both threads. Raises ConfigError where this process may not use a share."""
+        self._draft = _bound_executor(draft)
         try:
-            self._target = _pinned_executor(target)
+            self._target = _bound_executor(target)
         except ConfigError:
             self._draft.shutdown()
             raise
@@ -60,11 +60,11 @@ def _raise_first_error(*futures: Future) -> None:
             raise error
 
 
-def _pinned_executor(partition: CorePartition) -> ThreadPoolExecutor:
+def _bound_executor(partition: ComputePartition) -> ThreadPoolExecutor:
     executor = ThreadPoolExecutor(1, f"{partition.name}-lane")
     try:  # here and not as the executor's initializer, whose errors are logged but not handed on
-        executor.submit(partition.pin_current_thread).result()
+        executor.submit(partition.bind_current_thread).result()
     except OSError as error:
         executor.shutdown()
-        raise ConfigError(f"partition {partition.name}: cores {partition.cores} cannot be used ({error})") from error
+        raise ConfigError(f"partition {partition.name}: {partition} cannot be used ({error})") from error
     return executor

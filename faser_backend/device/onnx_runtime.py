@@ -93,6 +93,10 @@ class OrtRunner:
         num_rows = rows.token_ids.shape[0]
         return shape.result[:num_rows], shape.exit_scores[:num_rows]
 
+    def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """See core.ports.ModelRunner."""
+        return hidden[kept]
+
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
@@ -123,7 +127,7 @@ class OrtRunner:
 
 def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
     """Threads that calls of the model gain from on this partition."""
-    return 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else partition.num_threads
+    return 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else partition.size
 
 
 @cache

@@ -1,13 +1,33 @@
-"""Compute partitions of the CPU: which cores a runner may use, and the menu of splits.
+"""Compute partitions: shares of a device that runners compute on, and the menu of splits. Here those of a CPU.
 
-The counterpart of SM partitions on a GPU. A partition is a value; binding threads to it is up to
-whoever owns the threads.
+The cores of a CPU, the streaming multiprocessors (SMs) of a GPU. A partition is a value; binding threads
+to it is up to whoever owns the threads.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class ComputePartition(Protocol):
+    """A share of a device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int:
+        """Cores or SMs."""
+        ...
+
+    def bind_current_thread(self) -> None:
+        """What the calling thread computes from now on, it computes on this share."""
+        ...
+
+
+Share = TypeVar("Share", bound=ComputePartition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +37,24 @@ class CorePartition:
     name: str
     cores: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"cores {self.cores}"
+
     @property
-    def num_threads(self) -> int:
+    def size(self) -> int:
         return len(self.cores)
 
-    def pin_current_thread(self) -> None:
+    def bind_current_thread(self) -> None:
         """Keeps the calling thread (and threads it starts later) on these cores."""
         os.sched_setaffinity(0, self.cores)
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionMenu:
-    """What this machine offers: all cores for each phase in turn, and disjoint draft/target pairs."""
+class PartitionMenu(Generic[Share]):
+    """What a device offers: all of it for each phase in turn, and disjoint draft/target pairs."""
 
-    whole: CorePartition
-    splits: tuple[tuple[CorePartition, CorePartition], ...]  # (draft, target), smallest draft share first
+    whole: Share
+    splits: tuple[tuple[Share, Share], ...]  # (draft, target), smallest draft share first
     note: str
 
     @property
@@ -39,7 +62,7 @@ class PartitionMenu:
         return bool(self.splits)
 
 
-def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu:
+def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu[CorePartition]:
     """The menu over `cores`, by default those that this process may use.
 
     The draft gets 1, 2, 4, ... cores, at most half; one core cannot be split, and `note` says so.
@@ -58,6 +81,6 @@ def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu:
     )
 
 
-def split_name(draft: CorePartition, target: CorePartition) -> str:
-    """The name of a split: "draft share/target share" in cores."""
-    return f"{len(draft.cores)}/{len(target.cores)}"
+def split_name(draft: ComputePartition, target: ComputePartition) -> str:
+    """The name of a split: "draft share/target share", in cores or SMs."""
+    return f"{draft.size}/{target.size}"

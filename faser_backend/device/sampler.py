@@ -114,10 +114,12 @@ class NumpySampler:
             margins = np.minimum((best - second) / self._inverse_temperature[rows.slots], MAX_MARGIN)
         return DraftTokens(token_ids, margins, candidates)
 
-    def candidate_margins(self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows) -> np.ndarray:
+    def candidate_margins(
+        self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
+    ) -> np.ndarray:
         """See core.ports.Sampler; at least two candidates a row. Rules and filters are left out: this is a guess
         about a token, not a draw. Only reads what `add` wrote."""
-        if self._num_random:
+        if with_noise and self._num_random:
             slots = rows.slots
             temperature = np.where(self._is_random[slots], 1.0 / self._inverse_temperature[slots], np.float32(0.0))
             log_exponentials = self._noise.log_exponentials_at(self._keys[slots], rows.positions, candidates)

@@ -89,12 +89,12 @@ def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.nda
     )
 
 
-def keep_rows(rows: RowBatch, hidden: np.ndarray, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarray]:
-    """The first num_kept [B] rows of each sequence, and their hidden states: what the next segment runs."""
+def keep_rows(rows: RowBatch, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarray]:
+    """The first num_kept [B] rows of each sequence, what the next segment runs; and which rows those are."""
     counts = rows.rows_per_sequence
     offsets = np.arange(rows.num_rows) - np.repeat(rows.cu_rows[:-1], counts)
     kept = np.flatnonzero(offsets < np.repeat(num_kept, counts))
     cu_rows = np.zeros_like(rows.cu_rows)
     np.cumsum(num_kept, out=cu_rows[1:])
     shorter = RowBatch(rows.token_ids[kept], cu_rows, rows.context_lens, rows.block_tables, np.arange(kept.size))
-    return shorter, hidden[kept]
+    return shorter, kept

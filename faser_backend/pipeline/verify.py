@@ -11,7 +11,7 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import ExitView, Pruner
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.ports import ModelRunner, Sampler
+from faser_backend.core.ports import DeviceArray, ModelRunner, Sampler
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, keep_rows, verify_rows, verify_sampling_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -42,7 +42,7 @@ class Verifier:
         self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, rows: RowBatch, pruner: Pruner
     ) -> Verification:
         exits = pruner.exits & runner.exits
-        output: np.ndarray | None = None
+        output: DeviceArray | None = None
         num_kept = frontier.num_rows
         num_row_layers = 0
         for segment, num_layers in enumerate(runner.num_layers):
@@ -60,19 +60,18 @@ class Verifier:
             kept = pruner.keep(ExitView(segment, margins, frontier, num_kept))
             if (kept < num_kept).any():
                 num_kept = kept
-                rows, output = keep_rows(rows, output, kept)
+                rows, kept_rows = keep_rows(rows, kept)
+                output = runner.take_rows(output, kept_rows)
             self._times.lap("exit")
         assert output is not None, "a model has at least one segment"
         return Verification(output, rows.cu_rows, num_kept, num_row_layers)
 
     def _exit_margins(
-        self, frontier: Frontier, drawing: SamplingRows, candidates: np.ndarray, scores: np.ndarray
+        self, frontier: Frontier, drawing: SamplingRows, candidates: np.ndarray, scores: DeviceArray
     ) -> np.ndarray:
         """[B, K] leads of the draft tokens in scores [T, C] of candidates [T, C]; see ExitView."""
-        if frontier.draft_probs is None:
-            leads = self._sampler.candidate_margins(scores, candidates, drawing)
-        else:  # rejection sampling: the target's own noise must stay unseen until it draws
-            leads = scores[:, 0] - scores[:, 1:].max(axis=1)
+        is_match = frontier.draft_probs is None
+        leads = self._sampler.candidate_margins(scores, candidates, drawing, with_noise=is_match)
         sequence, column = drawing.sequence, drawing.num_drafted
         tests = np.flatnonzero(column < frontier.num_drafted[sequence])  # all but the bonus rows
         margins = np.zeros(frontier.drafted.shape, np.float32)

@@ -60,12 +60,12 @@ def useful_splits(
     menu: PartitionMenu, manifest: EngineManifest, num_threads: int | None, free_bytes: int
 ) -> tuple[list[Split], str]:
     """The splits of the menu that are worth their memory, and in words how many of how many and why."""
-    num_cores = menu.whole.num_threads
+    num_cores = menu.whole.size
     if not menu.can_split:
         return [], f"none ({menu.note})"
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
-    filled = [split for split in menu.splits if useful_threads(manifest.draft, split[0]) == split[0].num_threads]
+    filled = [split for split in menu.splits if useful_threads(manifest.draft, split[0]) == split[0].size]
     copy_bytes = manifest.target.weights.num_bytes + manifest.draft.weights.num_bytes
     num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes
     splits = filled[:num_fitting]
@@ -74,7 +74,7 @@ def useful_splits(
         reason += f" ({', '.join(split_name(*split) for split in splits)})"
     reason += f"; each loads {copy_bytes >> 20} MiB of weights again"
     if len(filled) < len(menu.splits):
-        reason += f"; the draft cannot use more than {filled[-1][0].num_threads} core(s)"
+        reason += f"; the draft cannot use more than {filled[-1][0].size} core(s)"
     if len(splits) < len(filled):
         reason += f"; {SPLIT_MEMORY_SHARE:.0%} of {free_bytes >> 20} MiB of free memory hold no more"
     return splits, reason

@@ -55,6 +55,9 @@ class SimRunner:
         place = sorted(self.exits).index(segment)
         return output, np.full(exit_candidates.shape, place, np.float32)
 
+    def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        return hidden[kept]
+
     def _call_us(self, segment: int, rows: RowBatch) -> float:
         size = rows.num_sequences
         # Unpadded, the mean is exact: keys are charged by their sum over the sequences.

@@ -63,7 +63,9 @@ class SimSampler:
             candidates = (tokens[:, None] + np.arange(num_candidates)) % VOCAB_SIZE
         return DraftTokens(tokens, self._margins[rows.slots, offsets], candidates)
 
-    def candidate_margins(self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows) -> np.ndarray:
+    def candidate_margins(
+        self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
+    ) -> np.ndarray:
         if not scores.size:
             return np.zeros(0, np.float32)
         return self._exit_margins[int(scores[0, 0]), rows.slots, self._offsets(rows)]

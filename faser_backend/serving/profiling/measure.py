@@ -76,7 +76,7 @@ def shares_of(menu: PartitionMenu) -> list[Share]:
     """Everything to measure: both models on the whole machine, then on each split."""
     shares = [Share(model, WHOLE, menu.whole, None) for model in (TARGET, DRAFT)]
     for draft, target in menu.splits:
-        name = f"{draft.num_threads}/{target.num_threads}"
+        name = f"{draft.size}/{target.size}"
         shares += [Share(TARGET, name, target, draft), Share(DRAFT, name, draft, target)]
     return shares
 
@@ -192,7 +192,7 @@ class Bench:
 @contextmanager
 def _pinned_thread(cores: CorePartition) -> Iterator[ThreadPoolExecutor]:
     """A thread on these cores; threads that a runner starts from it stay there too."""
-    with ThreadPoolExecutor(1, "profile", initializer=cores.pin_current_thread) as executor:
+    with ThreadPoolExecutor(1, "profile", initializer=cores.bind_current_thread) as executor:
         yield executor
 
 

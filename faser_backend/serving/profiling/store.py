@@ -49,7 +49,7 @@ class Fingerprint:
     def here(cls, manifest: EngineManifest) -> Fingerprint:
         """Of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
-        num_cores = core_partitions().whole.num_threads
+        num_cores = core_partitions().whole.size
         return cls(cpu_name(), num_cores, version("onnxruntime"), version("faser-backend"), files)
 
     def differences(self, other: Fingerprint) -> list[str]:
