@@ -1,0 +1,107 @@
+"""Ahead-of-time compilation of Triton-language kernels: PTX, cubin and what the kernel uses of an SM.
+
+No GPU is needed. The compiler ends every kernel's parameter list with two scratch pointers of its own
+launcher; kernels that use none (all of this package) are assembled without them, so that whoever
+launches the result passes exactly `parameters`, in order. Knows nothing of what a kernel computes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource
+
+CAPABILITIES = (80, 90, 120)  # those that the tests compile for
+WARP_SIZE = 32
+NUM_SCRATCH_PARAMETERS = 2  # global and profile scratch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one compute capability. Launch with num_warps * 32 threads and `shared_bytes` of dynamic
+    shared memory; above 48 KiB that has to be allowed for the function first."""
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]  # (name, type such as "*bf16" or "i32"), in launch order
+    ptx: str
+    cubin: bytes
+    shared_bytes: int
+    num_warps: int
+    capability: int
+    num_registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads; 0 where everything stays in registers
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, object],
+    capability: int,
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Compiled:
+    """Compiles a `triton.jit` function, without TRITON_INTERPRET in the environment.
+
+    signature: type of every parameter that is passed at launch; "*bf16:16" or "i32:16" promises that an
+    address or a value is a multiple of 16, which 16-byte loads need. constants: all other parameters.
+    Raises ValueError where the two do not cover the parameters, or where the kernel needs scratch memory.
+    """
+    names = list(kernel.arg_names)
+    if set(signature) & set(constants) or set(signature) | set(constants) != set(names):
+        raise ValueError(f"{kernel.__name__}: signature and constants must together name {', '.join(names)}, once each")
+    source = ASTSource(
+        kernel,
+        {name: signature[name].partition(":")[0] if name in signature else "constexpr" for name in names},
+        dict(constants),
+        {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.endswith(":16")},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, WARP_SIZE), options=options)
+    if built.metadata.global_scratch_size or built.metadata.profile_scratch_size:
+        raise ValueError(f"{kernel.__name__}: needs scratch memory, which only the compiler's own launcher allocates")
+    parameters = tuple((name, source.signature[name]) for name in names if name in signature)
+    ptx = without_scratch_parameters(built.asm["ptx"], len(parameters))
+    cubin, num_registers, spill_bytes = assemble(ptx, capability)
+    shared_bytes, name = built.metadata.shared, built.metadata.name
+    return Compiled(name, parameters, ptx, cubin, shared_bytes, num_warps, capability, num_registers, spill_bytes)
+
+
+def without_scratch_parameters(ptx: str, num_parameters: int) -> str:
+    """The same kernel with its first `num_parameters` parameters. Raises ValueError where the body reads another."""
+    entry = re.search(r"\.entry\s+(\w+)\s*\(([^)]*)\)", ptx)
+    if entry is None:
+        raise ValueError("no entry point in the PTX")
+    parameters = [line.strip() for line in entry[2].split(",")]
+    if len(parameters) != num_parameters + NUM_SCRATCH_PARAMETERS:
+        raise ValueError(f"{entry[1]}: {len(parameters)} PTX parameters, expected {num_parameters} and scratch")
+    dropped = [parameter.split()[-1] for parameter in parameters[num_parameters:]]
+    used = [name for name in dropped if f"[{name}" in ptx]
+    if used:
+        raise ValueError(f"{entry[1]}: reads {', '.join(used)}, which nobody would pass")
+    kept = "\n\t" + ",\n\t".join(parameters[:num_parameters]) + "\n"
+    return ptx[: entry.start(2)] + kept + ptx[entry.end(2) :]
+
+
+def assemble(ptx: str, capability: int) -> tuple[bytes, int, int]:
+    """(cubin, registers per thread, bytes spilled per thread) of PTX, by the assembler that comes with the compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        arch = sm_arch_from_capability(capability)
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", str(source), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ValueError(f"ptxas refused the kernel for {arch}: {done.stderr.strip()}")
+        registers = re.search(r"Used (\d+) registers", done.stderr)
+        spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+        return cubin.read_bytes(), int(registers[1]) if registers else 0, sum(map(int, spilled))
