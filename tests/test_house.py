@@ -74,7 +74,7 @@ ROOMS = [
     ),
     room("faser_backend.serving", "faser_backend plugins", "*"),
     room("engines", "engines plugins faser_backend.manifest faser_backend.core.errors", "*"),
-    room("plugins", "plugins", "*"),
+    room("plugins", "plugins faser_backend.core.errors", "*"),
     room("faser_backend.config", "faser_backend.core", "pydantic"),
     room("faser_backend.manifest", "faser_backend.core", "numpy"),
 ]
