@@ -38,29 +38,12 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import ManifestError
+from faser_backend.core.model import ModelSpec, RopeScaling
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 RUNTIMES = ("onnxruntime", "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Dimensions of a decoder. `max_context` counts prompt + output tokens."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_context: int
-    rope_theta: float
-    rms_eps: float
-    tie_word_embeddings: bool
-    family: str = "llama"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +230,10 @@ def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
 
 def _model_from(fields: dict[str, Any]) -> ModelEngine:
     segments = tuple(_segment_from(segment) for segment in fields["segments"])
-    spec = ModelSpec(**fields["spec"])
+    spec_fields = dict(fields["spec"])
+    if spec_fields.get("rope_scaling") is not None:
+        spec_fields["rope_scaling"] = RopeScaling(**spec_fields["rope_scaling"])
+    spec = ModelSpec(**spec_fields)
     counts = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     if any(not isinstance(count, int) or count < 1 for count in counts):
         raise ValueError("dimensions of a model must be whole numbers of at least 1")

@@ -73,7 +73,7 @@ ROOMS = [
         "random secrets",
     ),
     room("faser_backend.serving", "faser_backend plugins", "*"),
-    room("engines", "engines plugins faser_backend.manifest faser_backend.core.errors", "*"),
+    room("engines", "engines plugins faser_backend.manifest faser_backend.core.errors faser_backend.core.model", "*"),
     room("plugins", "plugins faser_backend.core.errors", "*"),
     room("faser_backend.config", "faser_backend.core", "pydantic"),
     room("faser_backend.manifest", "faser_backend.core", "numpy"),

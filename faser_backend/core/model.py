@@ -1,0 +1,89 @@
+"""What a decoder is: its dimensions, its variants and its rotary tables.
+
+Plain values that engines are built from and run by. Knows no tensors, files or runtimes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+ROPE_SCALINGS = ("linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are slowed down for contexts longer than those of pretraining.
+
+    linear: every frequency is divided by `factor`. llama3: those that turn fewer than `low_freq_factor` times
+    in `original_max_context` tokens are, those that turn more than `high_freq_factor` times are kept, and
+    between the two the divided and the kept frequency are blended in proportion to the turns.
+    """
+
+    kind: str  # one of ROPE_SCALINGS
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_SCALINGS:
+            raise ValueError(f"rope_scaling.kind = {self.kind!r}: must be one of {', '.join(ROPE_SCALINGS)}")
+
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+        """frequencies [head_dim / 2] in radians per token -> the same, slowed down."""
+        slow = frequencies / self.factor
+        if self.kind == "linear":
+            return slow
+        turns = self.original_max_context * frequencies / (2 * np.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return slow + np.clip(kept, 0.0, 1.0) * (frequencies - slow)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Dimensions and variants of a decoder. `max_context` counts prompt + output tokens.
+
+    vocab_size counts the ids that can be read and sampled; padded_vocab_size the rows that the checkpoint's
+    embedding had, 0 where nobody recorded it. With experts, intermediate_size is that of each of them.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context: int
+    rope_theta: float
+    rms_eps: float
+    tie_word_embeddings: bool
+    family: str = "llama"
+    rope_scaling: RopeScaling | None = None
+    has_qkv_bias: bool = False
+    has_attention_out_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False  # queries and keys are normalised per head before they are rotated
+    num_experts: int = 0  # 0: every layer has one MLP for all rows
+    num_experts_per_token: int = 0
+    has_normalized_routing: bool = True  # the chosen experts' weights sum to 1
+    padded_vocab_size: int = 0
+    checkpoint_dtype: str = ""  # of the weights on disk, before they were converted to the engine's
+
+
+def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin [max_context, head_dim / 2] of position * frequency, float32 from float64.
+
+    The frequencies are theta^(-2i / head_dim), scaled where the model says so.
+    """
+    half = spec.head_dim // 2
+    frequencies = spec.rope_theta ** (-np.arange(half) / half)  # [half]
+    if spec.rope_scaling is not None:
+        frequencies = spec.rope_scaling.scaled(frequencies)
+    cos, sin = (np.empty((spec.max_context, half), np.float32) for _ in range(2))
+    for first in range(0, spec.max_context, 4096):  # a long context's angles are not held as float64
+        angles = np.arange(first, min(first + 4096, spec.max_context))[:, None] * frequencies
+        cos[first : first + 4096], sin[first : first + 4096] = np.cos(angles), np.sin(angles)
+    return cos, sin
