@@ -56,7 +56,7 @@ def random_everything(seed: int, *, longest: int = 6, most_candidates: int = 5) 
         partition = WHOLE if mode is PipelineMode.SERIAL and rng.random() < 0.5 else SPLIT
         trim = random_rule(rng) if rng.random() < 0.5 else None
         pruner = random_pruner(rng, most_candidates) if rng.random() < 0.6 else None
-        return Decision(lengths.tolist(), mode, partition, trim, pruner)
+        return Decision(lengths.tolist(), mode, partition, trim, pruner, prefills_draft=bool(rng.random() < 0.6))
 
     return change
 

@@ -12,8 +12,9 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.policy.arms import PLAIN, SERIAL, Arm, promise
+from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.faser import PATIENCE, Corrections, Faser
+from faser_backend.policy.faser import PATIENCE, WEIGH_EVERY, Faser
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import Pricer
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
@@ -110,7 +111,7 @@ def test_changes_over_only_after_patience_and_not_back_and_forth():
 
     tokens_per_us(costs(300.0, 1000.0, 150.0), policy, 4, observer=listen)
     changes = sum(before != after for before, after in itertools.pairwise(arms))
-    assert changes <= len(arms) / (4 * PATIENCE)
+    assert changes <= len(arms) / (4 * PATIENCE * WEIGH_EVERY)
 
 
 def test_overlaps_where_the_split_is_as_fast_as_the_whole():
@@ -145,7 +146,7 @@ def test_corrections_learn_a_ratio_and_pass_it_on_to_what_never_ran():
     corrections = Corrections()
     for _ in range(300):
         corrections.observe(SERIAL, 100.0, 150.0)
-    assert corrections.factor(SERIAL) == pytest.approx(1.5, rel=0.01)
-    assert corrections.factor(PLAIN) == pytest.approx(1.5, rel=0.01)
+    assert corrections.slowdown(SERIAL) == pytest.approx(1.5, rel=0.01)
+    assert corrections.slowdown(PLAIN) == pytest.approx(1.5, rel=0.01)
     corrections.observe(PLAIN, 100.0, 1e9)  # one step that the machine lost
-    assert corrections.factor(PLAIN) <= 2.0
+    assert corrections.slowdown(PLAIN) <= 2.0

@@ -34,6 +34,9 @@ def run(plan, num_emitted: int = 1) -> None:
     """What the pipeline would do with a plan."""
     for chunk in plan.prefills:
         chunk.sequence.target_len = chunk.start + chunk.num_tokens
+    for chunk in plan.draft_prefills:
+        assert chunk.start == chunk.sequence.draft_len
+        chunk.sequence.draft_len = chunk.start + chunk.num_tokens
     for seq in plan.decodes:
         seq.append([1] * min(num_emitted, seq.num_remaining_tokens))
         seq.target_len = seq.num_tokens - 1
@@ -53,6 +56,27 @@ def test_prefill_is_chunked_beside_decodes():
         run(plan)
     assert chunks == [(0, 16), (16, 16), (32, 3)]
     assert second.is_ready
+
+
+def test_a_draft_that_lags_is_caught_up_within_the_budget_before_it_drafts():
+    sched = scheduler(budget=16)
+    first, second = sequence("a", 36, 4), sequence("b", 12, 12)
+    sched.add(first)
+    sched.add(second)
+    while not (first.is_ready and second.is_ready):
+        plan = sched.schedule(InFlight.empty())
+        run(plan, 0)
+    first.target_len, second.target_len = first.num_tokens - 1, second.num_tokens - 1
+    first.draft_len, second.draft_len = 0, 6
+    caught_up, drafting = [], []
+    for _ in range(4):
+        plan = sched.schedule(InFlight.empty())
+        assert plan.decodes == [first, second], "catching up keeps nobody from decoding"
+        caught_up.append([(chunk.sequence, chunk.start, chunk.num_tokens) for chunk in plan.draft_prefills])
+        drafting.append([seq for seq, length in zip(plan.decodes, plan.num_draft_tokens, strict=True) if length])
+        run(plan, 0)
+    assert caught_up == [[(first, 0, 16)], [(first, 16, 16)], [(second, 6, 5)], []]
+    assert drafting == [[], [], [first, second], [first, second]]
 
 
 def test_one_token_prompt_needs_no_prefill():

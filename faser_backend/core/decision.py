@@ -82,3 +82,4 @@ class Decision:
     partition: str = WHOLE
     trim: TrimRule | None = None
     pruner: Pruner | None = None
+    prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts

@@ -62,6 +62,7 @@ class StepPlan:
     drafts: list[Sequence] = field(default_factory=list)  # drafted beside the verification
     num_ahead_tokens: list[int] = field(default_factory=list)  # per entry of drafts, >= 1
     prefills: list[PrefillChunk] = field(default_factory=list)
+    draft_prefills: list[PrefillChunk] = field(default_factory=list)  # through the draft alone, which lags behind
     admitted: list[Sequence] = field(default_factory=list)  # got a slot in this step
     num_reused_blocks: int = 0  # by the admissions of this step
     preempted: list[tuple[Sequence, int]] = field(default_factory=list)  # and the slot they gave up

@@ -13,17 +13,14 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import Frontier
+from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftTokens, ModelRunner, Sampler
-from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.acceptance import draw, rank_drawn
 from faser_backend.policy.randomness import PURPOSE_DRAFT
 from faser_backend.policy.trim import chances, continues
-
-# A sequence that lags by more rows than this is caught up alone, not padding everyone's first call.
-MAX_FIRST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +63,7 @@ class Proposer:
         while active.size:
             whole = active.size == len(batch)  # the common case needs no gathering
             tables = batch.block_tables if whole else batch.block_tables[active]
-            rows = self._first_rows(runner, chain, active, tables) if step == 0 else chain.next_rows(active, tables)
+            rows = self._first_rows(chain, active, tables) if step == 0 else chain.next_rows(active, tables)
             self._times.lap("draft_rows")
             logits = run_model(runner, rows)
             self._times.lap("draft_model")
@@ -78,9 +75,10 @@ class Proposer:
             sequence.num_proposals += 1
         return chain.frontier()
 
-    def prefill(self, runner: ModelRunner, sequences: list[Sequence], stops: list[int]) -> None:
-        """Feeds tokens [draft_len, stop) of each sequence, without logits."""
-        behind = [(seq, stop) for seq, stop in zip(sequences, stops, strict=True) if seq.draft_len < stop]
+    def prefill(self, runner: ModelRunner, chunks: list[PrefillChunk]) -> None:
+        """Feeds what the draft has not seen of each chunk, without logits."""
+        ends = [(chunk.sequence, chunk.start + chunk.num_tokens) for chunk in chunks]
+        behind = [(sequence, stop) for sequence, stop in ends if sequence.draft_len < stop]
         if not behind:
             return
         lagging = [sequence for sequence, _ in behind]
@@ -93,13 +91,11 @@ class Proposer:
         for sequence, stop in behind:
             sequence.draft_len = stop
 
-    def _first_rows(self, runner: ModelRunner, chain: _Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
+    def _first_rows(self, chain: _Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         """What the draft has not seen, the anchor or the last uncommitted token at its end."""
         sequences = [chain.batch.sequences[i] for i in active]
         is_behind = chain.num_behind[active] > 0
         fresh = [seq for seq, waits in zip(sequences, is_behind, strict=True) if not waits]
-        far_behind = [seq for seq in fresh if seq.num_tokens - seq.draft_len > MAX_FIRST_ROWS]
-        self.prefill(runner, far_behind, [seq.num_tokens - 1 for seq in far_behind])
         if len(fresh) == len(sequences):
             starts = [seq.draft_len for seq in sequences]
             return token_range_rows(sequences, starts, [seq.num_tokens for seq in sequences], tables, with_logits=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.plan import InFlight, StepPlan
+from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput
@@ -114,11 +114,17 @@ class Stepper:
         return outputs, in_flight.present()
 
     def _prefill(self, plan: StepPlan) -> None:
-        """Prompt chunks, through the target and, where the request drafts, through the draft."""
-        if not plan.prefills:
-            return
+        """Prompt chunks, through the target and, where the request drafts, through the draft; and through the draft
+        alone what it has missed."""
         partition = self.partitions[WHOLE]
         tables = self.scheduler.blocks.block_tables
+        if plan.draft_prefills:
+            assert partition.draft is not None
+            self.draft_times.start()
+            self.proposer.prefill(partition.draft, plan.draft_prefills)
+            self.times.start()
+        if not plan.prefills:
+            return
         sequences = [chunk.sequence for chunk in plan.prefills]
         stops = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
         slots = [sequence.slot for sequence in sequences]
@@ -127,10 +133,9 @@ class Stepper:
         self.times.lap("prefill_rows")
         run_model(partition.target, rows)
         self.times.lap("prefill_model")
-        if partition.draft is not None:
-            drafting = [i for i, sequence in enumerate(sequences) if sequence.request.max_draft_tokens != 0]
+        if partition.draft is not None and plan.decision.prefills_draft:
             self.draft_times.start()
-            self.proposer.prefill(partition.draft, [sequences[i] for i in drafting], [stops[i] for i in drafting])
+            self.proposer.prefill(partition.draft, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
             self.times.start()
         for sequence, stop in zip(sequences, stops, strict=True):
             sequence.target_len = stop
@@ -234,3 +239,8 @@ class Stepper:
             sequence.stats.num_allocated_blocks = self.scheduler.blocks.num_blocks_of(sequence.slot)
             self.sampler.remove(sequence.slot)
         self.scheduler.remove(sequence)
+
+
+def _is_for_draft(chunk: PrefillChunk) -> bool:
+    """Whether the draft, too, may read this chunk of a prompt: not if none is wanted or it lags behind."""
+    return chunk.sequence.request.max_draft_tokens != 0 and chunk.sequence.draft_len >= chunk.start

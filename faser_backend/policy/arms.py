@@ -19,6 +19,7 @@ class Arm(NamedTuple):
 
     mode: PipelineMode | None
     partition: str = WHOLE
+    is_trimmed: bool = True  # lengths and rows by confidence, where the mode allows it; else all draft alike
 
 
 class Promise(NamedTuple):
@@ -30,13 +31,14 @@ class Promise(NamedTuple):
 
 PLAIN = Arm(None)
 SERIAL = Arm(PipelineMode.SERIAL)
+UNIFORM = Arm(PipelineMode.SERIAL, is_trimmed=False)
 
 
 def arms_on(partitions: tuple[str, ...]) -> tuple[Arm, ...]:
-    """Plain and serial on the whole device, and both overlapped modes on every split."""
+    """Plain and serial on the whole device, trimmed or not, and both overlapped modes on every split."""
     splits = [name for name in partitions if name != WHOLE]
     overlapped = [Arm(mode, name) for name in splits for mode in (PipelineMode.PING_PONG, PipelineMode.RUN_AHEAD)]
-    return (PLAIN, SERIAL, *overlapped)
+    return (PLAIN, UNIFORM, SERIAL, *overlapped)
 
 
 def promise(pricer: Pricer, arm: Arm, size: int, context: int) -> Promise:
@@ -47,7 +49,7 @@ def promise(pricer: Pricer, arm: Arm, size: int, context: int) -> Promise:
     if arm.mode is None:
         return Promise(pricer.plain_speed(times), 0)
     if arm.mode is PipelineMode.SERIAL:
-        return Promise(pricer.serial_speed(times))
+        return Promise(*pricer.best_uniform(times))
     speeds = _run_ahead_speeds(pricer, times)
     best = int(speeds.argmax())
     return Promise(float(speeds[best]), best + 1)

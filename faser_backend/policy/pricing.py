@@ -62,7 +62,7 @@ class BatchTimes:
         self.uniform_overhead_us = self.overhead_us[num_extra]  # [K]
         self.uniform_draft_us = self.lengths * self.draft_us[size]  # [K]
         self.step_us = self.target_us + self.overhead_us  # [N + 1] without drafting and padding
-        self.serial_speed, self.serial_version = 0.0, -1  # kept for a version of the calibration
+        self.best_uniform, self.best_version = (0.0, 1), -1  # kept for a version of the calibration
 
     @property
     def size(self) -> int:
@@ -102,13 +102,15 @@ class Pricer:
         """Tokens per microsecond of plain decoding."""
         return times.size / times.verify_us(0, 0)
 
-    def serial_speed(self, times: BatchTimes) -> float:
-        """Tokens per microsecond of the best uniform rounds that draft and verify in turn: trimming does no worse."""
-        if times.serial_version != self.match.version:
+    def best_uniform(self, times: BatchTimes) -> tuple[float, int]:
+        """The best rounds in which all draft alike and then are verified: tokens per microsecond, and the length."""
+        if times.best_version != self.match.version:
             round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
-            times.serial_speed = float((times.size * self.uniform_tokens(times) / round_us).max())
-            times.serial_version = self.match.version
-        return times.serial_speed
+            speeds = times.size * self.uniform_tokens(times) / round_us
+            best = int(speeds.argmax())
+            times.best_uniform = float(speeds[best]), best + 1
+            times.best_version = self.match.version
+        return times.best_uniform
 
     def uniform_tokens(self, times: BatchTimes) -> np.ndarray:
         """[K] tokens per sequence of uniform rounds, if every draft token had the mean chance."""

@@ -14,6 +14,9 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.speculation import SpeculationPolicy
 
+# A sequence whose draft lags by more tokens is caught up before it drafts: its rows would pad everyone's first call.
+MAX_DRAFT_LAG = 4
+
 
 class Scheduler:
     """Running sequences stay in order of admission; the newest is preempted first.
@@ -58,6 +61,7 @@ class Scheduler:
         if not plan.preempted:
             self._admit(plan)
         self._plan_prefills(plan)
+        plan.draft_prefills = [chunk for chunk in plan.draft_prefills if chunk.sequence.slot >= 0]
         plan.in_flight = in_flight.present()
         return plan
 
@@ -74,6 +78,8 @@ class Scheduler:
             cap = sequence.request.max_draft_tokens
             usable = sequence.num_remaining_tokens - num_ready - 1
             wanted = max(0, min(chosen, usable if cap is None else min(cap, usable)))
+            if wanted and not self._catch_up(plan, sequence):
+                wanted = 0
             if mode is PipelineMode.SERIAL:
                 self._plan_decode(plan, sequence, 0 if num_ready else wanted, num_ready)
             elif not num_ready and wanted:
@@ -83,6 +89,17 @@ class Scheduler:
                 self._plan_decode(plan, sequence, 0, num_ready)
                 if mode is PipelineMode.RUN_AHEAD and num_ready and wanted and sequence.slot >= 0:
                     self._plan_draft(plan, sequence, wanted, num_ready)
+
+    def _catch_up(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Lets the draft read what it has not seen; False where that takes more than what is left for it in a step."""
+        lag = sequence.num_tokens - sequence.draft_len
+        if lag <= MAX_DRAFT_LAG:
+            return True
+        budget = self.max_prefill_tokens - sum(chunk.num_tokens for chunk in plan.draft_prefills)
+        num_tokens = min(lag - 1, budget)  # the last token is fed when it drafts
+        if num_tokens:
+            plan.draft_prefills.append(PrefillChunk(sequence, sequence.draft_len, num_tokens))
+        return num_tokens == lag - 1
 
     def _plan_decode(self, plan: StepPlan, sequence: Sequence, num_draft_tokens: int, num_ready: int) -> None:
         """Verification of the anchor, what is in flight, and what is drafted first, in this step."""

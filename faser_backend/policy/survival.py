@@ -34,7 +34,7 @@ class Survival:
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         pricer, size = self._pricer, len(sequences)
         times = pricer.times(size, pricer.context(sequences), WHOLE)
-        rule = pricer.rule(times, max(pricer.plain_speed(times), pricer.serial_speed(times)))
+        rule = pricer.rule(times, max(pricer.plain_speed(times), pricer.best_uniform(times)[0]))
         if continues(rule, np.ones(size)).any():
             self._num_plain = 0
             return Decision([pricer.max_draft_tokens] * size, trim=rule)

@@ -1,0 +1,69 @@
+"""What predictions turn out to be worth: by how much each arm is slower, and yields more, than promised.
+
+Two running ratios per arm. Time: measured over predicted, of the step that was really made. Yield: tokens over
+those that the arm's promise implies for that step, at the cost model's own time; it holds what a promise leaves
+out, such as what trimming gains over uniform rounds, and is known only of an arm that ran as promised.
+"""
+
+from __future__ import annotations
+
+import math
+
+from faser_backend.policy.arms import Arm
+
+_FADE = 0.97  # of an arm's correction of time, per step that it ran
+_AGE_FADE = 0.995  # and per step that it did not
+_YIELD_FADE = 0.997  # of the token counts, per sequence and step: acceptance is noisy where few run
+_YIELD_PRIOR = 64.0  # tokens' weight of the promise itself
+
+
+def _kin(arm: Arm) -> Arm:
+    return arm._replace(is_trimmed=not arm.is_trimmed)
+
+
+class Corrections:
+    """Running ratios of each arm; a probe teaches of time alone."""
+
+    def __init__(self) -> None:
+        self._log_ratio: dict[Arm, float] = {}
+        self._last_step: dict[Arm, int] = {}
+        self._tokens: dict[Arm, tuple[float, float]] = {}  # faded sums: emitted, promised
+        self._num_steps = 0
+
+    def knows(self, arm: Arm) -> bool:
+        return arm in self._log_ratio
+
+    def age(self, arm: Arm) -> int:
+        """Steps since the arm was seen at work."""
+        return self._num_steps - self._last_step.get(arm, -(10**6))
+
+    def slowdown(self, arm: Arm) -> float:
+        """Measured over predicted time. Of an arm that never ran: that of its kin, which makes the same calls, else
+        the mean of those that ran, for a slow machine is slow with every arm."""
+        known = self._log_ratio
+        for each in (arm, _kin(arm)):
+            if each in known:
+                return math.exp(known[each])
+        return math.exp(sum(known.values()) / len(known)) if known else 1.0
+
+    def yield_ratio(self, arm: Arm) -> float:
+        """Emitted over promised tokens in the same predicted time. Of an arm that never ran as promised: that of its
+        kin, whose promise rests on the same chances, else 1."""
+        emitted, promised = self._tokens.get(arm) or self._tokens.get(_kin(arm), (0.0, 0.0))
+        return (emitted + _YIELD_PRIOR) / (promised + _YIELD_PRIOR)
+
+    def observe(self, arm: Arm, predicted_us: float, measured_us: float) -> None:
+        """Of a step's time; predicted_us for what the step really did."""
+        # A step that the machine lost to something else says little about the arm: cut at a factor of 2.
+        ratio = min(max(math.log(measured_us / predicted_us), -math.log(2.0)), math.log(2.0))
+        # The machine's speed changes with time: the older what is known of an arm, the more a new step counts.
+        old = self._log_ratio.get(arm, ratio)
+        self._log_ratio[arm] = ratio + _FADE * _AGE_FADE ** self.age(arm) * (old - ratio)
+        self._last_step[arm] = self._num_steps
+        self._num_steps += 1
+
+    def observe_yield(self, arm: Arm, num_sequences: int, emitted: float, promised: float) -> None:
+        """Of a step's tokens, all sequences together."""
+        fade = _YIELD_FADE**num_sequences
+        old_emitted, old_promised = self._tokens.get(arm, (0.0, 0.0))
+        self._tokens[arm] = (fade * old_emitted + emitted, fade * old_promised + promised)

@@ -1,0 +1,80 @@
+"""When to try an arm that was not chosen, and with which sequences: what the controller cannot know otherwise.
+
+Within a small share of the time: a few steps of plain decoding while it speculates, a little drafting while it
+decodes plainly. Plain decoding leaves the draft's cache behind; so a probe drafts for few sequences, those that lag
+least, and its price holds what catching them up takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm
+from faser_backend.policy.corrections import Corrections
+from faser_backend.policy.cost_model import DRAFT
+from faser_backend.policy.pricing import BatchTimes, Pricer
+
+PROBE_SHARE = 0.01  # of the time
+PROBE_STEPS = 2  # in a row: the first one after a change finds caches cold and is not counted
+PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
+PROBED_PART = 8  # one sequence in so many drafts then, but one at least
+
+
+class Prober:
+    """Saves up time and spends it on the arm that was not seen for longest."""
+
+    def __init__(self, corrections: Corrections) -> None:
+        self._corrections = corrections
+        self._saved_us = 0.0
+        self._arm = PLAIN
+        self._num_left = 0  # steps of the current probe
+
+    def arm(self, chosen: Arm, plain_us: float, price_us: float) -> Arm:
+        """The arm of the next step: the chosen one, or one that is probed.
+
+        plain_us: of a plain step, as which time is saved up. price_us: what a probe will take beyond what the chosen
+        arm would; what it did take is paid.
+        A first look at plain decoding comes at once: it is cheap, and tells whether slow steps are the arm's or the
+        machine's.
+        """
+        self._saved_us += PROBE_SHARE * plain_us
+        if self._num_left == 0:
+            is_urgent = chosen != PLAIN and not self._corrections.knows(PLAIN)
+            if is_urgent or self._saved_us >= price_us:
+                others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != chosen]
+                self._arm = PLAIN if is_urgent else max(others, key=self._corrections.age)
+                self._num_left = PROBE_STEPS
+        if self._num_left == 0 or self._arm == chosen:
+            self._num_left = 0
+            return chosen
+        self._num_left -= 1
+        return self._arm
+
+    def pay(self, excess_us: float) -> None:
+        """What a step of a probe took beyond the time in which the chosen arm emits as much. May leave a debt."""
+        self._saved_us -= excess_us
+
+
+def probed_lengths(sequences: Sequence[RunningSequence]) -> list[int]:
+    """[B] draft tokens of a probe among plain rounds: of those that may draft the ones that lag least."""
+    lags = [(seq.num_tokens - seq.draft_len, i) for i, seq in enumerate(sequences) if seq.request.max_draft_tokens != 0]
+    lengths = [0] * len(sequences)
+    for _, index in sorted(lags)[: max(len(sequences) // PROBED_PART, 1)]:
+        lengths[index] = PROBE_TOKENS
+    return lengths
+
+
+def probe_price_us(
+    pricer: Pricer, times: BatchTimes, sequences: Sequence[RunningSequence], lengths: list[int]
+) -> float:
+    """What PROBE_STEPS steps that draft `lengths` take beyond plain ones, catching up included."""
+    probed = [seq for seq, length in zip(sequences, lengths, strict=True) if length]
+    if not probed:
+        return float("inf")
+    num_lagging = sum(seq.num_tokens - seq.draft_len for seq in probed)
+    context = pricer.context(probed)
+    caught_up_us = float(pricer.costs.call_us(DRAFT, WHOLE, num_lagging, len(probed), context))
+    rows_us = times.verify_us(PROBE_TOKENS * len(probed), PROBE_TOKENS) - times.verify_us(0, 0)
+    return caught_up_us + PROBE_STEPS * (rows_us + PROBE_TOKENS * float(times.draft_us[len(probed)]))
