@@ -89,14 +89,19 @@ def _table(log2_size: int, num_padding: int) -> np.ndarray:
     return np.concatenate([entries, np.resize(entries, num_padding)])
 
 
+def noise_table(vocab_size: int) -> tuple[np.ndarray, int]:
+    """The table for a vocabulary, [2^log2_size + vocab_size] uint32, and log2_size. Raises ValueError above 2^20."""
+    log2_size = max(_MIN_LOG2_SIZE, (8 * vocab_size - 1).bit_length())
+    if log2_size > _MAX_LOG2_SIZE:
+        raise ValueError(f"vocab_size = {vocab_size}: noise rows hold at most {2 ** (_MAX_LOG2_SIZE - 3)} tokens")
+    return _table(log2_size, vocab_size), log2_size
+
+
 class GumbelNoise:
     """Noise rows over a vocabulary. Immutable; the table is shared by all instances of a process."""
 
     def __init__(self, vocab_size: int) -> None:
-        log2_size = max(_MIN_LOG2_SIZE, (8 * vocab_size - 1).bit_length())
-        if log2_size > _MAX_LOG2_SIZE:
-            raise ValueError(f"vocab_size = {vocab_size}: noise rows hold at most {2 ** (_MAX_LOG2_SIZE - 3)} tokens")
-        table = _table(log2_size, vocab_size)
+        table, log2_size = noise_table(vocab_size)
         table.flags.writeable = False
         self._windows = as_strided(table, (1 << log2_size, vocab_size), table.strides * 2, writeable=False)
         self._mask = _word((1 << log2_size) - 1)

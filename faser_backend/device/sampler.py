@@ -18,9 +18,9 @@ from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
 from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, rank, second_best, softmax
+from faser_backend.device.slot_parameters import SlotParameters
 
 MAX_MARGIN = 1e4  # of a token that is the only one allowed
-MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
 
 
 class NumpySampler:
@@ -35,15 +35,7 @@ class NumpySampler:
         self._vocab_size = vocab_size
         self._noise = noise.GumbelNoise(vocab_size)
         self._rules = LogitRules(vocab_size)
-        self._is_active = np.zeros(max_num_seqs, np.bool_)
-        self._is_random = np.zeros(max_num_seqs, np.bool_)
-        self._is_special = np.zeros(max_num_seqs, np.bool_)
-        self._has_rules = np.zeros(max_num_seqs, np.bool_)
-        self._keys = np.zeros(max_num_seqs, np.uint64)
-        self._inverse_temperature = np.ones(max_num_seqs, np.float32)  # 1 where greedy
-        self._top_k = np.full(max_num_seqs, vocab_size, np.int64)  # V = off
-        self._top_p = np.ones(max_num_seqs, np.float64)  # 1 = off
-        self._min_p = np.zeros(max_num_seqs, np.float64)  # 0 = off
+        self.parameters = SlotParameters(vocab_size, max_num_seqs)  # for reading
         # Counts over active slots decide the path of a whole batch without looking at its rows.
         self._num_active = 0
         self._num_random = 0
@@ -58,33 +50,19 @@ class NumpySampler:
         end_ids: tuple[int, ...],
     ) -> None:
         """See core.ports.Sampler. The parameters are valid (SamplingParams.validate)."""
-        if self._is_active[slot]:
-            raise ValueError(f"slot {slot} is in use; remove it first")
-        is_random = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
-        top_k = min(sampling.top_k or self._vocab_size, self._vocab_size)
-        has_filter = top_k < self._vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.parameters.check_free(slot)
         has_rules = self._rules.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
-        self._is_active[slot] = True
-        self._is_random[slot] = is_random
-        self._has_rules[slot] = has_rules
-        # Filters keep the largest logit, so a greedy row without rules needs none of them.
-        self._is_special[slot] = has_rules or (is_random and has_filter)
-        self._keys[slot] = noise.seed_keys(np.array([sampling.seed], np.uint64))[0]
-        self._inverse_temperature[slot] = 1.0 / sampling.temperature if is_random else 1.0
-        self._top_k[slot] = top_k if is_random else self._vocab_size
-        self._top_p[slot] = sampling.top_p if is_random else 1.0
-        self._min_p[slot] = sampling.min_p if is_random else 0.0
+        self.parameters.add(slot, sampling, has_rules=has_rules)
         self._count()
 
     def remove(self, slot: int) -> None:
-        if not self._is_active[slot]:
-            raise ValueError(f"slot {slot} is not in use")
+        self.parameters.check_active(slot)
         self._rules.remove(slot)
-        self._is_active[slot] = self._is_random[slot] = self._is_special[slot] = self._has_rules[slot] = False
+        self.parameters.remove(slot)
         self._count()
 
     def append(self, slot: int, tokens: list[int]) -> None:
-        if self._has_rules[slot]:
+        if self.parameters.has_rules[slot]:
             self._rules.append(slot, tokens)
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
@@ -111,7 +89,7 @@ class NumpySampler:
         else:
             candidates, second = rank(scores, token_ids, num_candidates, can_overwrite=scores is not logits)
         with np.errstate(over="ignore"):
-            margins = np.minimum((best - second) / self._inverse_temperature[rows.slots], MAX_MARGIN)
+            margins = np.minimum((best - second) / self.parameters.inverse_temperature[rows.slots], MAX_MARGIN)
         return DraftTokens(token_ids, margins, candidates)
 
     def candidate_margins(
@@ -121,8 +99,9 @@ class NumpySampler:
         about a token, not a draw. Only reads what `add` wrote."""
         if with_noise and self._num_random:
             slots = rows.slots
-            temperature = np.where(self._is_random[slots], 1.0 / self._inverse_temperature[slots], np.float32(0.0))
-            log_exponentials = self._noise.log_exponentials_at(self._keys[slots], rows.positions, candidates)
+            known = self.parameters
+            temperature = np.where(known.is_random[slots], 1.0 / known.inverse_temperature[slots], np.float32(0.0))
+            log_exponentials = self._noise.log_exponentials_at(self.parameters.keys[slots], rows.positions, candidates)
             scores = scores - temperature[:, None] * log_exponentials
         return scores[:, 0] - scores[:, 1:].max(axis=1)
 
@@ -133,7 +112,7 @@ class NumpySampler:
         """
         scores = self._processed(logits, rows, np.arange(rows.slots.size))
         probs = softmax(scores)
-        greedy = np.flatnonzero(~self._is_random[rows.slots])
+        greedy = np.flatnonzero(~self.parameters.is_random[rows.slots])
         if greedy.size:
             probs[greedy] = 0.0
             probs[greedy, scores[greedy].argmax(axis=1)] = 1.0
@@ -141,33 +120,30 @@ class NumpySampler:
 
     def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
         """See core.ports.Sampler; float64 [R]."""
-        return noise.uniforms(self._keys[rows.slots], rows.positions, purpose, num_steps)
+        return noise.uniforms(self.parameters.keys[rows.slots], rows.positions, purpose, num_steps)
 
     def log_probs(self, logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """See core.ports.Sampler; float32 [R]."""
         return log_softmax_at(logits, token_ids)
 
     def check_integrity(self) -> None:
-        active = set(np.flatnonzero(self._is_active).tolist())
-        self._rules.check_integrity(active)
-        for flags in (self._is_random, self._is_special, self._has_rules):
-            assert not (flags & ~self._is_active).any(), "a free slot keeps state"
-        assert not (self._has_rules & ~self._is_special).any()
+        self.parameters.check_integrity()
+        self._rules.check_integrity(set(np.flatnonzero(self.parameters.is_active).tolist()))
         counts = (self._num_active, self._num_random, self._num_special)
         self._count()
         assert counts == (self._num_active, self._num_random, self._num_special)
 
     def _count(self) -> None:
-        self._num_active = int(np.count_nonzero(self._is_active))
-        self._num_random = int(np.count_nonzero(self._is_random))
-        self._num_special = int(np.count_nonzero(self._is_special))
+        self._num_active = int(np.count_nonzero(self.parameters.is_active))
+        self._num_random = int(np.count_nonzero(self.parameters.is_random))
+        self._num_special = int(np.count_nonzero(self.parameters.is_special))
 
     def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
         if not self._num_special:
             return self._perturbed(logits, slots, positions)
-        is_special = self._is_special[slots]
+        is_special = self.parameters.is_special[slots]
         special = np.flatnonzero(is_special)
         if special.size == 0:
             return self._perturbed(logits, slots, positions)
@@ -182,7 +158,7 @@ class NumpySampler:
 
     def _special_scores(self, logits: np.ndarray, rows: SamplingRows, special: np.ndarray) -> np.ndarray:
         scores = self._processed(logits, rows, special)
-        random = np.flatnonzero(self._is_random[rows.slots[special]])
+        random = np.flatnonzero(self.parameters.is_random[rows.slots[special]])
         self._subtract_noise(scores, random, rows.slots[special], rows.positions[special])
         return scores
 
@@ -193,10 +169,10 @@ class NumpySampler:
         if self._num_random == self._num_active:
             random = None
         else:
-            random = np.flatnonzero(self._is_random[slots])
+            random = np.flatnonzero(self.parameters.is_random[slots])
             if random.size == 0:
                 return logits
-        scores = logits * self._inverse_temperature[slots, None]
+        scores = logits * self.parameters.inverse_temperature[slots, None]
         self._subtract_noise(scores, random, slots, positions)
         return scores
 
@@ -205,21 +181,22 @@ class NumpySampler:
     ) -> None:
         """In place on scores [n, V] of slots [n]; `random` lists the rows to perturb, None = all."""
         if random is None or random.size == slots.size:
-            scores -= self._noise.log_exponentials(self._keys[slots], positions)
+            scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)
         elif random.size:
-            scores[random] -= self._noise.log_exponentials(self._keys[slots[random]], positions[random])
+            scores[random] -= self._noise.log_exponentials(self.parameters.keys[slots[random]], positions[random])
 
     def _processed(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> np.ndarray:
         """Logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
         scores = logits.take(index, axis=0)
         slots = rows.slots[index]
-        if self._has_rules[slots].any():
+        known = self.parameters
+        if known.has_rules[slots].any():
             self._rules.apply(scores, rows, index)
             all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
             scores[all_forbidden] = logits[index[all_forbidden]]
-        _check_finite(scores.max(axis=1), rows, index)  # before filters, which presume numbers
-        scores *= self._inverse_temperature[slots, None]
-        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
+        check_finite(scores.max(axis=1), rows, index)  # before filters, which presume numbers
+        scores *= known.inverse_temperature[slots, None]
+        top_k, top_p, min_p = known.top_k[slots], known.top_p[slots], known.min_p[slots]
         _apply(keep_top, scores, (top_k < self._vocab_size) | (top_p < 1.0), top_k, top_p)
         _apply(keep_min_p, scores, min_p > 0.0, min_p)
         return scores
@@ -229,11 +206,11 @@ class NumpySampler:
         """argmax [R] of scores [R, V]."""
         token_ids = scores.argmax(axis=1)
         # argmax stops at the first NaN, so the chosen score tells whether a row is sound.
-        _check_finite(scores[np.arange(token_ids.size), token_ids], rows, None)
+        check_finite(scores[np.arange(token_ids.size), token_ids], rows, None)
         return token_ids
 
 
-def _check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None) -> None:
+def check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None) -> None:
     """Raises FaserError for the first entry of best [n], the largest score of each row, that is no number."""
     is_finite = np.isfinite(best)
     if is_finite.all():
