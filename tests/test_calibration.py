@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins, rising_shares
+from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profiling.calibration import calibrate
 from faser_backend.serving.profiling.chains import record_chains
 from faser_backend.serving.profiling.texts import TOKENS_EACH, calibration_requests, read_prompts
@@ -135,7 +137,7 @@ def test_recorded_chains_are_those_of_the_texts(engine: Path) -> None:
     rng = np.random.default_rng(0)
     requests = calibration_requests([], manifest.end_ids, Limits(97, 128), 8, rng)
     done: list[float] = []
-    chains = record_chains(engine, frozenset({0, 1}), requests, 5, done.append)
+    chains = record_chains(partial(build_engine, engine), frozenset({0, 1}), requests, 5, done.append)
     assert set(chains.exit_margins) == {0, 1} and set(chains.group.tolist()) == {0, 1}
     assert (chains.num_drafted >= 1).all() and (chains.num_accepted <= chains.num_drafted).all()
     # Every round emits what was accepted and one more; only a last token is emitted without a draft.
@@ -150,7 +152,14 @@ def test_recorded_chains_are_those_of_the_texts(engine: Path) -> None:
 def test_a_retention_out_of_range_is_refused(engine: Path, retention: float) -> None:
     options: dict[str, Any] = {"is_quick": True, "seed": 0, "progress": lambda done: None}
     with pytest.raises(ConfigError, match=r"retention = .*\(0, 1\]"):
-        calibrate(engine, EngineManifest.load(engine), prompts=None, retention=retention, **options)
+        calibrate(
+            partial(build_engine, engine),
+            engine,
+            EngineManifest.load(engine),
+            prompts=None,
+            retention=retention,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("max_context", [4, 16, 128, 2048])

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from engines.build import build_engines
-from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.device import onnx_runtime
+from faser_backend.device.cpu_runtime import OrtRuntime, useful_splits
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.overlap import Partition
-from faser_backend.serving.partitions import open_partitions, useful_splits
+from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.profiling.measure import shares_of
 from tests.tiny_models import make_rows, run_all, write_checkpoint
 
@@ -40,16 +41,21 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "engine"
 
 
-def open_on(engine: Path, menu: PartitionMenu = MENU, *, is_drafting: bool = True, wants_splits: bool = True):
-    return open_partitions(
-        engine,
-        EngineManifest.load(engine),
-        num_blocks=NUM_BLOCKS,
-        config=EngineConfig(),
-        menu=menu,
-        is_drafting=is_drafting,
-        wants_splits=wants_splits,
-    )
+def pair_of(manifest: EngineManifest) -> ModelPair:
+    return ModelPair(manifest.target, manifest.draft)
+
+
+def open_on(
+    engine: Path,
+    menu: PartitionMenu[CorePartition] = MENU,
+    *,
+    is_drafting: bool = True,
+    names: tuple[str, ...] = (WHOLE, "1/1", "2/2"),
+):
+    models = pair_of(EngineManifest.load(engine))
+    runtime = OrtRuntime(engine, models, BLOCK_SIZE, menu=menu)
+    sampler = runtime.open_sampler(models.vocab_size, 4)
+    return open_partitions(runtime, models, sampler, num_blocks=NUM_BLOCKS, names=names, is_drafting=is_drafting)
 
 
 def runners_of(partition: Partition) -> tuple[OrtRunner, OrtRunner]:
@@ -99,7 +105,12 @@ def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("menu", "wishes"),
-    [(MENU, {"wants_splits": False}), (MENU, {"is_drafting": False}), (core_partitions((CORES[0],)), {})],
+    [
+        (MENU, {"names": (WHOLE,)}),
+        (MENU, {"is_drafting": False}),
+        (MENU, {"names": (WHOLE, "1/3")}),
+        (core_partitions((CORES[0],)), {}),
+    ],
 )
 def test_no_split_where_none_is_wanted_or_possible(engine: Path, menu: PartitionMenu, wishes: dict) -> None:
     partitions, close = open_on(engine, menu, **wishes)
@@ -112,7 +123,7 @@ def test_the_log_tells_what_was_opened(engine: Path, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO)
     _, close = open_on(engine)
     close()
-    assert "splits opened: 1 of 1 (1/1); each loads 0 MiB" in caplog.text
+    assert "splits: 1 of 1 (1/1); each loads 0 MiB" in caplog.text
     _, close = open_on(engine, core_partitions((CORES[0],)))
     close()
     assert [record.levelname for record in caplog.records][-1] == "WARNING"
@@ -156,7 +167,7 @@ class TestUsefulSplits:
 
     def names(self, engine: Path, *, draft: int, num_threads: int | None = None, free: int = 1 << 40):
         manifest = self.sized(engine, target=100 << 20, draft=draft)
-        splits, reason = useful_splits(self.EIGHT, manifest, num_threads, free)
+        splits, reason = useful_splits(self.EIGHT, pair_of(manifest), num_threads, free)
         return [split_name(*split) for split in splits], reason
 
     def test_a_large_draft_gets_every_share(self, engine: Path) -> None:

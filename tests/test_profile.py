@@ -161,9 +161,10 @@ def test_prompts_that_cannot_be_read_end_the_command(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"cpu": "another processor"}, "CPU another processor"),
-        ({"num_cores": 4096}, "usable cores 4096"),
-        ({"onnxruntime": "0.1"}, "onnxruntime 0.1"),
+        ({"device": {"cpu": "another processor"}}, "CPU another processor"),
+        ({"device": {"num_cores": 4096}}, "usable cores 4096"),
+        ({"device": {"onnxruntime": "0.1"}}, "onnxruntime 0.1"),
+        ({"device": {"gpu": "H100"}}, "GPU H100 instead of unknown; CPU unknown instead of "),
         ({"faser": "0.0.1"}, "faser 0.0.1"),
         ({"files": {"target.0.onnx": "0" * 64}}, "target.0.onnx"),
     ],

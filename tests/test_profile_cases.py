@@ -36,6 +36,6 @@ def test_batches_hold_their_case_even_where_the_pool_is_smaller() -> None:
 def test_one_core_is_measured_whole_and_more_as_splits_in_company() -> None:
     assert [share.partition for share in shares_of(core_partitions((0,)))] == [WHOLE, WHOLE]
     shares = shares_of(core_partitions((0, 1, 2, 3)))
-    assert [(s.model, s.partition, s.cores.size) for s in shares[2:4]] == [(TARGET, "1/3", 3), (DRAFT, "1/3", 1)]
+    assert [(s.model, s.partition, s.part.size) for s in shares[2:4]] == [(TARGET, "1/3", 3), (DRAFT, "1/3", 1)]
     for share in shares[2:]:
-        assert share.company is not None and not set(share.company.cores) & set(share.cores.cores)
+        assert share.company is not None and not set(share.company.cores) & set(share.part.cores)

@@ -7,13 +7,41 @@ opened are closed before it.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler
 from faser_backend.device.partition import PartitionMenu, Share
-from faser_backend.manifest import ModelEngine, ModelSpec
+from faser_backend.manifest import ModelEngine
 
-Pool = TypeVar("Pool")
+
+class ModelPair(NamedTuple):
+    """The two models of an engine."""
+
+    target: ModelEngine
+    draft: ModelEngine
+
+    @property
+    def max_context(self) -> int:
+        return min(model.spec.max_context for model in self)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.spec.vocab_size
+
+
+class KvStorage(Protocol):
+    """What all KV pools have in common."""
+
+    num_blocks: int
+    kv_block_size: int
+
+
+Pool = TypeVar("Pool", bound=KvStorage)
+Result = TypeVar("Result")
 
 
 class Closable(Protocol):
@@ -27,27 +55,43 @@ class OpenRunner(ModelRunner, Closable, Protocol):
 
 
 class OpenLanes(Lanes, Closable, Protocol):
-    """Lanes that their owner closes."""
+    """Lanes that their owner closes; `on_draft` and `on_target` run work on one lane's thread and wait for it."""
+
+    def on_draft(self, work: Callable[[], Result]) -> Result: ...
+
+    def on_target(self, work: Callable[[], Result]) -> Result: ...
 
 
 class Runtime(Closable, Protocol[Share, Pool]):
-    """Opens pools, runners, lanes and samplers of one engine directory on one device.
+    """Opens pools, runners, lanes and samplers of one pair of models on one device.
 
     Pools are shared by all runners of a model: what one partition wrote another may read.
     """
 
+    kv_block_size: int
+    kv_memory_share: float  # of free_bytes, that KV pools may take unless somebody says how many blocks
     menu: PartitionMenu[Share]  # what the device offers; `note` says in words what was chosen and why
-    splits: tuple[tuple[Share, Share], ...]  # of the menu, those that are worth opening for this engine
+    splits: tuple[tuple[Share, Share], ...]  # of the menu, those that are worth opening for these models
+    splits_note: str  # how many of how many, and why
 
     def free_bytes(self) -> int:
-        """Memory that KV pools can still take."""
+        """Free memory where KV pools live, less what the models' weights are still going to take."""
         ...
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
         """Bytes of one KV block over all layers, keys and values."""
         ...
 
+    def bind_step_thread(self) -> None:
+        """Called before an engine is built and before every step, on the thread that does it: what that thread
+        queues from then on follows what was queued before it. Cheap where nothing changes."""
+        ...
+
     def open_pool(self, model: ModelEngine, num_blocks: int) -> Pool: ...
+
+    def fill_pool(self, pool: Pool, numbers: np.ndarray) -> None:
+        """Every key and value becomes numbers [head_dim]: for who times calls on a pool that nobody wrote."""
+        ...
 
     def open_runner(self, model: ModelEngine, share: Share, pool: Pool) -> OpenRunner:
         """On the calling thread, which has been bound to the share where it is one of a split."""
@@ -55,12 +99,12 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
     def open_lanes(self, draft: Share, target: Share) -> OpenLanes: ...
 
-    def open_sampler(self, max_num_seqs: int) -> Sampler: ...
+    def open_sampler(self, vocab_size: int, max_num_seqs: int) -> Sampler: ...
 
-    def open_draft_loop(self, runner: ModelRunner, sampler: Sampler) -> DraftLoop | None:
+    def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         """None where the host drafts token by token."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when the device has done all that was queued: for who measures, never in a step."""
+        """Returns when the device has done what the calling thread queued: for who measures, never in a step."""
         ...

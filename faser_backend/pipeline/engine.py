@@ -62,13 +62,16 @@ class Engine:
         clock: Clock,
         *,
         max_queue_size: int,
+        bind_thread: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        """bind_thread: called first in every step, on the thread that steps."""
         self.limits = limits
         self.stepper = stepper  # for those who listen to steps, or try a policy of their own
         self._scheduler = stepper.scheduler
         self._clock = clock
         self._max_queue_size = max_queue_size
+        self._bind_thread = bind_thread
         self._on_close = on_close
         self._inbox: deque[Sequence] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
@@ -128,6 +131,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. A step that raises fails the requests in it, and nobody else."""
+        self._bind_thread()
         outputs = self._take_commands()
         plan = self.stepper.plan(self._in_flight)
         self._in_flight = plan.in_flight

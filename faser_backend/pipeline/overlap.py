@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.frontier import Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.ports import Clock, Lanes, ModelRunner
+from faser_backend.core.ports import Clock, DraftLoop, Lanes, ModelRunner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +23,7 @@ class Partition:
     target: ModelRunner
     draft: ModelRunner | None
     lanes: Lanes | None
+    draft_loop: DraftLoop | None = None  # of the draft, where the device drafts whole chains by itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)

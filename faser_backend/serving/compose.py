@@ -1,22 +1,24 @@
 """The composition root: an engine directory and a configuration become a running engine.
 
-The only place that knows which runtime, runners, sampler and policies are put together.
+The only place that knows which runners, sampler and policies are put together; `serving/runtimes.py` says what
+stands behind a runtime's name. `assemble` needs no engine directory: whoever has a runtime and models of their
+own, and no profile, builds an engine with it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
-from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.partition import core_partitions, split_name
-from faser_backend.device.sampler import NumpySampler
+from faser_backend.device.partition import split_name
+from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.step import Stepper
@@ -24,11 +26,12 @@ from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.serving.partitions import free_memory_bytes, open_partitions, useful_splits
+from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.profiling.store import load_knowledge
+from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 _log = logging.getLogger(__name__)
-KV_MEMORY_SHARE = 0.25  # of free memory, unless num_kv_blocks is given
 
 
 class SystemClock:
@@ -39,30 +42,70 @@ class SystemClock:
 
 
 def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
-    """Loads and checks the directory, opens sessions and pools. Raises ManifestError or ConfigError."""
+    """Loads and checks the directory, opens its runtime. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
-    menu = core_partitions()
-    splits, _ = useful_splits(menu, manifest, config.num_threads, free_memory_bytes())
-    names = (WHOLE, *(split_name(*split) for split in splits))
-    split = names[1] if splits else None
+    with ExitStack() as stack:
+        runtime = open_runtime(engine_dir, manifest, config)
+        stack.callback(runtime.close)
+        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close)
+        stack.pop_all()
+    return engine
+
+
+def engine_on(
+    runtime: AnyRuntime,
+    engine_dir: Path,
+    manifest: EngineManifest,
+    config: EngineConfig,
+    *,
+    on_close: Callable[[], None] = lambda: None,
+) -> Engine:
+    """An engine of a directory on a runtime that is already open, with what its profile knows."""
+    policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest))
+    return assemble(runtime, ModelPair(manifest.target, manifest.draft), policy, config, on_close=on_close)
+
+
+def choose_policy(
+    runtime: AnyRuntime, config: EngineConfig, load_knowledge: Callable[[], Knowledge]
+) -> SpeculationPolicy:
+    """The policy that the configuration asks for, on the partitions that the runtime would open."""
+    splits = tuple(split_name(*split) for split in runtime.splits)
+    split = splits[0] if splits else None
     if split is None and config.pipeline not in {"auto", "serial"}:
-        _log.warning("pipeline = %s: %s; every step is serial", config.pipeline, menu.note)
-    policy = make_policy(config, lambda: _load_knowledge(engine_dir, manifest).on(names), split)
-    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
-    num_blocks = choose_num_blocks(manifest, config, max_context)
-    block_size = manifest.kv_block_size
-    partitions, close = open_partitions(
-        engine_dir,
-        manifest,
+        _log.warning("pipeline = %s: %s; every step is serial", config.pipeline, runtime.splits_note)
+    return make_policy(config, lambda: load_knowledge().on((WHOLE, *splits)), split)
+
+
+def assemble(
+    runtime: AnyRuntime,
+    models: ModelPair,
+    policy: SpeculationPolicy,
+    config: EngineConfig,
+    *,
+    on_close: Callable[[], None] = lambda: None,
+) -> Engine:
+    """An engine of these models on an open runtime, which stays the caller's. config.policy is not read.
+
+    on_close: called when the engine closes, after everything that was opened here. Raises ConfigError and leaves
+    nothing open.
+    """
+    runtime.bind_step_thread()  # what is loaded here is read by the steps
+    num_blocks = choose_num_blocks(runtime, models, config)
+    sampler = runtime.open_sampler(models.vocab_size, config.max_num_seqs)
+    partitions, close_partitions = open_partitions(
+        runtime,
+        models,
+        sampler,
         num_blocks=num_blocks,
-        config=config,
-        menu=menu,
+        names=policy.partitions,
         is_drafting=policy.is_drafting,
-        wants_splits=any(name != WHOLE for name in policy.partitions),
     )
-    vocab_size = manifest.target.spec.vocab_size
     blocks = BlockManager(
-        num_blocks, block_size, config.max_num_seqs, max_context, can_reuse=config.enable_prefix_reuse
+        num_blocks,
+        runtime.kv_block_size,
+        config.max_num_seqs,
+        models.max_context,
+        can_reuse=config.enable_prefix_reuse,
     )
     scheduler = Scheduler(
         blocks,
@@ -72,10 +115,20 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
         never_evicts=config.admission == "guaranteed_no_evict",
     )
     clock = SystemClock()
-    sampler = NumpySampler(vocab_size, config.max_num_seqs)
     stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=config.acceptance == "rejection")
 
-    return Engine(stepper, Limits(vocab_size, max_context), clock, max_queue_size=config.max_queue_size, on_close=close)
+    def close() -> None:
+        close_partitions()
+        on_close()
+
+    return Engine(
+        stepper,
+        Limits(models.vocab_size, models.max_context),
+        clock,
+        max_queue_size=config.max_queue_size,
+        bind_thread=runtime.bind_step_thread,
+        on_close=close,
+    )
 
 
 def _load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
@@ -85,26 +138,27 @@ def _load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     return knowledge
 
 
-def choose_num_blocks(manifest: EngineManifest, config: EngineConfig, max_context: int) -> int:
-    """Blocks for max_num_seqs full contexts, or what KV_MEMORY_SHARE of free memory holds.
+def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig) -> int:
+    """Blocks for max_num_seqs full contexts, or what the runtime's share of free memory holds.
 
     Raises ConfigError where not even one full context fits, which could deadlock.
     """
-    size = manifest.kv_block_size
-    one_context = -(-max_context // size)
+    size = runtime.kv_block_size
+    one_context = -(-models.max_context // size)
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks < one_context:
             raise ConfigError(
                 f"num_kv_blocks = {config.num_kv_blocks}: "
-                f"one context of {max_context} tokens needs at least {one_context} blocks of {size}"
+                f"one context of {models.max_context} tokens needs at least {one_context} blocks of {size}"
             )
         return config.num_kv_blocks
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    block_bytes = sum(KvPool.bytes_per_block(model.spec, size) for model in (manifest.target, manifest.draft))
-    fitting = int(free_bytes * KV_MEMORY_SHARE) // block_bytes
+    free_bytes = runtime.free_bytes()
+    block_bytes = sum(runtime.bytes_per_block(model.spec) for model in models)
+    fitting = int(free_bytes * runtime.kv_memory_share) // block_bytes
     if fitting < one_context:
+        needed_mib = one_context * block_bytes / runtime.kv_memory_share / 2**20
         raise ConfigError(
-            f"free memory of {free_bytes >> 20} MiB: one context of {max_context} tokens needs "
-            f"{one_context * block_bytes / KV_MEMORY_SHARE / 2**20:.0f} MiB free; set num_kv_blocks to override"
+            f"free memory of {free_bytes >> 20} MiB: one context of {models.max_context} tokens needs "
+            f"{needed_mib:.0f} MiB free; set num_kv_blocks to override"
         )
     return min(config.max_num_seqs * one_context, fitting)

@@ -8,8 +8,8 @@ import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 
+from faser_backend.device.cpu_runtime import cpu_name
 from faser_backend.serving.demo_engine import PROJECT_ROOT
-from faser_backend.serving.profiling.store import cpu_name
 
 PACKAGES = ("faser-backend", "numpy", "onnxruntime", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
 

@@ -26,6 +26,7 @@ from faser_backend.serving.profiling.exit_fit import (
     replay,
     threshold_for,
 )
+from faser_backend.serving.profiling.overhead import MakeEngine
 from faser_backend.serving.profiling.texts import calibration_requests, read_prompts
 
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 128, 32
@@ -34,6 +35,7 @@ MIN_OUTCOMES = 20  # accepted and rejected tokens each, in both halves, or nothi
 
 
 def calibrate(
+    make_engine: MakeEngine,
     engine_dir: Path,
     manifest: EngineManifest,
     *,
@@ -57,7 +59,7 @@ def calibrate(
         for index, segment in enumerate(manifest.target.segments)
         if segment.has_exit_scores
     }
-    chains = record_chains(engine_dir, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress)
+    chains = record_chains(make_engine, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress)
     return fit(chains, depths, retention, source="own text" if prompts is None else prompts.name)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from faser_backend.core.request import Request
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
-from faser_backend.serving.compose import build_engine
+from faser_backend.serving.profiling.overhead import MakeEngine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +133,7 @@ class Listener:
 
 
 def record_chains(
-    engine_dir: Path,
+    make_engine: MakeEngine,
     exits: frozenset[int],
     requests: list[tuple[int, Request]],
     num_draft_tokens: int,
@@ -143,7 +142,7 @@ def record_chains(
     """Runs (group, request) pairs to their ends. Raises FaserError where one of them fails."""
     config = EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}", max_queue_size=0)
     listener = Listener(exits, num_draft_tokens, {request.request_id: group for group, request in requests})
-    engine = build_engine(engine_dir, config)
+    engine = make_engine(config)
     try:
         listen(engine, listener, num_draft_tokens)
         for _, request in requests:

@@ -7,22 +7,20 @@ engine, with a pruner that leaves two rows of every chain.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import CorePartition
-from faser_backend.manifest import EngineManifest
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import ModelEngine
 from faser_backend.policy.calibration import MatchCalibration
 from faser_backend.policy.cost_fit import fit_non_negative
 from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
-from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profiling.cases import Case, make_batch
 from faser_backend.serving.profiling.chains import ProbePolicy
-from faser_backend.serving.profiling.overhead import LOADS, phases_of_steps
+from faser_backend.serving.profiling.overhead import LOADS, MakeEngine, phases_of_steps
+from faser_backend.serving.runtimes import AnyRuntime
 
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 64
@@ -39,13 +37,13 @@ class ExitSample(NamedTuple):
 
 
 def measure_exits(
-    engine_dir: Path, manifest: EngineManifest, cores: CorePartition, *, is_quick: bool, seed: int
+    runtime: AnyRuntime, models: ModelPair, make_engine: MakeEngine, *, is_quick: bool, seed: int
 ) -> tuple[float, float, list[ExitSample]]:
     """exit_us and exit_row_us of OverheadCost, and the samples behind them. For engines with exit layers."""
     rng = np.random.default_rng(seed)
     num_repeats = 9 if is_quick else 25
-    scores_us = _scores_us(engine_dir, manifest, cores, num_repeats, rng)
-    host_us = _host_us(engine_dir, manifest, num_repeats, rng)
+    scores_us = _scores_us(runtime, models.target, num_repeats, rng)
+    host_us = _host_us(models.target, make_engine, num_repeats, rng)
     rows = [size * (NUM_DRAFT_TOKENS + 1) for size in LOADS]
     samples = [ExitSample(*sample) for sample in zip(rows, scores_us, host_us, strict=True)]
     total = np.maximum(np.array(scores_us) + np.array(host_us), _LEAST_US)
@@ -53,15 +51,13 @@ def measure_exits(
     return float(exit_us), float(exit_row_us), samples
 
 
-def _scores_us(
-    engine_dir: Path, manifest: EngineManifest, cores: CorePartition, num_repeats: int, rng: np.random.Generator
-) -> list[float]:
+def _scores_us(runtime: AnyRuntime, model: ModelEngine, num_repeats: int, rng: np.random.Generator) -> list[float]:
     """Per load, the mean over exits of what scores add to their segment."""
-    model, block_size = manifest.target, manifest.kv_block_size
+    block_size = runtime.kv_block_size
     num_rows = NUM_DRAFT_TOKENS + 1
     context = max(min(CONTEXT_TOKENS, model.spec.max_context - num_rows), 0)
     num_blocks = max(LOADS) * -(-(context + num_rows) // block_size)
-    runner = OrtRunner(model, engine_dir, num_blocks, block_size, cores)
+    runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))
     added = []
     try:
         for size in LOADS:
@@ -74,26 +70,29 @@ def _scores_us(
                 for _ in range(num_repeats if segment in runner.exits else 0):
                     start = time.perf_counter_ns()
                     runner.run_segment(segment, batch, hidden)
+                    runtime.synchronize()
                     middle = time.perf_counter_ns()
                     runner.run_segment_with_scores(segment, batch, hidden, candidates)
+                    runtime.synchronize()
                     times.append(time.perf_counter_ns() - middle - (middle - start))
                 if times:
                     differences.append(float(np.median(times)) / 1e3)
-                hidden = runner.run_segment(segment, batch, hidden).copy()
+                every_row = np.arange(case.num_rows)
+                hidden = runner.take_rows(runner.run_segment(segment, batch, hidden), every_row)  # a copy
             added.append(max(float(np.mean(differences)), 0.0))
     finally:
         runner.close()
     return added
 
 
-def _host_us(engine_dir: Path, manifest: EngineManifest, num_steps: int, rng: np.random.Generator) -> list[float]:
+def _host_us(model: ModelEngine, make_engine: MakeEngine, num_steps: int, rng: np.random.Generator) -> list[float]:
     """Per load, what one exit adds to the phases of a step outside the model."""
-    segment = min(i for i, each in enumerate(manifest.target.segments) if each.has_exit_scores)
-    layer = manifest.target.segments[segment].last_layer
+    segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
+    layer = model.segments[segment].last_layer
     # Chances of 0.5 whatever the margins: survival 0.5 and then 0.25, so that rows 0 and 1 stay.
     halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
     pruner = EarlyExit((halving,), MatchCalibration(None))
-    engine = build_engine(engine_dir, EngineConfig.from_options(policy=f"fixed:{NUM_DRAFT_TOKENS}"))
+    engine = make_engine(EngineConfig.from_options(policy=f"fixed:{NUM_DRAFT_TOKENS}"))
     added = []
     try:
         for size in LOADS:

@@ -2,7 +2,7 @@
 
 All calls of a partition are interleaved in random order, sweep after sweep, and the median over sweeps is
 kept: what disturbs the machine for a while touches few samples of each call. A split's shares are timed
-while the other model works on the other share.
+while the other model works on the other share. A call has ended when the device is done with it.
 
 Calls are timed as they are used. A draft sample on the whole machine is a run of calls right after a target call,
 which leaves little of the draft in the caches. A target sample follows calls of its own shape, as step follows step,
@@ -17,21 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
-from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import CorePartition, PartitionMenu
-from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
+from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
+from faser_backend.manifest import ModelEngine
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.profiling.cases import Case, make_batch
+from faser_backend.serving.runtimes import AnyRuntime
 
 MAX_POOL_BYTES = 512 << 20
 CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner keeps
@@ -54,8 +53,8 @@ class Share(NamedTuple):
 
     model: str
     partition: str
-    cores: CorePartition
-    company: CorePartition | None
+    part: Any  # a ComputePartition of the runtime's: cores or SMs
+    company: Any | None
 
     @property
     def other_model(self) -> str:
@@ -72,36 +71,38 @@ class Sampled:
     first_us: float  # the first call, which makes the buffers of the shape
 
 
-def shares_of(menu: PartitionMenu) -> list[Share]:
+def shares_of(menu: PartitionMenu[Any]) -> list[Share]:
     """Everything to measure: both models on the whole machine, then on each split."""
     shares = [Share(model, WHOLE, menu.whole, None) for model in (TARGET, DRAFT)]
     for draft, target in menu.splits:
-        name = f"{draft.size}/{target.size}"
+        name = split_name(draft, target)
         shares += [Share(TARGET, name, target, draft), Share(DRAFT, name, draft, target)]
     return shares
 
 
 class Bench:
-    """Pools and batches of an engine directory, shared by all partitions. Frees nothing until it goes."""
+    """Pools and batches of a pair of models, shared by all partitions of its runtime."""
 
-    def __init__(self, engine_dir: Path, manifest: EngineManifest, cases: dict[str, list[Case]], seed: int) -> None:
-        self._engine_dir = engine_dir
-        self._models: dict[str, ModelEngine] = {TARGET: manifest.target, DRAFT: manifest.draft}
+    def __init__(self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], seed: int) -> None:
+        self._runtime = runtime
+        self._models: dict[str, ModelEngine] = {TARGET: models.target, DRAFT: models.draft}
         self._rng = np.random.default_rng(seed)
-        self._pools = {model: self._filled_pool(model, cases[model], manifest.kv_block_size) for model in cases}
+        runtime.bind_step_thread()
+        self._pools = {model: self._filled_pool(model, cases[model]) for model in cases}
+        runtime.synchronize()  # before other threads read them
         self._cases = cases
 
     def measure(self, share: Share, effort: Effort, progress: Progress) -> list[Sampled]:
         """Medians of the model's cases; cases that are too dear for the budget are left out."""
-        with _pinned_thread(share.cores) as on_cores:
-            runner = on_cores.submit(self._open, share.model, share.cores).result()
+        with _bound_thread(share.part) as on_share, ExitStack() as opened:
+            runner = on_share.submit(self._open, share.model, share.part, opened).result()
             before: Work = _nothing
             if share.company is None:
-                before = on_cores.submit(self._other_work, share.other_model, share.cores).result()
+                before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
             with self._company(share):
-                return on_cores.submit(self._sweep, share.model, runner, before, effort, progress).result()
+                return on_share.submit(self._sweep, share.model, runner, before, effort, progress).result()
 
-    def _sweep(self, model: str, runner: OrtRunner, before: Work, effort: Effort, progress: Progress) -> list[Sampled]:
+    def _sweep(self, model: str, runner: OpenRunner, before: Work, effort: Effort, progress: Progress) -> list[Sampled]:
         cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
         groups = [cases[i : i + CALLS_PER_GROUP] for i in range(0, len(cases), CALLS_PER_GROUP)]
         sampled = []
@@ -112,14 +113,14 @@ class Bench:
         return sampled
 
     def _sweep_group(
-        self, model: str, runner: OrtRunner, before: Work, group: list[Case], effort: Effort
+        self, model: str, runner: OpenRunner, before: Work, group: list[Case], effort: Effort
     ) -> list[Sampled]:
         """before: a call of the other model, untimed, where the two take turns on the same cores."""
         num_calls = DRAFT_RUN if model == DRAFT else 1
         calls = [(case, self._batch(model, case)) for case in group]
         deadline = time.perf_counter() + effort.budget_s
-        first_us = [float(_timed_run(runner, batch, 1).sum()) for _, batch in calls]
-        warm = np.array([_timed_run(runner, batch, 1).sum() for _, batch in calls])
+        first_us = [float(self._timed_run(runner, batch, 1).sum()) for _, batch in calls]
+        warm = np.array([self._timed_run(runner, batch, 1).sum() for _, batch in calls])
         cheap_first = warm.argsort()
         sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
         is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= effort.budget_s * 1e6
@@ -132,40 +133,61 @@ class Bench:
             for index in self._rng.permutation(kept):
                 case, batch = calls[index]
                 if model == TARGET:
-                    _warm_up(runner, batch)
+                    self._warm_up(runner, batch)
                 if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
                     before()
-                samples[int(index)].append(_timed_run(runner, batch, num_calls))
+                samples[int(index)].append(self._timed_run(runner, batch, num_calls))
         return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
 
     def _batch(self, model: str, case: Case) -> RowBatch:
         pool = self._pools[model]
         return make_batch(case, self._models[model].spec.vocab_size, pool.kv_block_size, pool.num_blocks, self._rng)
 
-    def _open(self, model: str, cores: CorePartition) -> OrtRunner:
-        pool = self._pools[model]
-        return OrtRunner(self._models[model], self._engine_dir, pool.num_blocks, pool.kv_block_size, cores, pool=pool)
+    def _open(self, model: str, share: ComputePartition, opened: ExitStack) -> OpenRunner:
+        runner = self._runtime.open_runner(self._models[model], share, self._pools[model])
+        opened.callback(runner.close)
+        return runner
 
-    def _filled_pool(self, model: str, cases: list[Case], block_size: int) -> KvPool:
-        """A pool with numbers in it: pages that were never written would all be one page in the cache."""
-        spec = self._models[model].spec
+    def _filled_pool(self, model: str, cases: list[Case]) -> KvStorage:
+        """Blocks for the largest case, or for as much of it as MAX_POOL_BYTES hold."""
+        spec, block_size = self._models[model].spec, self._runtime.kv_block_size
         num_needed = max(len(case.counts) * -(-case.num_tokens // block_size) for case in cases)
-        num_fitting = max(MAX_POOL_BYTES // KvPool.bytes_per_block(spec, block_size), 1)
-        pool = KvPool(spec, min(num_needed, num_fitting), block_size)
-        pool.storage[:] = self._rng.standard_normal(spec.head_dim).astype(np.float32)
+        num_fitting = max(MAX_POOL_BYTES // self._runtime.bytes_per_block(spec), 1)
+        pool = self._runtime.open_pool(self._models[model], min(num_needed, num_fitting))
+        self._runtime.fill_pool(pool, self._rng.standard_normal(spec.head_dim).astype(np.float32))
         return pool
 
-    def _other_work(self, model: str, cores: CorePartition) -> Work:
+    def _other_work(self, model: str, share: ComputePartition, opened: ExitStack) -> Work:
         """Opens a runner; each call of the result runs one call of middling size on it, in turn."""
-        runner = self._open(model, cores)
+        runner = self._open(model, share, opened)
         cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
         middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
         batches = itertools.cycle([self._batch(model, case) for case in middling])
 
         def work() -> None:
-            _timed_run(runner, next(batches), 1)
+            self._timed_run(runner, next(batches), 1)
 
         return work
+
+    def _warm_up(self, runner: OpenRunner, batch: RowBatch) -> None:
+        until = time.perf_counter() + TARGET_WARM_US / 1e6
+        while True:
+            self._timed_run(runner, batch, 1)
+            if time.perf_counter() >= until:
+                return
+
+    def _timed_run(self, runner: OpenRunner, batch: RowBatch, num_calls: int) -> np.ndarray:
+        """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row, no exit
+        asked."""
+        total_ns = np.zeros(runner.num_segments)
+        for _ in range(num_calls):
+            hidden = None
+            for segment in range(runner.num_segments):
+                start = time.perf_counter_ns()
+                hidden = runner.run_segment(segment, batch, hidden)
+                self._runtime.synchronize()
+                total_ns[segment] += time.perf_counter_ns() - start
+        return total_ns / (1e3 * num_calls)
 
     @contextmanager
     def _company(self, share: Share) -> Iterator[None]:
@@ -179,9 +201,9 @@ class Bench:
             while not is_over.is_set():
                 work()
 
-        with _pinned_thread(share.company) as on_cores:
-            work = on_cores.submit(self._other_work, share.other_model, share.company).result()
-            working = on_cores.submit(keep_busy, work)
+        with _bound_thread(share.company) as on_share, ExitStack() as opened:
+            work = on_share.submit(self._other_work, share.other_model, share.company, opened).result()
+            working = on_share.submit(keep_busy, work)
             try:
                 yield
             finally:
@@ -190,9 +212,9 @@ class Bench:
 
 
 @contextmanager
-def _pinned_thread(cores: CorePartition) -> Iterator[ThreadPoolExecutor]:
-    """A thread on these cores; threads that a runner starts from it stay there too."""
-    with ThreadPoolExecutor(1, "profile", initializer=cores.bind_current_thread) as executor:
+def _bound_thread(share: ComputePartition) -> Iterator[ThreadPoolExecutor]:
+    """A thread on this share; threads that a runner starts from it stay there too."""
+    with ThreadPoolExecutor(1, "profile", initializer=share.bind_current_thread) as executor:
         yield executor
 
 
@@ -202,25 +224,5 @@ def _summary(case: Case, times: np.ndarray, first_us: float) -> Sampled:
     return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle), first_us)
 
 
-def _warm_up(runner: OrtRunner, batch: RowBatch) -> None:
-    until = time.perf_counter() + TARGET_WARM_US / 1e6
-    while True:
-        _timed_run(runner, batch, 1)
-        if time.perf_counter() >= until:
-            return
-
-
 def _nothing() -> None:
     """What runs before a sample where nothing has to."""
-
-
-def _timed_run(runner: OrtRunner, batch: RowBatch, num_calls: int) -> np.ndarray:
-    """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row, no exit asked."""
-    total_ns = np.zeros(runner.num_segments)
-    for _ in range(num_calls):
-        hidden = None
-        for segment in range(runner.num_segments):
-            start = time.perf_counter_ns()
-            hidden = runner.run_segment(segment, batch, hidden)
-            total_ns[segment] += time.perf_counter_ns() - start
-    return total_ns / (1e3 * num_calls)

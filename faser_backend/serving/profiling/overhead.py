@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.partition import PartitionMenu
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_fit import fit_overhead
 from faser_backend.policy.cost_model import OverheadCost
-from faser_backend.serving.compose import build_engine
+from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
 DRAFT_PHASES = ("draft_rows", "draft_sample")
 PROMPT_TOKENS = 8
 LANE_REPEATS = 200
 WALL = "wall"
+
+MakeEngine = Callable[[EngineConfig], Engine]  # on the runtime that is profiled; its caller closes the engine
 
 
 class StepSample(NamedTuple):
@@ -34,13 +34,13 @@ class StepSample(NamedTuple):
     draft_call_us: float  # packing and sampling, per draft call
 
 
-def measure_overhead(engine_dir: Path, *, is_quick: bool, seed: int) -> tuple[OverheadCost, list[StepSample]]:
+def measure_overhead(make_engine: MakeEngine, *, is_quick: bool, seed: int) -> tuple[OverheadCost, list[StepSample]]:
     """Sampling at temperature 1, in one thread, with 1 and 4 drafted tokens per request. Exits and lanes are
     measured elsewhere: the result has their guesses."""
     rng = np.random.default_rng(seed)
     samples = []
     for num_draft_tokens in (1, 4):
-        engine = build_engine(engine_dir, EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
+        engine = make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
         try:
             for num_sequences in LOADS:
                 samples.append(_sample(engine, num_sequences, num_draft_tokens, 8 if is_quick else 16, rng))
@@ -50,11 +50,11 @@ def measure_overhead(engine_dir: Path, *, is_quick: bool, seed: int) -> tuple[Ov
     return fit_overhead(*columns), samples
 
 
-def measure_lanes(menu: PartitionMenu) -> float | None:
+def measure_lanes(runtime: AnyRuntime) -> float | None:
     """Median microseconds in which the lanes of a split run nothing at all; None where there is no split."""
-    if not menu.splits:
+    if not runtime.menu.splits:
         return None
-    lanes = ThreadLanes(*menu.splits[0])
+    lanes = runtime.open_lanes(*runtime.menu.splits[0])
     try:
         times = []
         for _ in range(LANE_REPEATS):

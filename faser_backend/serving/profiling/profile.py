@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +13,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from faser_backend.device.partition import PartitionMenu, core_partitions
+from faser_backend.config import EngineConfig
+from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
-from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, OverheadCost
+from faser_backend.serving.compose import engine_on
 from faser_backend.serving.profiling.calibration import calibrate
 from faser_backend.serving.profiling.cases import Case, choose_cases
 from faser_backend.serving.profiling.exit_cost import ExitSample, measure_exits
 from faser_backend.serving.profiling.measure import Bench, Effort, Sampled, Share, shares_of
-from faser_backend.serving.profiling.overhead import measure_lanes, measure_overhead
+from faser_backend.serving.profiling.overhead import StepSample, measure_lanes, measure_overhead
 from faser_backend.serving.profiling.store import (
     PROFILE_FILE,
     Fingerprint,
@@ -30,6 +34,7 @@ from faser_backend.serving.profiling.store import (
     load_cost_model,
 )
 from faser_backend.serving.profiling.tables import print_tables
+from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
@@ -42,74 +47,110 @@ def profile_engine(
     engine_dir: Path,
     *,
     is_quick: bool = False,
-    menu: PartitionMenu | None = None,
     report: Report = lambda what, done: None,
     seed: int = 0,
     prompts: Path | None = None,
     retention: float = DEFAULT_RETENTION,
 ) -> Profile:
-    """Measures every model on every partition of the menu, and calibrates the pair.
+    """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 
     prompts: a file of texts to continue (texts.py); None lets the target write its own. retention: share of tokens
     that would be accepted and that an exit must keep. Raises ManifestError for a broken directory, ConfigError for
     an option out of range. Saves nothing: the caller does, once all is measured.
     """
     manifest = EngineManifest.load(engine_dir)
-    menu = menu or core_partitions()
-    rng = np.random.default_rng(seed)
-    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
-    cases = {model: choose_cases(model, max_context, rng, is_quick=is_quick) for model in (TARGET, DRAFT)}
-    report("preparing", 0.0)
-    bench = Bench(engine_dir, manifest, cases, seed)
-    shares = shares_of(menu)
-    num_parts = len(shares) + 2
-    budget_s, max_sweeps = (QUICK_BUDGET_S, QUICK_MAX_SWEEPS) if is_quick else (BUDGET_S, MAX_SWEEPS)
-    effort = Effort(budget_s / len(shares), max_sweeps)
-    # Calibration goes first: it does not mind a machine that warms up, and finds bad options before the long part.
-    calibration = calibrate(
-        engine_dir,
-        manifest,
-        prompts=prompts,
-        retention=retention,
-        is_quick=is_quick,
-        seed=seed,
-        progress=lambda done: report("calibration", done / num_parts),
-    )
-    sampled: dict[Share, list[Sampled]] = {}
-    for index, share in enumerate(shares, 1):
-        what = f"{share.model} on {share.partition}"
-        report(what, index / num_parts)
+    with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
+        return _Profiler(runtime, engine_dir, manifest, report, is_quick=is_quick, seed=seed).run(prompts, retention)
 
-        def tell(done: float, what: str = what, index: int = index) -> None:
-            report(what, (index + done) / num_parts)
 
-        sampled[share] = bench.measure(share, effort, tell)
-    report("step overhead", (num_parts - 1) / num_parts)
-    overhead, overhead_points = measure_overhead(engine_dir, is_quick=is_quick, seed=seed)
-    exit_points: list[ExitSample] = []
-    if manifest.exit_layers:
-        exit_us, exit_row_us, exit_points = measure_exits(
-            engine_dir, manifest, menu.whole, is_quick=is_quick, seed=seed
+class _Profiler:
+    """The parts of a profile, one after the other, on one open runtime."""
+
+    def __init__(
+        self,
+        runtime: AnyRuntime,
+        engine_dir: Path,
+        manifest: EngineManifest,
+        report: Report,
+        *,
+        is_quick: bool,
+        seed: int,
+    ) -> None:
+        self._runtime = runtime
+        self._engine_dir = engine_dir
+        self._manifest = manifest
+        self._models = ModelPair(manifest.target, manifest.draft)
+        self._report = report
+        self._is_quick = is_quick
+        self._seed = seed
+        self._shares = shares_of(runtime.menu)
+        self._num_parts = len(self._shares) + 2
+
+    def run(self, prompts: Path | None, retention: float) -> Profile:
+        manifest, widths = self._manifest, key_columns(self._manifest)
+        self._report("preparing", 0.0)
+        # Calibration goes first: it does not mind a machine that warms up, and finds bad options before the long part.
+        calibration = calibrate(
+            self._make_engine,
+            self._engine_dir,
+            manifest,
+            prompts=prompts,
+            retention=retention,
+            is_quick=self._is_quick,
+            seed=self._seed,
+            progress=lambda done: self._report("calibration", done / self._num_parts),
         )
-        overhead = replace(overhead, exit_us=exit_us, exit_row_us=exit_row_us)
-    lanes_us = measure_lanes(menu)
-    if lanes_us is not None:
-        overhead = replace(overhead, lanes_us=lanes_us)
-    report("done", 1.0)
-    widths = key_columns(manifest)
-    costs = {(share.model, share.partition): fit_segments(points, widths) for share, points in sampled.items()}
-    model = CostModel(costs, overhead, widths, is_measured=True)
-    return Profile(
-        fingerprint=Fingerprint.here(manifest),
-        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        costs=costs,
-        overhead=overhead,
-        errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
-        points=[_point(share, point) for share, points in sampled.items() for point in points],
-        overhead_points=[sample._asdict() for sample in overhead_points],
-        exit_points=[sample._asdict() for sample in exit_points],
-        calibration=calibration,
-    )
+        sampled = self._measure_calls()
+        overhead, overhead_points, exit_points = self._measure_overhead()
+        self._report("done", 1.0)
+        costs = {(share.model, share.partition): fit_segments(points, widths) for share, points in sampled.items()}
+        model = CostModel(costs, overhead, widths, is_measured=True)
+        return Profile(
+            fingerprint=Fingerprint.here(manifest),
+            date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            costs=costs,
+            overhead=overhead,
+            errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
+            points=[_point(share, point) for share, points in sampled.items() for point in points],
+            overhead_points=[sample._asdict() for sample in overhead_points],
+            exit_points=[sample._asdict() for sample in exit_points],
+            calibration=calibration,
+        )
+
+    def _make_engine(self, config: EngineConfig) -> Engine:
+        return engine_on(self._runtime, self._engine_dir, self._manifest, config)
+
+    def _measure_calls(self) -> dict[Share, list[Sampled]]:
+        rng = np.random.default_rng(self._seed)
+        max_context = self._models.max_context
+        cases = {model: choose_cases(model, max_context, rng, is_quick=self._is_quick) for model in (TARGET, DRAFT)}
+        bench = Bench(self._runtime, self._models, cases, self._seed)
+        budget_s, max_sweeps = (QUICK_BUDGET_S, QUICK_MAX_SWEEPS) if self._is_quick else (BUDGET_S, MAX_SWEEPS)
+        effort = Effort(budget_s / len(self._shares), max_sweeps)
+        sampled: dict[Share, list[Sampled]] = {}
+        for index, share in enumerate(self._shares, 1):
+            what = f"{share.model} on {share.partition}"
+            self._report(what, index / self._num_parts)
+
+            def tell(done: float, what: str = what, index: int = index) -> None:
+                self._report(what, (index + done) / self._num_parts)
+
+            sampled[share] = bench.measure(share, effort, tell)
+        return sampled
+
+    def _measure_overhead(self) -> tuple[OverheadCost, list[StepSample], list[ExitSample]]:
+        self._report("step overhead", (self._num_parts - 1) / self._num_parts)
+        overhead, samples = measure_overhead(self._make_engine, is_quick=self._is_quick, seed=self._seed)
+        exit_samples: list[ExitSample] = []
+        if self._manifest.exit_layers:
+            exit_us, exit_row_us, exit_samples = measure_exits(
+                self._runtime, self._models, self._make_engine, is_quick=self._is_quick, seed=self._seed
+            )
+            overhead = replace(overhead, exit_us=exit_us, exit_row_us=exit_row_us)
+        lanes_us = measure_lanes(self._runtime)
+        if lanes_us is not None:
+            overhead = replace(overhead, lanes_us=lanes_us)
+        return overhead, samples, exit_samples
 
 
 def fit_segments(points: list[Sampled], widths: np.ndarray) -> tuple[CallCost, ...]:

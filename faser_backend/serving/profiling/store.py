@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import bucketed_blocks
-from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.policy.cost_model import (
     DRAFT,
@@ -30,35 +28,42 @@ from faser_backend.policy.cost_model import (
 )
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.serving.profiling.calibration_data import Calibration
+from faser_backend.serving.runtimes import identity_of, key_columns_of
 
 FORMAT_VERSION = 2
 PROFILE_FILE = "profile.json"
+_SHOWN = {"cpu": "CPU", "num_cores": "usable cores", "gpu": "GPU", "num_sms": "SMs", "driver": "CUDA driver"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a profile holds for. Files: name -> sha256 of segments and weights, from the manifest."""
+    """What a profile holds for: a device by the facts that its runtime names, a version, an engine's files."""
 
-    cpu: str
-    num_cores: int
-    onnxruntime: str
+    device: dict[str, str | int]
     faser: str
-    files: dict[str, str]
+    files: dict[str, str]  # name -> sha256 of segments and weights, from the manifest
 
     @classmethod
     def here(cls, manifest: EngineManifest) -> Fingerprint:
         """Of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
-        num_cores = core_partitions().whole.size
-        return cls(cpu_name(), num_cores, version("onnxruntime"), version("faser-backend"), files)
+        return cls(identity_of(manifest.runtime), version("faser-backend"), files)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:
+        device = {name: value for name, value in fields.items() if name not in {"faser", "files"}}
+        return cls(device, fields["faser"], dict(fields["files"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.device, "faser": self.faser, "files": self.files}
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What differs in `other`, in words."""
-        names = {"cpu": "CPU", "num_cores": "usable cores", "onnxruntime": "onnxruntime", "faser": "faser"}
+        mine, others = ({**each.device, "faser": each.faser} for each in (self, other))
         found = [
-            f"{shown} {getattr(self, name)} instead of {getattr(other, name)}"
-            for name, shown in names.items()
-            if getattr(self, name) != getattr(other, name)
+            f"{_SHOWN.get(name, name)} {mine.get(name, 'unknown')} instead of {others.get(name, 'unknown')}"
+            for name in mine | others
+            if mine.get(name) != others.get(name)
         ]
         changed = sorted(name for name in self.files | other.files if self.files.get(name) != other.files.get(name))
         return found + ([f"other engine files ({', '.join(changed)})"] if changed else [])
@@ -101,7 +106,7 @@ class Profile:
         content = {
             "format_version": FORMAT_VERSION,
             "date": self.date,
-            "fingerprint": asdict(self.fingerprint),
+            "fingerprint": self.fingerprint.as_dict(),
             "errors": [asdict(error) for error in self.errors],
             "overhead": asdict(self.overhead),
             "calibration": self.calibration.as_dict(),
@@ -173,26 +178,15 @@ def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:
-    """[max_context + 1]: columns of keys that the runner gathers for a sequence of so many tokens."""
-    size = manifest.kv_block_size
+    """[max_context + 1]: columns of keys that a call reads for a sequence of so many tokens."""
     max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
-    return np.array([bucketed_blocks(-(-tokens // size)) * size for tokens in range(max_context + 1)], np.float64)
-
-
-def cpu_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, os.uname().machine)
+    columns = (key_columns_of(manifest.runtime, n, manifest.kv_block_size) for n in range(max_context + 1))
+    return np.fromiter(columns, np.float64)
 
 
 def _profile_from(fields: dict[str, Any]) -> Profile:
-    here = fields["fingerprint"]
     return Profile(
-        fingerprint=Fingerprint(**{**here, "files": dict(here["files"])}),
+        fingerprint=Fingerprint.from_dict(fields["fingerprint"]),
         date=str(fields["date"]),
         costs={
             (str(entry["model"]), str(entry["partition"])): tuple(map(CallCost.from_dict, entry["segments"]))

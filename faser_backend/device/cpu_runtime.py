@@ -1,0 +1,141 @@
+"""`OrtRuntime`: ONNX Runtime on the cores of this machine; implements device.runtime.Runtime.
+
+Every split loads the weights again, for ONNX Runtime lays them out anew for each session: `useful_splits` says
+which are worth it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from faser_backend.core.model import ModelSpec
+from faser_backend.core.ports import DraftLoop, Sampler
+from faser_backend.device.call_shapes import bucketed_blocks
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.lanes import ThreadLanes
+from faser_backend.device.onnx_runtime import OrtRunner, useful_threads
+from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.runtime import ModelPair, OpenRunner
+from faser_backend.device.sampler import NumpySampler
+from faser_backend.manifest import ModelEngine
+
+SPLIT_MEMORY_SHARE = 0.25  # of free memory, for the weights that splits load again
+
+Split = tuple[CorePartition, CorePartition]  # (draft, target)
+
+
+class OrtRuntime:
+    """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's."""
+
+    kv_memory_share = 0.25
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        models: ModelPair,
+        kv_block_size: int,
+        *,
+        num_threads: int | None = None,
+        can_spin: bool = False,
+        menu: PartitionMenu[CorePartition] | None = None,
+    ) -> None:
+        """num_threads, can_spin: as of OrtRunner. menu: the cores to use, by default all of this process."""
+        self.kv_block_size = kv_block_size
+        self.menu = menu or core_partitions()
+        splits, self.splits_note = useful_splits(self.menu, models, num_threads, self.free_bytes())
+        self.splits = tuple(splits)
+        self._engine_dir = engine_dir
+        self._num_threads = num_threads
+        self._can_spin = can_spin
+
+    def free_bytes(self) -> int:
+        """Weights are not counted: they are small beside what a share of free memory leaves."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def bytes_per_block(self, spec: ModelSpec) -> int:
+        return KvPool.bytes_per_block(spec, self.kv_block_size)
+
+    def bind_step_thread(self) -> None:
+        """Calls run where they are made, and end before they return."""
+
+    def open_pool(self, model: ModelEngine, num_blocks: int) -> KvPool:
+        return KvPool(model.spec, num_blocks, self.kv_block_size)
+
+    def fill_pool(self, pool: KvPool, numbers: np.ndarray) -> None:
+        """Pages that were never written would all be one page in the cache."""
+        pool.storage[:] = numbers
+
+    def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OrtRunner:
+        return OrtRunner(
+            model,
+            self._engine_dir,
+            pool.num_blocks,
+            self.kv_block_size,
+            share,
+            num_threads=self._num_threads,
+            can_spin=self._can_spin,
+            pool=pool,
+        )
+
+    def open_lanes(self, draft: CorePartition, target: CorePartition) -> ThreadLanes:
+        return ThreadLanes(draft, target)
+
+    def open_sampler(self, vocab_size: int, max_num_seqs: int) -> NumpySampler:
+        return NumpySampler(vocab_size, max_num_seqs)
+
+    def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
+        """The host sees the logits without asking anyone, so it picks the tokens itself."""
+
+    def synchronize(self) -> None:
+        """Calls end before they return."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def useful_splits(
+    menu: PartitionMenu[CorePartition], models: ModelPair, num_threads: int | None, free_bytes: int
+) -> tuple[list[Split], str]:
+    """The splits of the menu that are worth their memory, and in words how many of how many and why."""
+    num_cores = menu.whole.size
+    if not menu.can_split:
+        return [], f"none ({menu.note})"
+    if num_threads is not None and num_threads < num_cores:
+        return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
+    filled = [split for split in menu.splits if useful_threads(models.draft, split[0]) == split[0].size]
+    copy_bytes = sum(model.weights.num_bytes for model in models)
+    num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes
+    splits = filled[:num_fitting]
+    reason = f"{len(splits)} of {len(menu.splits)}"
+    if splits:
+        reason += f" ({', '.join(split_name(*split) for split in splits)})"
+    reason += f"; each loads {copy_bytes >> 20} MiB of weights again"
+    if len(filled) < len(menu.splits):
+        reason += f"; the draft cannot use more than {filled[-1][0].size} core(s)"
+    if len(splits) < len(filled):
+        reason += f"; {SPLIT_MEMORY_SHARE:.0%} of {free_bytes >> 20} MiB of free memory hold no more"
+    return splits, reason
+
+
+def key_columns(num_tokens: int, kv_block_size: int) -> int:
+    """Columns of keys that a call gathers for a sequence of so many tokens."""
+    return bucketed_blocks(-(-num_tokens // kv_block_size)) * kv_block_size
+
+
+def identity() -> dict[str, str | int]:
+    """What decides how long calls take here, by name: the processor, the cores in use, ONNX Runtime."""
+    return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, "onnxruntime": version("onnxruntime")}
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, os.uname().machine)

@@ -1,0 +1,48 @@
+"""Which implementation stands behind each runtime of the manifest. The only place that asks for it by name.
+
+GPU runtimes are imported where they are asked for: a CPU's engine never loads torch or a CUDA library.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from faser_backend.config import EngineConfig
+from faser_backend.device import cpu_runtime
+from faser_backend.device.runtime import ModelPair, Runtime
+from faser_backend.manifest import EngineManifest
+
+AnyRuntime = Runtime[Any, Any]
+
+
+def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
+    """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
+    models = ModelPair(manifest.target, manifest.draft)
+    if manifest.runtime == "onnxruntime":
+        return cpu_runtime.OrtRuntime(
+            engine_dir,
+            models,
+            manifest.kv_block_size,
+            num_threads=config.num_threads,
+            can_spin=config.can_spin,
+        )
+    from faser_backend.device.cuda.runtime import open_cuda_runtime
+
+    return open_cuda_runtime(engine_dir, manifest)
+
+
+def identity_of(runtime: str) -> dict[str, str | int]:
+    """What decides how long its calls take on this machine, by name; looks at the device without opening it."""
+    if runtime == "onnxruntime":
+        return cpu_runtime.identity()
+    from faser_backend.device.cuda.identity import identity
+
+    return identity(runtime)
+
+
+def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
+    """Columns of keys that a call reads for a sequence of so many tokens."""
+    if runtime == "onnxruntime":
+        return cpu_runtime.key_columns(num_tokens, kv_block_size)
+    return -(-num_tokens // kv_block_size) * kv_block_size  # attention of ours reads the blocks that there are
