@@ -1,0 +1,92 @@
+"""How the attention kernel is cut into programs: tile sizes, warps, stages, and parts of the context.
+
+Plain tables, so that a tuning session has one place to edit; nothing is tuned at run time. Pure numbers:
+needs no torch and no compiler.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Most shared memory of one program, in bytes, by compute capability.
+SHARED_LIMITS = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+MAX_HEAD_DIM = 256
+MAX_SPLITS = 32
+MIN_TOKENS_PER_SPLIT = 256  # less, and reading the parts back costs more than the parallelism brings
+PROGRAMS_PER_SM = 2  # resident at once in decode and verification; see docs/kernels.md
+
+
+class LaunchConfig(NamedTuple):
+    block_m: int  # (row, query head) pairs of a program
+    block_n: int  # tokens of context per iteration
+    block_c: int  # rows of the chunk per iteration
+    num_warps: int
+    num_stages: int
+
+
+class Tile(NamedTuple):
+    """One line of a table: for at most `num_pairs` (row, query head) pairs of a sequence and KV head."""
+
+    num_pairs: int
+    block_m: int
+    tile_bytes: int  # of keys per iteration, which gives block_n
+    num_warps: int
+    num_stages: int
+
+
+HALF_TILES = (  # float16 and bfloat16, on tensor cores
+    Tile(16, 16, 16_384, 4, 3),
+    Tile(32, 32, 16_384, 4, 3),
+    Tile(256, 64, 8_192, 4, 4),
+    Tile(1 << 30, 128, 16_384, 8, 3),
+)
+FLOAT_TILES = (  # float32, without tensor cores: exact products, so small tiles
+    Tile(16, 16, 8_192, 8, 3),
+    Tile(1 << 30, 32, 8_192, 8, 2),
+)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The next power of two; the kernel masks the rest."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def launch_config(element_bytes: int, head_dim: int, group: int, max_rows: int, capability: int = 90) -> LaunchConfig:
+    """The launch of a call with at most `max_rows` rows of one sequence and `group` query heads per KV head.
+
+    Raises ValueError where no program can hold the group, or the head dimension is out of range.
+    """
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim = {head_dim}: must be 1 to {MAX_HEAD_DIM}")
+    tiles = FLOAT_TILES if element_bytes == 4 else HALF_TILES
+    if not 1 <= group <= tiles[-1].block_m:
+        raise ValueError(f"query heads per KV head = {group}: must be 1 to {tiles[-1].block_m}")
+    tile = next(t for t in tiles if t.num_pairs >= group * max_rows and t.block_m >= group)
+    row_bytes = padded_head_dim(head_dim) * element_bytes
+    block_n = min(128, max(16, tile.tile_bytes // row_bytes))
+    block_c = min(block_n, max(16, 1 << (max_rows - 1).bit_length()))
+    num_stages = tile.num_stages
+    while num_stages > 1 and shared_bytes(tile.block_m, block_n, num_stages, row_bytes) > shared_limit(capability):
+        num_stages -= 1
+    return LaunchConfig(tile.block_m, block_n, block_c, tile.num_warps, num_stages)
+
+
+def shared_bytes(block_m: int, block_n: int, num_stages: int, row_bytes: int) -> int:
+    """An upper bound of a program's shared memory: tiles of keys and values per stage, queries, weights, exchange."""
+    return 2 * num_stages * block_n * row_bytes + 2 * block_m * row_bytes
+
+
+def shared_limit(capability: int) -> int:
+    """Of a capability that is not listed, the limit of the next lower one that is."""
+    return SHARED_LIMITS[max((c for c in SHARED_LIMITS if c <= capability), default=min(SHARED_LIMITS))]
+
+
+def choose_num_splits(num_sequences: int, num_kv_heads: int, max_context: int, num_sms: int, num_tiles: int = 1) -> int:
+    """Into how many parts to cut contexts of up to `max_context` tokens so that a call fills `num_sms`.
+
+    num_tiles: row tiles per sequence and KV head, 1 for decoding and verification.
+    """
+    num_programs = max(1, num_sequences * num_kv_heads * num_tiles)
+    fitting = PROGRAMS_PER_SM * num_sms // num_programs
+    worthwhile = max_context // MIN_TOKENS_PER_SPLIT
+    return max(1, min(fitting, worthwhile, MAX_SPLITS))

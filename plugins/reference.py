@@ -1,0 +1,50 @@
+# ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
+"""What every kernel of this package computes, in plain torch: readable, on any device, of any speed.
+
+Kernels are checked against these, and launchers run these where a tensor is not on a GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+
+def pruned_chunk_attention(
+    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, scale
+) -> None:
+    """Row r of a sequence attends to the sequence's context in the pool and to its chunk's rows up to r."""
+    for b, (begin, end) in enumerate(pairwise(cu_rows.tolist())):
+        context, num_rows, chunk = int(context_lens[b]), end - begin, slice(begin, end)
+        if num_rows == 0:
+            continue
+        token = torch.arange(context, device=q.device)
+        block, offset = block_table[b, token // k_pool.shape[2]].long(), token % k_pool.shape[2]
+        keys = torch.cat([k_pool[:, block, offset], k_new[chunk].transpose(0, 1)], 1).float()  # [Hkv, S, hd]
+        values = torch.cat([v_pool[:, block, offset], v_new[chunk].transpose(0, 1)], 1).float()
+        queries = q[chunk].float().unflatten(1, (keys.shape[0], -1))  # [rows, Hkv, G, hd]
+        scores = torch.einsum("rkgd,ksd->rkgs", queries, keys) * scale
+        hidden = torch.ones(num_rows, context + num_rows, dtype=torch.bool, device=q.device).triu(context + 1)
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+        out[chunk] = torch.einsum("rkgs,ksd->rkgd", weights, values).flatten(1, 2).to(out.dtype)
+    write_kv(k_new, v_new, slot_mapping[: int(cu_rows[-1])], k_pool, v_pool)
+
+
+def write_kv(k_new, v_new, slot_mapping, k_pool, v_pool) -> None:
+    """Keys and values [T, Hkv, hd] go to their slots of the pools; a row whose slot is -1 goes nowhere."""
+    row = torch.nonzero(slot_mapping >= 0).flatten()
+    slot = slot_mapping[row].long()
+    block, offset = slot // k_pool.shape[2], slot % k_pool.shape[2]
+    k_pool[:, block, offset] = k_new[row].transpose(0, 1)
+    v_pool[:, block, offset] = v_new[row].transpose(0, 1)
+
+
+def exit_scores(hidden, head, candidates, out) -> None:
+    """out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32."""
+    out.copy_(torch.einsum("td,tcd->tc", hidden.float(), head[candidates].float()))
+
+
+def compact_rows(hidden, kept, out) -> None:
+    """out[i] = hidden[kept[i]]."""
+    torch.index_select(hidden, 0, kept, out=out)

@@ -1,0 +1,79 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Joins what the parts of a split context found: the second half of attention over long contexts.
+
+Each part left its unnormalised mix of values, its maximum and its sum. A part that had nothing to attend
+to left a maximum of -inf and no mix. Knows nothing of how parts were cut.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from plugins.launch import on_grid
+
+
+@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["cu_rows"])
+def combine_splits_kernel(
+    mixed_parts,  # [T, H, NUM_SPLITS, HEAD_DIM] float32
+    stat_parts,  # [T, H, NUM_SPLITS, 2] float32: maximum (base 2), sum
+    cu_rows,  # [num_sequences + 1]
+    num_sequences,
+    out,  # [T, H, HEAD_DIM]
+    NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: (T, H). Rows that belong to nobody are left."""
+    row = tl.program_id(0)
+    if row >= tl.load(cu_rows + num_sequences):
+        return
+    pair = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    part = tl.arange(0, BLOCK_S)
+    stat = stat_parts + (pair * NUM_SPLITS + part) * 2
+    part_max = tl.load(stat, mask=part < NUM_SPLITS, other=float("-inf"))
+    is_used = part_max > float("-inf")
+    weight = tl.exp2(part_max - tl.max(part_max, 0))  # the last part always has a row to attend to: its own
+    total = tl.sum(weight * tl.load(stat + 1, mask=is_used, other=0.0), 0)
+    dims = tl.arange(0, BLOCK_D)
+    cells = mixed_parts + (pair * NUM_SPLITS + part)[:, None] * HEAD_DIM + dims[None, :]
+    mixed = tl.load(cells, mask=is_used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    result = tl.sum(mixed * weight[:, None], 0) / total
+    tl.store(out + pair * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows: torch.Tensor, out: torch.Tensor):
+    """out [T, H, hd] from mixed_parts [T, H, num_splits, hd] and stat_parts [T, H, num_splits, 2], both float32."""
+    num_rows, num_heads, num_splits, head_dim = mixed_parts.shape
+    on_grid(combine_splits_kernel, num_rows, num_heads)(
+        mixed_parts,
+        stat_parts,
+        cu_rows,
+        cu_rows.shape[0] - 1,
+        out,
+        NUM_SPLITS=num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_S=triton.next_power_of_2(num_splits),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+
+
+def workspace_numel(num_rows: int, num_heads: int, head_dim: int, num_splits: int) -> int:
+    """Float32 values of the workspace of a call whose context is split; 0 where it is not."""
+    return num_rows * num_heads * num_splits * (head_dim + 2) if num_splits > 1 else 0
+
+
+def split_workspace(
+    workspace: torch.Tensor | None, q: torch.Tensor, num_splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two areas of a workspace: mixes [T, H, num_splits, hd] and statistics [T, H, num_splits, 2]."""
+    num_rows, num_heads, head_dim = q.shape
+    numel = workspace_numel(num_rows, num_heads, head_dim, num_splits)
+    if workspace is None:
+        workspace = torch.empty(numel, dtype=torch.float32, device=q.device)
+    if workspace.dtype != torch.float32 or workspace.numel() < numel:
+        raise ValueError(f"workspace: {workspace.numel()} values of {workspace.dtype}, needs {numel} of float32")
+    mixed, stats = workspace.flatten()[:numel].split([numel // (head_dim + 2) * head_dim, numel // (head_dim + 2) * 2])
+    return mixed.view(num_rows, num_heads, num_splits, head_dim), stats.view(num_rows, num_heads, num_splits, 2)
