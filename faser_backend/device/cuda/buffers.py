@@ -1,0 +1,181 @@
+"""The tensors of calls on a GPU: inputs in one block each, pinned memory to fill them from, results to reuse.
+
+A call's integers are written by numpy into pinned host memory and reach the device in one asynchronous copy.
+Knows shapes and names of the manifest; nothing of programs or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.cuda.segment import CallBounds
+from faser_backend.manifest import TensorSpec
+
+ALIGNMENT = 256  # bytes: what compiled engines ask of an address
+NUM_AREAS = 4
+NO_SLOT = -1  # of a row that writes no key and value
+TENSOR_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+
+
+def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
+    """The shape of an integer input that changes from call to call. Raises ConfigError for an unknown one."""
+    shapes = {
+        "token_ids": (bounds.num_rows,),
+        "positions": (bounds.num_rows,),
+        "slot_mapping": (bounds.num_rows,),
+        "cu_rows": (bounds.num_sequences + 1,),
+        "context_lens": (bounds.num_sequences,),
+        "block_table": (bounds.num_sequences, bounds.num_blocks),
+        "logit_rows": (bounds.num_logit_rows,),
+        "exit_candidates": (bounds.num_rows, bounds.num_candidates),
+        "pad_idx": (bounds.num_sequences, bounds.max_rows),
+        "unpad_idx": (bounds.num_rows,),
+    }
+    if name not in shapes:
+        raise ConfigError(f"segment input {name}: not one that a GPU runner fills; must be one of {', '.join(shapes)}")
+    return shapes[name]
+
+
+class InputBlock:
+    """Integer inputs of one call shape: `tensors` by name, all of them views of `block` on the device."""
+
+    def __init__(self, inputs: Iterable[TensorSpec], bounds: CallBounds, device: torch.device) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._places: list[tuple[str, int, np.dtype, tuple[int, ...]]] = []  # name, offset, dtype, shape
+        num_bytes = 0
+        for tensor in inputs:
+            dtype, shape = np.dtype(tensor.dtype), input_shape(tensor.name, bounds)
+            self._places.append((tensor.name, num_bytes, dtype, shape))
+            num_bytes += -(-int(np.prod(shape)) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        for name, offset, dtype, shape in self._places:
+            cells = self.block[offset : offset + int(np.prod(shape)) * dtype.itemsize]
+            self.tensors[name] = cells.view(TENSOR_DTYPES[dtype.name]).view(shape)
+
+    def views(self, area: np.ndarray) -> dict[str, np.ndarray]:
+        """The inputs by name as views of host memory area [block.numel()] uint8."""
+        return {
+            name: area[offset : offset + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+            for name, offset, dtype, shape in self._places
+        }
+
+
+def fill_inputs(
+    inputs: Mapping[str, np.ndarray],
+    rows: RowBatch,
+    bounds: CallBounds,
+    kv_block_size: int,
+    candidates: np.ndarray | None = None,
+) -> None:
+    """Writes a batch into arrays of the shapes that `bounds` say; names that are not in `inputs` are left out.
+
+    What pads a call: rows of token 0 at position 0 without a slot, sequences without rows or context, logit
+    rows that repeat row 0. Cells of pad_idx past a sequence's rows repeat its last row.
+    """
+    num_rows, num_sequences = rows.num_rows, rows.num_sequences
+    sequence = np.repeat(np.arange(num_sequences), rows.rows_per_sequence)  # [T]
+    offset = np.arange(num_rows) - rows.cu_rows[sequence]
+    positions = rows.context_lens[sequence] + offset
+    block, cell = np.divmod(positions, kv_block_size)
+    _put(inputs, "token_ids", rows.token_ids, 0)
+    _put(inputs, "positions", positions, 0)
+    _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + cell, NO_SLOT)
+    _put(inputs, "cu_rows", rows.cu_rows, num_rows)
+    _put(inputs, "context_lens", rows.context_lens, 0)
+    _put(inputs, "block_table", rows.block_tables[:, : bounds.num_blocks], 0)
+    _put(inputs, "logit_rows", rows.logit_rows, 0)
+    if candidates is not None:
+        _put(inputs, "exit_candidates", candidates, 0)
+    if "pad_idx" in inputs:
+        columns = np.arange(bounds.max_rows)
+        cells = np.minimum(rows.cu_rows[:-1, None] + columns, rows.cu_rows[1:, None] - 1)
+        _put(inputs, "pad_idx", cells, 0)
+        _put(inputs, "unpad_idx", sequence * bounds.max_rows + offset, 0)
+
+
+def _put(inputs: Mapping[str, np.ndarray], name: str, values: np.ndarray, filler: int) -> None:
+    """values in the corner of an input, `filler` in the rest of it."""
+    target = inputs.get(name)
+    if target is None:
+        return
+    num = values.shape[0]
+    target[num:] = filler
+    if target.ndim == 1:
+        target[:num] = values
+    else:
+        target[:num, : values.shape[1]] = values
+        target[:num, values.shape[1] :] = filler
+
+
+class StagingRing:
+    """Host memory that inputs are filled in and copied from, one area after the other.
+
+    A copy from pinned memory is merely queued: it reads its area when the stream gets there. So each area has
+    an event behind its last copy, and is written again only when that has passed. With NUM_AREAS areas the host
+    waits only where it is as many calls ahead of the device. On a CPU copies are done when they return.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._areas = [torch.empty(0, dtype=torch.uint8)] * NUM_AREAS
+        self._copied = [torch.cuda.Event() for _ in range(NUM_AREAS)] if self._is_cuda else []
+        self._next = 0
+
+    def upload(self, block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
+        """Lets `fill` write block.numel() bytes of host memory, and queues their copy to block (uint8, 1-D)."""
+        index = self._next
+        self._next = (index + 1) % NUM_AREAS
+        if self._is_cuda:
+            self._copied[index].synchronize()  # at once where it was never recorded
+        num_bytes = block.numel()
+        if self._areas[index].numel() < num_bytes:
+            self._areas[index] = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+        area = self._areas[index][:num_bytes]
+        fill(area.numpy())
+        block.copy_(area, non_blocking=True)
+        if self._is_cuda:
+            self._copied[index].record()
+
+    def upload_array(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of an int64 array [n] on the device."""
+        target = torch.empty(array.shape[0], dtype=torch.int64, device=self._device)
+
+        def fill(area: np.ndarray) -> None:
+            area.view(np.int64)[:] = array
+
+        self.upload(target.view(torch.uint8), fill)
+        return target
+
+
+class TensorStore:
+    """Tensors that calls share, each by name and shape; made when they are first asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed when new: rows that pad a call are computed from the first on, and hold numbers."""
+        key = (name, shape)
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._tensors[key]
+
+    def arange(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """0, 1, ..., count - 1; nobody writes to it."""
+        key = ("arange", (count,))
+        if key not in self._tensors:
+            self._tensors[key] = torch.arange(count, dtype=dtype, device=self._device)
+        return self._tensors[key]

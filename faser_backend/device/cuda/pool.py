@@ -1,0 +1,61 @@
+"""The paged key/value storage of one model on a GPU: one tensor, in blocks, head-major.
+
+As device.kv_pool, in the engine's dtype. Knows nothing of who owns a block; the block manager does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import ModelSpec
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's words
+
+
+class CudaKvPool:
+    """`storage` [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim], zeroed.
+
+    The last block is nobody's: programs whose every row has to write somewhere write their padding there.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, kv_block_size: int, *, dtype: str, device: torch.device
+    ) -> None:
+        """dtype: of the manifest. Raises ConfigError where the pool is empty or does not fit on the device."""
+        if num_blocks < 1:
+            raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
+        self.num_blocks = num_blocks
+        self.kv_block_size = kv_block_size
+        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
+        try:
+            self.storage = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+        except RuntimeError:  # torch.OutOfMemoryError is one of a GPU, the CPU's allocator has no own
+            num_bytes = (num_blocks + 1) * self.bytes_per_block(spec, kv_block_size, dtype)
+            raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit on {device}") from None
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """The keys of a layer, [num_kv_heads, num_blocks + 1, kv_block_size, head_dim]; a view."""
+        return self.storage[layer, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """The values of a layer, of the shape of its keys; a view."""
+        return self.storage[layer, 1]
+
+    @property
+    def scratch_block(self) -> int:
+        return self.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return self.storage.nbytes
+
+    @staticmethod
+    def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        return spec.num_layers * 2 * spec.num_kv_heads * kv_block_size * spec.head_dim * DTYPES[dtype].itemsize
+
+    def check_integrity(self) -> None:
+        """Asserts that every value is finite, layer by layer. Waits for the device."""
+        for layer in range(self.storage.shape[0]):
+            assert self.storage[layer].isfinite().all(), f"a key or value of layer {layer} in the pool is not finite"

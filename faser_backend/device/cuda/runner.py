@@ -1,0 +1,170 @@
+"""`CudaRunner`: a model on one share of a GPU with its KV pool; implements core.ports.ModelRunner.
+
+A call is one asynchronous copy of its integers and one graph replay, both on the current stream: the share's,
+once the calling thread is bound to it. Nothing here waits for the device. Knows neither torch segments nor
+TensorRT, but programs; on a torch CPU device it runs the same way without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.cuda.buffers import InputBlock, StagingRing, TensorStore, fill_inputs
+from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
+from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.segment import (
+    MAX_GRAPH_ROWS,
+    CallBounds,
+    Launch,
+    PreparedCall,
+    SegmentProgram,
+    call_bounds,
+)
+from faser_backend.device.cuda.tensors import call_tensors, filled_inputs
+from faser_backend.manifest import ModelEngine
+from plugins.row_compaction import compact_rows
+
+
+class _Call:
+    """One segment's call of one shape: its tensors, filled anew each time, and what queues it."""
+
+    def __init__(self, inputs: InputBlock, tensors: Mapping[str, torch.Tensor], launch: Launch) -> None:
+        self.inputs = inputs
+        self.launch = launch
+        self.hidden = tensors.get("hidden")
+        self.result = tensors["logits" if "logits" in tensors else "hidden_out"]
+        self.exit_scores = tensors.get("exit_scores")
+
+
+class CudaRunner:
+    """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+
+    def __init__(
+        self,
+        model: ModelEngine,
+        programs: Sequence[SegmentProgram],
+        pool: CudaKvPool,
+        device: torch.device,
+        *,
+        limits: CallBounds | None = None,
+        uses_graphs: bool = True,
+    ) -> None:
+        """programs: one per segment, in order. limits: the largest bounds that they take, None = any."""
+        if len(programs) != len(model.segments):
+            raise ConfigError(f"programs = {len(programs)}: the model has {len(model.segments)} segments")
+        is_cuda = device.type == "cuda"
+        self.spec = model.spec
+        self.pool = pool
+        self.num_segments = len(model.segments)
+        self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
+        self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
+        self.vocab_size = model.spec.vocab_size
+        self.capturer = GraphCapturer() if is_cuda and uses_graphs else None
+        self._segments = model.segments
+        self._programs = programs
+        self._device = device
+        self._limits = limits
+        self._staging = StagingRing(device)
+        self._store = TensorStore(device)
+        self._calls = [
+            CallCache(lambda bounds, index=index: self._open_call(index, bounds, self._store), is_cuda=is_cuda)
+            for index in range(self.num_segments)
+        ]
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """See core.ports.ModelRunner. The result is on the device, and may not be there yet: it is a buffer that
+        the stream fills, and that a later call with as many rows fills again."""
+        call = self._run(segment, rows, hidden, None)
+        return call.result[: rows.logit_rows.shape[0] if segment == self.num_segments - 1 else rows.num_rows]
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, exit_candidates: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See core.ports.ModelRunner; both results as run_segment's."""
+        assert segment in self.exits, f"segment {segment} has no exit scores"
+        call = self._run(segment, rows, hidden, exit_candidates)
+        assert call.exit_scores is not None
+        return call.result[: rows.num_rows], call.exit_scores[: rows.num_rows]
+
+    def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
+        """See core.ports.ModelRunner."""
+        out = torch.empty((kept.shape[0], hidden.shape[1]), dtype=hidden.dtype, device=self._device)
+        compact_rows(hidden, self._staging.upload_array(kept), out)
+        return out
+
+    def prepare_decode(self, num_sequences: int, num_blocks: int) -> PreparedCall:
+        """A call of one row per sequence, logits on each, whose integers the device may write between launches.
+
+        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits
+        [num_sequences, V]. Filled already are cu_rows, logit_rows and padding indices, for good; slot_mapping
+        holds -1, block_table and the rest 0. Each call has inputs of its own.
+        """
+        bounds = CallBounds(num_sequences, num_sequences, 1, num_blocks, num_sequences, 0)
+        wanted = {tensor.name: tensor for segment in self._segments for tensor in filled_inputs(segment)}
+        inputs = InputBlock(wanted.values(), bounds, self._device)
+        nothing = np.zeros(num_sequences, np.int64)
+        idle = RowBatch(nothing, np.arange(num_sequences + 1), nothing, nothing[:, None], np.arange(num_sequences))
+        self._fill(inputs, idle, bounds, None)
+        inputs.tensors["slot_mapping"].fill_(-1)
+        launches: list[Launch] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for index, program in enumerate(self._programs):
+            tensors = self._tensors(index, bounds, inputs, self._store)
+            launches.append(program.prepare(tensors, bounds))
+
+        def launch() -> None:
+            for queue in launches:
+                queue()
+
+        return PreparedCall(bounds, {**inputs.tensors, "logits": tensors["logits"]}, launch)
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+
+    def close(self) -> None:
+        """Frees graphs and buffers when the device has done with them; the runner cannot be used afterwards."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for calls in self._calls:
+            calls.clear()
+        self._programs = ()
+        self._store = TensorStore(self._device)
+
+    def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
+        num_candidates = 0 if candidates is None else candidates.shape[1]
+        bounds = call_bounds(rows, self.pool.kv_block_size, num_candidates, self._limits)
+        if bounds.num_rows <= MAX_GRAPH_ROWS:
+            call = self._calls[segment].get(bounds)
+        else:  # as long as a prompt's chunk: tensors of its own, which the allocator takes back
+            call = self._open_call(segment, bounds, TensorStore(self._device))
+        self._fill(call.inputs, rows, bounds, candidates)
+        if call.hidden is not None:
+            assert hidden is not None, f"segment {segment} needs the hidden states of the segment before"
+            if hidden.data_ptr() != call.hidden.data_ptr():  # rows that stayed are where the segment before put them
+                call.hidden[: rows.num_rows].copy_(hidden, non_blocking=True)
+        call.launch()
+        return call
+
+    def _fill(self, inputs: InputBlock, rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None) -> None:
+        block_size = self.pool.kv_block_size
+        self._staging.upload(
+            inputs.block, lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates)
+        )
+
+    def _open_call(self, index: int, bounds: CallBounds, store: TensorStore) -> _Call:
+        inputs = InputBlock(filled_inputs(self._segments[index]), bounds, self._device)
+        tensors = self._tensors(index, bounds, inputs, store)
+        launch = self._programs[index].prepare(tensors, bounds)
+        if bounds.num_rows <= MAX_GRAPH_ROWS:
+            launch = RepeatedLaunch(launch, self.capturer, f"segment {index} with {bounds}")
+        return _Call(inputs, tensors, launch)
+
+    def _tensors(
+        self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
+    ) -> dict[str, torch.Tensor]:
+        return call_tensors(self.spec, self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)

@@ -1,0 +1,50 @@
+"""Engines of runtime "torch" and their runners on torch's CPU device, where kernels run as their references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engines.checkpoint import Checkpoint
+from engines.families import read_spec, read_weights
+from engines.torch_build import write_torch_model
+from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.segment import CallBounds
+from faser_backend.device.cuda.torch_segment import TorchSegment
+from faser_backend.device.cuda.torch_weights import load_weights
+from faser_backend.manifest import ModelEngine
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+NUM_SMS = 132  # of the GPU that the tests pretend to size launches for
+
+
+def write_torch_engine(
+    source: Path, directory: Path, *, name: str = "target", exit_layers: tuple[int, ...] = (), dtype: str = "fp32"
+) -> ModelEngine:
+    """The checkpoint `source` as an engine of runtime torch in `directory`."""
+    checkpoint = Checkpoint(source)
+    spec = read_spec(checkpoint)
+    directory.mkdir(parents=True, exist_ok=True)
+    cuts = (*exit_layers, spec.num_layers)
+    return write_torch_model(name, spec, read_weights(checkpoint, spec), cuts, directory, dtype)
+
+
+def open_torch_runner(
+    model: ModelEngine,
+    directory: Path,
+    num_blocks: int,
+    block_size: int,
+    *,
+    dtype: str = "fp32",
+    device: torch.device = CPU,
+    pool: CudaKvPool | None = None,
+    limits: CallBounds | None = None,
+) -> CudaRunner:
+    weights = load_weights(directory / model.weights.name, model.spec, dtype, device)
+    programs = [TorchSegment(model.spec, segment, weights, NUM_SMS) for segment in model.segments]
+    pool = pool or CudaKvPool(model.spec, num_blocks, block_size, dtype=dtype, device=device)
+    return CudaRunner(model, programs, pool, device, limits=limits)
