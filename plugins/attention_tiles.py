@@ -28,11 +28,19 @@ def attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_
 
 
 @triton.jit
+def _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE: tl.constexpr):
+    """The blocks of tokens, in the pool whatever the table says: compilers time layers on any contents."""
+    block = tl.load(table + token // KV_BLOCK_SIZE, mask=token < end, other=0)
+    return tl.minimum(tl.maximum(block, 0), num_blocks - 1)
+
+
+@triton.jit
 def attend_context(
     query,
     k_head,
     v_head,
     table,
+    num_blocks,
     start,
     end,
     row_max,
@@ -46,7 +54,7 @@ def attend_context(
 ):
     """Tokens [start, end) of the pool, which every row sees: they lie below context_lens, written by earlier calls."""
     token = start + tl.arange(0, BLOCK_N)
-    block = tl.load(table + token // KV_BLOCK_SIZE, mask=token < end, other=0)
+    block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
     for _ in range(start, end, BLOCK_N):
         is_token = token < end
         slot = block.to(tl.int64) * KV_BLOCK_SIZE + token % KV_BLOCK_SIZE
@@ -56,7 +64,7 @@ def attend_context(
         values = tl.load(v_head + cells, mask=is_cell, other=0.0)
         # The table is read an iteration ahead: loads that waited for it could not be issued early enough.
         token += BLOCK_N
-        block = tl.load(table + token // KV_BLOCK_SIZE, mask=token < end, other=0)
+        block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
         row_max, row_sum, mixed = attend_columns(
             query, keys, values, is_token[None, :], row_max, row_sum, mixed, SCALE_LOG2
         )

@@ -86,7 +86,7 @@ def pruned_chunk_attention_kernel(
     k_head, v_head = k_pool + pool_head, v_pool + pool_head
     table = block_table + sequence.to(tl.int64) * table_stride
     row_max, row_sum, mixed = attend_context(
-        query, k_head, v_head, table, part * part_len, part_end, row_max, row_sum, mixed, dims,
+        query, k_head, v_head, table, num_blocks, part * part_len, part_end, row_max, row_sum, mixed, dims,
         HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
     )  # fmt: skip
     if part == num_splits - 1:
@@ -101,6 +101,7 @@ def pruned_chunk_attention_kernel(
         # call reads a slot: they lie at or above context_lens, and contexts are read below it.
         owned = tile_start + tl.arange(0, BLOCK_M)
         slot = tl.load(slot_mapping + first_row + owned, mask=owned < tile_end, other=-1)
+        slot = tl.where(slot < num_blocks * KV_BLOCK_SIZE, slot, -1)
         write_rows(k_rows, k_stride, slot, k_head, owned, dims, HEAD_DIM)
         write_rows(v_rows, v_stride, slot, v_head, owned, dims, HEAD_DIM)
 
