@@ -149,4 +149,4 @@ def test_corrections_learn_a_ratio_and_pass_it_on_to_what_never_ran():
     assert corrections.slowdown(SERIAL) == pytest.approx(1.5, rel=0.01)
     assert corrections.slowdown(PLAIN) == pytest.approx(1.5, rel=0.01)
     corrections.observe(PLAIN, 100.0, 1e9)  # one step that the machine lost
-    assert corrections.slowdown(PLAIN) <= 2.0
+    assert corrections.slowdown(PLAIN) <= 2.0 * 1.51

@@ -28,6 +28,9 @@ class StepRecord:
     verify_us: float
     overlap_us: float  # time in which both phases ran
     drafting_us: float = 0.0  # of the steps before, since the last verification, that only drafted
+    # In which the host saw the models read prompts, and the draft catch up; a GPU may go on with it later.
+    prefill_us: float = 0.0
+    draft_prefill_us: float = 0.0
 
     @property
     def step_us(self) -> float:

@@ -54,8 +54,10 @@ class Corrections:
 
     def observe(self, arm: Arm, predicted_us: float, measured_us: float) -> None:
         """Of a step's time; predicted_us for what the step really did."""
-        # A step that the machine lost to something else says little about the arm: cut at a factor of 2.
-        ratio = min(max(math.log(measured_us / predicted_us), -math.log(2.0)), math.log(2.0))
+        expected = math.log(self.slowdown(arm))
+        ratio = math.log(max(measured_us, 1.0) / predicted_us)
+        if self._log_ratio:  # a step that the machine lost to something else says little: cut at a factor of 2
+            ratio = min(max(ratio, expected - math.log(2.0)), expected + math.log(2.0))
         # The machine's speed changes with time: the older what is known of an arm, the more a new step counts.
         old = self._log_ratio.get(arm, ratio)
         self._log_ratio[arm] = ratio + _FADE * _AGE_FADE ** self.age(arm) * (old - ratio)

@@ -17,6 +17,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Promise, arms_on, promise
 from faser_backend.policy.corrections import Corrections
+from faser_backend.policy.cost_model import TARGET
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import BatchTimes, Pricer
@@ -129,10 +130,8 @@ class Faser:
 
     def observe(self, record: StepRecord) -> None:
         self._pricer.observe(record)
-        if record.plan.prefills:
-            return  # its time is not the arm's
         arm = _arm_of(record)
-        measured_us = record.step_us + record.drafting_us
+        measured_us = record.step_us + record.drafting_us - self._prefill_us(record, arm)
         emitted = float(record.acceptance.num_emitted.sum())
         if self.arm is not None and arm != self.arm:
             self._prober.pay(measured_us - emitted / self._expected_speed(self.arm))
@@ -146,6 +145,19 @@ class Faser:
         if arm == self.arm:  # a probe does not run as promised
             promised = self._promises[arm].tokens_per_us * predicted_us
             self._corrections.observe_yield(arm, record.num_tokens.size, emitted, promised)
+
+    def _prefill_us(self, record: StepRecord, arm: Arm) -> float:
+        """Work on prompts in the step that is not the arm's: the target's, and the draft's where nothing is drafted."""
+        draft_us = record.draft_prefill_us if arm == PLAIN else 0.0
+        chunks = record.plan.prefills
+        if not chunks:
+            return draft_us
+        context = self._pricer.costs.batch_context([chunk.start + 1 for chunk in chunks])
+        num_rows = [chunk.num_tokens for chunk in chunks]
+        us = self._pricer.costs.call_us(
+            TARGET, WHOLE, sum(num_rows), len(chunks), context, max_rows=max(num_rows), num_logit_rows=0
+        )
+        return draft_us + max(record.prefill_us, float(us) * self._corrections.slowdown(arm))
 
     def _predicted_us(self, record: StepRecord, arm: Arm) -> float:
         """What the cost model says of the step that was really made."""
