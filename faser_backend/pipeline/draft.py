@@ -14,7 +14,7 @@ from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DraftTokens, ModelRunner, Sampler
+from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -54,12 +54,24 @@ class Proposer:
         self._block_tables = block_tables
         self._keeps_probs = keeps_probs
 
-    def propose(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """Drafts up to num_draft_tokens tokens per sequence, one model call per position."""
+    def propose(
+        self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal, loop: DraftLoop | None = None
+    ) -> Frontier:
+        """Drafts up to num_draft_tokens tokens per sequence. loop: of the runner, where its device can pick tokens
+        itself; else, and where it cannot pick those of this batch, there is one model call per position."""
         self._times.start()
         chain = _Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
-        step = 0
+        if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
+            self._draft_in_steps(runner, chain, active, proposal.num_candidates)
+        else:
+            self._draft_at_once(loop, chain, active, proposal)
+        for sequence in batch.sequences:
+            sequence.num_proposals += 1
+        return chain.frontier()
+
+    def _draft_in_steps(self, runner: ModelRunner, chain: _Chain, active: np.ndarray, num_candidates: int) -> None:
+        batch, step = chain.batch, 0
         while active.size:
             whole = active.size == len(batch)  # the common case needs no gathering
             tables = batch.block_tables if whole else batch.block_tables[active]
@@ -67,13 +79,29 @@ class Proposer:
             self._times.lap("draft_rows")
             logits = run_model(runner, rows)
             self._times.lap("draft_model")
-            chain.add(active, step, *self._draw(chain, active, step, logits, proposal.num_candidates))
+            chain.add(active, step, *self._draw(chain, active, step, logits, num_candidates))
             step += 1
             active = active[chain.wants_more(active, step)]
             self._times.lap("draft_sample")
-        for sequence in batch.sequences:
-            sequence.num_proposals += 1
-        return chain.frontier()
+
+    def _draft_at_once(self, loop: DraftLoop, chain: _Chain, active: np.ndarray, proposal: Proposal) -> None:
+        """As _draft_in_steps. The device knows no trim rule, so every chain gets its full length and is cut after.
+
+        K/V past a cut does no harm: it lies in blocks that were given for the full length, draft_len counts no
+        more than what the cut chain ran, and the rows of the next call start there and overwrite it.
+        """
+        rows = self._first_rows(chain, active, chain.batch.block_tables[active])
+        self._times.lap("draft_rows")
+        lengths = proposal.num_draft_tokens[active]
+        tokens, margins, candidates = loop.draft(rows, chain.batch.slots[active], lengths, proposal.num_candidates)
+        self._times.lap("draft_model")
+        going, step = np.arange(active.size), 0  # rows of what was drafted
+        while going.size:
+            named = None if candidates is None else candidates[going, step]
+            chain.add(active[going], step, DraftTokens(tokens[going, step], margins[going, step], named), None)
+            step += 1
+            going = going[chain.wants_more(active[going], step)]
+        self._times.lap("draft_sample")
 
     def prefill(self, runner: ModelRunner, chunks: list[PrefillChunk]) -> None:
         """Feeds what the draft has not seen of each chunk, without logits."""

@@ -77,7 +77,7 @@ class Stepper:
     def run(self, plan: StepPlan) -> tuple[list[RequestOutput], InFlight]:
         """Returns what was emitted, and what was drafted for later steps."""
         start_ns = self.clock.now_ns()
-        self._prefill(plan)
+        prefill_us, draft_prefill_us = self._prefill(plan)
         batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
         ready, waiting = split(plan.in_flight, batch.sequences)
         if plan.drafts:
@@ -107,24 +107,28 @@ class Stepper:
             phases.verify_us,
             phases.overlap_us,
             plan.in_flight.drafting_us,
+            prefill_us,
+            draft_prefill_us,
         )
         for observe in self.observers:
             observe(record)
         self.times.lap("observe")
         return outputs, in_flight.present()
 
-    def _prefill(self, plan: StepPlan) -> None:
+    def _prefill(self, plan: StepPlan) -> tuple[float, float]:
         """Prompt chunks, through the target and, where the request drafts, through the draft; and through the draft
-        alone what it has missed."""
+        alone what it has missed. Returns the microseconds in each model."""
         partition = self.partitions[WHOLE]
         tables = self.scheduler.blocks.block_tables
+        start_ns = self.clock.now_ns()
         if plan.draft_prefills:
             assert partition.draft is not None
             self.draft_times.start()
             self.proposer.prefill(partition.draft, plan.draft_prefills)
             self.times.start()
+        caught_up_ns = self.clock.now_ns()
         if not plan.prefills:
-            return
+            return 0.0, (caught_up_ns - start_ns) / 1e3
         sequences = [chunk.sequence for chunk in plan.prefills]
         stops = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
         slots = [sequence.slot for sequence in sequences]
@@ -132,15 +136,18 @@ class Stepper:
         rows = token_range_rows(sequences, starts, stops, tables[slots], with_logits=False)
         self.times.lap("prefill_rows")
         run_model(partition.target, rows)
+        read_ns = self.clock.now_ns()
         self.times.lap("prefill_model")
         if partition.draft is not None and plan.decision.prefills_draft:
             self.draft_times.start()
             self.proposer.prefill(partition.draft, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
             self.times.start()
+        end_ns = self.clock.now_ns()
         for sequence, stop in zip(sequences, stops, strict=True):
             sequence.target_len = stop
             self.scheduler.blocks.publish(sequence.slot, sequence.token_ids, stop, sequence.draft_len)
         self.times.lap("commit")
+        return (read_ns - caught_up_ns) / 1e3, (caught_up_ns - start_ns + end_ns - read_ns) / 1e3
 
     def _run_phases_in_turn(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
         """Drafts for the sequences that have nothing in flight, then verifies all."""
@@ -175,13 +182,15 @@ class Stepper:
         return phases
 
     def _propose(self, plan: StepPlan, batch: DecodeBatch, num_draft_tokens: list[int], behind: Frontier) -> Frontier:
-        draft = self.partitions[plan.decision.partition].draft
+        partition = self.partitions[plan.decision.partition]
+        draft = partition.draft
         if draft is None or not any(num_draft_tokens):
             return Frontier.empty(len(batch))
         trim, pruner = plan.decision.trim, plan.decision.pruner
         num_candidates = 0 if pruner is None else pruner.num_candidates
         lengths = np.array(num_draft_tokens, np.int64)
-        frontier = self.proposer.propose(draft, batch, Proposal(lengths, behind, trim, num_candidates))
+        proposal = Proposal(lengths, behind, trim, num_candidates)
+        frontier = self.proposer.propose(draft, batch, proposal, partition.draft_loop)
         if trim is None:
             return frontier
         # Under rejection sampling a row may not be judged by the draft tokens behind it.
