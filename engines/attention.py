@@ -1,21 +1,23 @@
-"""`faser::PrunedChunkAttention`: attention of packed rows over a paged KV pool, as a local function.
+"""`faser::PrunedChunkAttention`: attention of packed rows over a paged KV pool, one body per runtime.
 
-One op for every runtime. A runtime with a kernel of its own maps the op to it; the others run the
-body below. Contract: rows that were pruned are simply absent, the new keys and values of the rows
-that are present are written to the pool first, then each row attends to the tokens of its sequence
-up to itself. Inlined, a segment holds ops of the ONNX standard alone; TensorRT-RTX compiles it so,
-with its attention layers marked decomposable.
+Contract of all: rows that were pruned are simply absent, the keys and values of the rows that are
+present reach the pool, and each row attends to the tokens of its sequence up to itself. ONNX Runtime
+runs the op's function body and writes the pool in place; TensorRT-RTX, which compiles no op of ours,
+gets standard ops and hands new keys and values out; full TensorRT maps the bare op to our plugin.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import onnx
 
 from engines.graph import GraphBuilder
-from faser_backend.manifest import ModelSpec
+from faser_backend.core.model import ModelSpec
 
 DOMAIN = "faser"
 OP_TYPE = "PrunedChunkAttention"
+PLUGIN_VERSION = "1"
 MASKED = -1e30
 
 INPUTS = [
@@ -33,13 +35,167 @@ INPUTS = [
 OUTPUTS = ["attended", "k_pool_out", "v_pool_out"]  # [R, num_heads * head_dim]; the pools
 
 
-def attention_mask(graph: GraphBuilder, spec: ModelSpec) -> str:
-    """The mask that all layers share: a row sees the columns up to its own position."""
-    query_positions = graph.op("Unsqueeze", graph.op("Gather", "positions", "pad_idx"), graph.ints(2))  # [B, Q, 1]
-    visible = graph.op("LessOrEqual", "columns", query_positions)  # [B, Q, S]
-    mask = graph.op("Where", visible, graph.scalar(0.0), graph.scalar(MASKED))
-    num_queries = spec.num_heads // spec.num_kv_heads
-    return graph.op("Concat", *[mask] * num_queries, axis=1) if num_queries > 1 else mask
+class AttentionBody(ABC):
+    """Attention of every layer of one segment, and the inputs and outputs that it needs."""
+
+    def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int) -> None:
+        self.graph = graph
+        self.spec = spec
+        self.pool_shape: tuple[int | str, ...] = (spec.num_kv_heads, "NB", kv_block_size, spec.head_dim)
+        self._declare_inputs()
+
+    @abstractmethod
+    def _declare_inputs(self) -> None:
+        """Declares what all layers share."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
+        """q [T, num_heads, 1, head_dim] and k, v [T, Hkv, 1, head_dim], rotated -> [T, num_heads * head_dim].
+
+        only_logit_rows: the result has the rows of the input `logit_rows` alone, [R, num_heads * head_dim].
+        """
+
+    @abstractmethod
+    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
+        """Declares where the new keys and values of the layers go."""
+
+    def _pools(self, layer: int) -> list[str]:
+        return [self.graph.input(f"{name}_pool.{layer}", self.pool_shape, self.graph.dtype) for name in ("k", "v")]
+
+    def _declare_pool_outputs(self, first_layer: int, last_layer: int) -> None:
+        for layer in range(first_layer, last_layer):
+            for name in ("k", "v"):
+                self.graph.output(f"{name}_pool_out.{layer}", self.pool_shape, self.graph.dtype)
+
+    def _cells(self, *, only_logit_rows: bool) -> str:
+        """The padded cell of each wanted row."""
+        return self.graph.op("Gather", "unpad_idx", "logit_rows") if only_logit_rows else "unpad_idx"
+
+
+class InPlaceAttention(AttentionBody):
+    """For ONNX Runtime: the op with a local function as its body; pools' outputs are bound to their inputs."""
+
+    def _declare_inputs(self) -> None:
+        g = self.graph
+        g.functions.append(attention_function(self.spec))
+        g.input("pad_idx", ("B", "Q"))
+        g.input("unpad_idx", ("T",))
+        g.input("block_table", ("B", "MB"))
+        g.input("columns", ("S",))
+        g.input("kv_slots", ("T", self.spec.num_kv_heads, 1, 3))
+        self._mask = self._make_mask()
+
+    def _make_mask(self) -> str:
+        """[B, heads per KV head * Q, S]: a row sees the columns up to its own position."""
+        g, num_queries = self.graph, self.spec.num_heads // self.spec.num_kv_heads
+        query_positions = g.op("Unsqueeze", g.op("Gather", "positions", "pad_idx"), g.ints(2))  # [B, Q, 1]
+        visible = g.op("LessOrEqual", "columns", query_positions)  # [B, Q, S]
+        mask = g.op("Where", visible, g.scalar(0.0), g.scalar(MASKED))
+        return g.op("Concat", *[mask] * num_queries, axis=1) if num_queries > 1 else mask
+
+    def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
+        cells = self._cells(only_logit_rows=only_logit_rows)
+        inputs = [q, k, v, *self._pools(layer), "kv_slots", "block_table", "pad_idx", cells, self._mask]
+        outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
+        return self.graph.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN)[0]
+
+    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
+        self._declare_pool_outputs(first_layer, last_layer)
+
+
+class GatheredAttention(AttentionBody):
+    """For TensorRT-RTX: the pool's blocks and this call's keys side by side, masked; standard ops alone."""
+
+    def _declare_inputs(self) -> None:
+        g = self.graph
+        g.input("pad_idx", ("B", "Q"))
+        g.input("unpad_idx", ("T",))
+        g.input("block_table", ("B", "MB"))
+        g.input("columns", ("S",))
+        g.input("context_lens", ("B",))
+        self._mask = self._make_mask()
+
+    def _make_mask(self) -> str:
+        """[B, 1, Q, S + Q], true where visible: the context, then this call's rows up to the query's.
+
+        A new key's position follows from its cell, not from the row in the cell: cells that fill a
+        sequence up repeat a row, and lie behind every query that counts.
+        """
+        g = self.graph
+        query_positions = g.op("Unsqueeze", g.op("Gather", "positions", "pad_idx"), g.ints(2))  # [B, Q, 1]
+        context_lens = g.op("Unsqueeze", "context_lens", g.ints(1))  # [B, 1]
+        in_context = g.op("Unsqueeze", g.op("Less", "columns", context_lens), g.ints(1))  # [B, 1, S]
+        in_context = g.op("Expand", in_context, g.op("Shape", query_positions))  # [B, Q, S]
+        max_rows = g.op("Squeeze", g.op("Shape", "pad_idx", start=1, end=2), g.ints(0))
+        cells = g.op("Range", g.integer(0), max_rows, g.integer(1))  # [Q]
+        key_positions = g.op("Unsqueeze", g.op("Add", context_lens, cells), g.ints(1))  # [B, 1, Q]
+        is_past = g.op("LessOrEqual", key_positions, query_positions)  # [B, Q, Q]
+        return g.op("Unsqueeze", g.op("Concat", in_context, is_past, axis=2), g.ints(1))
+
+    def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
+        g, spec = self.graph, self.spec
+        queries = self._padded(g.op("Reshape", q, g.ints(0, spec.num_heads, spec.head_dim)))
+        keys, values = (
+            self._visible(new, pool, out=f"{name}_new.{layer}")
+            for name, new, pool in zip(("k", "v"), (k, v), self._pools(layer), strict=True)
+        )
+        mixed = g.op("Attention", queries, keys, values, self._mask, scale=spec.head_dim**-0.5)  # [B, H, Q, hd]
+        mixed = g.op("Transpose", mixed, perm=[0, 2, 1, 3])
+        mixed = g.op("Reshape", mixed, g.ints(-1, spec.num_heads * spec.head_dim))  # [B * Q, H * hd]
+        return g.op("Gather", mixed, self._cells(only_logit_rows=only_logit_rows))
+
+    def _visible(self, new: str, pool: str, out: str) -> str:
+        """What queries can see of keys or values, [B, Hkv, S + Q, head_dim]; the new ones are `out` too."""
+        g, spec = self.graph, self.spec
+        new = g.op("Reshape", new, g.ints(0, spec.num_kv_heads, spec.head_dim), out=out)  # [T, Hkv, hd]
+        old = g.op("Gather", pool, "block_table", axis=1)  # [Hkv, B, MB, block, hd]
+        old = g.op("Reshape", old, g.ints(0, 0, -1, spec.head_dim))
+        return g.op("Concat", g.op("Transpose", old, perm=[1, 0, 2, 3]), self._padded(new), axis=2)
+
+    def _padded(self, x: str) -> str:
+        """[T, heads, head_dim] -> [B, heads, Q, head_dim]"""
+        return self.graph.op("Transpose", self.graph.op("Gather", x, "pad_idx"), perm=[0, 2, 1, 3])
+
+    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
+        g, spec = self.graph, self.spec
+        for layer in range(first_layer, last_layer):
+            for name in ("k", "v"):
+                g.output(f"{name}_new.{layer}", ("T", spec.num_kv_heads, spec.head_dim), g.dtype)
+
+
+class PluginAttention(AttentionBody):
+    """For full TensorRT: the op without a body, its inputs in the order of our kernel's launcher."""
+
+    def _declare_inputs(self) -> None:
+        g = self.graph
+        g.input("slot_mapping", ("T",), "int32")
+        g.input("cu_rows", ("B + 1",), "int32")
+        g.input("context_lens", ("B",), "int32")
+        g.input("block_table", ("B", "MB"), "int32")
+
+    def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
+        g, spec = self.graph, self.spec
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        packed = [
+            g.op("Reshape", x, g.ints(0, num_heads, spec.head_dim))  # [T, heads, hd]
+            for x, num_heads in zip((q, k, v), heads, strict=True)
+        ]
+        inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping"]
+        outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
+        plugin = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
+        mixed = g.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN, **plugin)[0]  # [T, H, hd]
+        mixed = g.op("Reshape", mixed, g.ints(0, spec.num_heads * spec.head_dim))
+        return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
+
+    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
+        self._declare_pool_outputs(first_layer, last_layer)
+
+
+BODIES: dict[str, type[AttentionBody]] = {
+    "onnxruntime": InPlaceAttention,
+    "tensorrt_rtx": GatheredAttention,
+    "tensorrt": PluginAttention,
+}
 
 
 def attention_function(spec: ModelSpec) -> onnx.FunctionProto:

@@ -1,7 +1,7 @@
 """Checkpoints -> engine directory. The directory appears whole or not at all.
 
 Everything is written to a temporary sibling, then renamed, so that an interrupted build leaves
-nothing that a server would load.
+nothing that a server would load. Knows which runtime takes which files; compilers know the rest.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.checkpoint import TOKENIZER_FILE, Checkpoint, CheckpointError
 from engines.decoder import build_segment
-from engines.families import read_spec, read_weights
+from engines.families import ModelWeights, read_spec, read_weights
 from engines.graph import WeightStore
+from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
+from engines.torch_build import write_torch_model
 from faser_backend.manifest import (
     DTYPES,
     MANIFEST_FILE,
@@ -39,13 +42,33 @@ class _Steps:
     """Counts work done; tells `report` (what is done now, steps done, steps in all)."""
 
     report: Progress | None
-    total: int
+    total: int = 0  # known once the models are
     done: int = 0
 
     def begin(self, what: str) -> None:
-        if self.report is not None:
-            self.report(what, self.done, self.total)
         self.done += 1
+        self.note(what)
+
+    def note(self, what: str) -> None:
+        """Tells how far the step is that was begun last."""
+        if self.report is not None:
+            self.report(what, self.done - 1, self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How models are written."""
+
+    runtime: str
+    dtype: str
+    kv_block_size: int
+    compiler: TensorRtCompiler | None  # None where graphs or weights are served as they are
+
+    def num_steps(self, num_models: int, num_segments: int) -> int:
+        """Steps of writing all models, reading their weights included."""
+        if self.runtime == "torch":
+            return 2 * num_models
+        return num_models + num_segments * (1 if self.compiler is None else 2)
 
 
 def build_engines(
@@ -57,24 +80,38 @@ def build_engines(
     exit_layers: tuple[int, ...] = (),
     dtype: str = "fp32",
     kv_block_size: int = 16,
+    tensorrt: TensorRtOptions | None = None,
     progress: Progress | None = None,
 ) -> EngineManifest:
     """Builds both models into output_dir, replacing an engine directory that was there.
 
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
-    progress: called as progress(what, steps_done, steps_total) before each step and once at the end.
-    Raises CheckpointError naming file or field, value and limit; output_dir is then as it was.
+    tensorrt: what engines are compiled for, for the runtimes of TensorRT alone; None = its defaults.
+    progress: called as progress(what, steps_done, steps_total) before each step, within long ones, and at the
+    end; on any thread.
+    Raises CheckpointError naming file or field, value and limit, or TensorRtError naming the stage; output_dir
+    is then as it was.
     """
     output = Path(output_dir).absolute()
     _check_choices(runtime, dtype, kv_block_size)
     _check_output(output)
+    if tensorrt is not None and runtime not in FLAVOURS:
+        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {', '.join(FLAVOURS)}")
+    steps = _Steps(progress)
+    compiler = None
+    if runtime in FLAVOURS:
+        tensorrt = tensorrt or TensorRtOptions()
+        compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
+    written = _Format(runtime, dtype, kv_block_size, compiler)
     checkpoints = {"target": Checkpoint(Path(target_dir)), "draft": Checkpoint(Path(draft_dir))}
     specs = {name: read_spec(checkpoint) for name, checkpoint in checkpoints.items()}
+    if tensorrt is not None:
+        specs = {name: tensorrt.limits.apply(spec) for name, spec in specs.items()}
     vocabulary_hash = _check_same_vocabulary(checkpoints, specs)
     _check_exit_layers(exit_layers, specs["target"])
     end_ids = checkpoints["target"].end_ids()
     cuts = {"target": (*exit_layers, specs["target"].num_layers), "draft": (specs["draft"].num_layers,)}
-    steps = _Steps(progress, total=len(cuts["target"]) + len(cuts["draft"]) + 3)
+    steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
     try:
@@ -84,7 +121,7 @@ def build_engines(
                 checkpoints[name],
                 specs[name],
                 cuts=cuts[name],
-                kv_block_size=kv_block_size,
+                written=written,
                 directory=partial,
                 steps=steps,
             )
@@ -103,6 +140,8 @@ def build_engines(
             end_ids=end_ids,
             tokenizer=FileSpec.of(tokenizer),
             builder_version=_builder_version(),
+            compiler=compiler.tensorrt.title if compiler is not None else "",
+            compute_capabilities=tensorrt.compute_capabilities if tensorrt is not None else (),
         )
         manifest.save(partial)
         partial.chmod(0o755)
@@ -120,19 +159,53 @@ def _build_model(
     spec: ModelSpec,
     *,
     cuts: tuple[int, ...],
-    kv_block_size: int,
+    written: _Format,
     directory: Path,
     steps: _Steps,
 ) -> ModelEngine:
     steps.begin(f"{name}: weights")
     weights = read_weights(checkpoint, spec)
+    if written.runtime == "torch":
+        steps.begin(f"{name}: layers 0 to {spec.num_layers}")
+        return write_torch_model(name, spec, weights, cuts, directory, written.dtype)
+    with ExitStack() as scratch:
+        onnx_dir = directory
+        if written.compiler is not None:
+            onnx_dir = Path(scratch.enter_context(tempfile.TemporaryDirectory(suffix=".onnx", dir=directory)))
+        model = _write_onnx(name, spec, weights, cuts=cuts, written=written, directory=onnx_dir, steps=steps)
+        del weights
+        if written.compiler is None:
+            return model
+        return written.compiler.compile_model(model, onnx_dir, directory, written.kv_block_size, steps.begin)
+
+
+def _write_onnx(
+    name: str,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    cuts: tuple[int, ...],
+    written: _Format,
+    directory: Path,
+    steps: _Steps,
+) -> ModelEngine:
+    """One graph per segment, and the weights that they share."""
     store = WeightStore(directory / f"{name}.weights")
     segments: list[SegmentSpec] = []
     first = 0
     for last in cuts:
         steps.begin(f"{name}: layers {first} to {last}")
-        has_exit = last < spec.num_layers
-        graph = build_segment(spec, weights, store, first, last, kv_block_size=kv_block_size, has_exit_scores=has_exit)
+        graph = build_segment(
+            spec,
+            weights,
+            store,
+            first,
+            last,
+            kv_block_size=written.kv_block_size,
+            has_exit_scores=last < spec.num_layers,
+            runtime=written.runtime,
+            dtype=written.dtype,
+        )
         path = directory / f"{name}.{len(segments)}.onnx"
         path.write_bytes(graph.model.SerializeToString())
         segments.append(SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs))
@@ -156,8 +229,8 @@ def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
     for field, value, choices in (("runtime", runtime, RUNTIMES), ("dtype", dtype, DTYPES)):
         if value not in choices:
             raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
-    if runtime != "onnxruntime" or dtype != "fp32":
-        raise CheckpointError(f"runtime = {runtime!r} with dtype = {dtype!r}: cannot be built yet")
+    if runtime == "onnxruntime" and dtype != "fp32":
+        raise CheckpointError(f"dtype = {dtype!r}: runtime 'onnxruntime' is built for 'fp32' alone")
     if not 1 <= kv_block_size <= 1024:
         raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
 

@@ -8,16 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from engines.checkpoint import CheckpointError
 from faser_backend.manifest import TensorSpec
 
 OPSET = 23
 IR_VERSION = 11
 WEIGHT_ALIGNMENT = 4096  # runtimes map the file: a weight starts on a page of its own
-_ELEMENT_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+FLOAT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the manifest's dtypes
+_ELEMENT_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int64": TensorProto.INT64,
+    "int32": TensorProto.INT32,
+}
 
 
 class WeightStore:
@@ -28,13 +37,17 @@ class WeightStore:
         self._file = path.open("wb")
         self._references: dict[str, TensorProto] = {}
 
-    def add(self, name: str, array: np.ndarray) -> TensorProto:
-        """A tensor whose data lie in the file. A name added before refers to the first array."""
+    def add(self, name: str, array: np.ndarray, dtype: str = "float32") -> TensorProto:
+        """A tensor of this dtype whose data lie in the file. A name added before refers to the first array.
+
+        Raises CheckpointError for weights that are too large for the dtype.
+        """
         if name in self._references:
             return self._references[name]
         self._file.write(bytes(-self._file.tell() % WEIGHT_ALIGNMENT))
         offset = self._file.tell()
-        self._file.write(np.ascontiguousarray(array).data)
+        array = np.ascontiguousarray(_converted(name, array, dtype))
+        self._file.write(array.reshape(-1).view(np.uint8).data)
         tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
         tensor.data_location = TensorProto.EXTERNAL
         for key, value in (("location", self.path.name), ("offset", offset), ("length", array.nbytes)):
@@ -47,9 +60,13 @@ class WeightStore:
 
 
 class GraphBuilder:
-    """Collects nodes, inputs, outputs and constants of a graph or of a local function."""
+    """Collects nodes, inputs, outputs and constants of a graph or of a local function.
 
-    def __init__(self, store: WeightStore | None = None) -> None:
+    `dtype` is what matrices and hidden states have; what needs more is computed between `widen` and `narrow`.
+    """
+
+    def __init__(self, store: WeightStore | None = None, dtype: str = "float32") -> None:
+        self.dtype = dtype
         self.inputs: list[TensorSpec] = []
         self.outputs: list[TensorSpec] = []
         self.functions: list[onnx.FunctionProto] = []
@@ -73,15 +90,36 @@ class GraphBuilder:
         """A 1-D int64 constant, e.g. a shape."""
         return self._small("i_" + "_".join(map(str, values)).replace("-", "m"), np.array(values, np.int64))
 
+    def integer(self, value: int) -> str:
+        """An int64 scalar."""
+        return self._small(f"n_{value}".replace("-", "m"), np.array(value, np.int64))
+
     def scalar(self, value: float) -> str:
         """A float32 scalar."""
         return self._small(f"f_{value!r}".replace("-", "m"), np.array(value, np.float32))
 
     def weight(self, name: str, array: np.ndarray) -> str:
-        """A constant that lies in the shared weight file."""
-        assert self._store is not None, "a function body holds no weights"
-        self._constants[name] = self._store.add(name, array)
-        return name
+        """A float32 constant that lies in the shared weight file."""
+        return self._stored(name, array, "float32")
+
+    def matrix(self, name: str, array: np.ndarray) -> str:
+        """A constant of the graph's dtype that lies in the shared weight file."""
+        return self._stored(name, array, self.dtype)
+
+    def widen(self, x: str) -> str:
+        """A value of the graph's dtype as float32."""
+        return x if self.dtype == "float32" else self.op("Cast", x, to=_ELEMENT_TYPES["float32"])
+
+    def narrow(self, x: str) -> str:
+        """A float32 value in the graph's dtype."""
+        return x if self.dtype == "float32" else self.op("Cast", x, to=_ELEMENT_TYPES[self.dtype])
+
+    def linear(self, x: str, name: str, array: np.ndarray) -> str:
+        """x times a matrix [in, out], summed in float32.
+
+        Compilers know a product between these casts: TensorRT-RTX keeps the matrix in its dtype.
+        """
+        return self.narrow(self.op("MatMul", self.widen(x), self.widen(self.matrix(name, array))))
 
     def input(self, name: str, shape: tuple[int | str, ...], dtype: str = "int64") -> str:
         self.inputs.append(TensorSpec(name, dtype, shape))
@@ -102,10 +140,15 @@ class GraphBuilder:
             for tensors in (self.inputs, self.outputs)
         )
         graph = helper.make_graph(self._nodes, name, inputs, outputs, list(self._constants.values()))
-        opsets = _opsets(*(function.domain for function in self.functions))
+        opsets = _opsets(*sorted({node.domain for node in self._nodes} - {""}))
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, functions=self.functions, producer_name="faser"
         )
+
+    def _stored(self, name: str, array: np.ndarray, dtype: str) -> str:
+        assert self._store is not None, "a function body holds no weights"
+        self._constants[name] = self._store.add(name, array, dtype)
+        return name
 
     def _small(self, name: str, array: np.ndarray) -> str:
         if name not in self._constants:
@@ -115,6 +158,15 @@ class GraphBuilder:
     def _fresh(self, op_type: str) -> str:
         self._num_values += 1
         return f"{op_type}.{self._num_values}"
+
+
+def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == array.dtype.name:
+        return array
+    largest, limit = max(float(array.max()), -float(array.min())), float(ml_dtypes.finfo(dtype).max)
+    if limit < largest < np.inf:
+        raise CheckpointError(f"{name}: its largest weight = {largest:.6g}: {dtype} holds at most {limit:.6g}")
+    return array.astype(dtype)
 
 
 def _opsets(*domains: str) -> list[onnx.OperatorSetIdProto]:

@@ -69,6 +69,15 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Calls that one optimisation profile of an engine was tuned for: a bucket's index is its profile's."""
+
+    name: str
+    ranges: dict[str, tuple[int, int, int]]  # least, usual and most of each dynamic dimension
+    split: str = ""  # the SM split that the profile belongs to; "" where any may run it
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentSpec:
     """Layers [first_layer, last_layer) of a model as one compiled graph."""
 
@@ -77,6 +86,7 @@ class SegmentSpec:
     last_layer: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    buckets: tuple[BucketSpec, ...] = ()  # empty where the runtime takes calls of any shape
 
     @property
     def has_exit_scores(self) -> bool:
@@ -88,8 +98,20 @@ class ModelEngine:
     """A compiled model: its segments in order, and the one weight file that they share."""
 
     spec: ModelSpec
-    weights: FileSpec
+    weights: FileSpec | None  # None where each segment's file holds its own
     segments: tuple[SegmentSpec, ...]
+
+    @property
+    def files(self) -> tuple[FileSpec, ...]:
+        """Each file once: segments may share one."""
+        shared = () if self.weights is None else (self.weights,)
+        return tuple(dict.fromkeys((*shared, *(segment.file for segment in self.segments))))
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of the files that hold weights."""
+        files = self.files if self.weights is None else (self.weights,)
+        return sum(file.num_bytes for file in files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +129,12 @@ class EngineManifest:
     tokenizer: FileSpec
     builder_version: str
     format_version: int = FORMAT_VERSION
+    compiler: str = ""  # name and version, where segments are compiled ahead of time
+    compute_capabilities: tuple[str, ...] = ()  # what they were compiled for, e.g. "8.9"; empty: the compiler's choice
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
-        models = (self.target, self.draft)
-        segments = (segment.file for model in models for segment in model.segments)
-        return (self.tokenizer, *(model.weights for model in models), *segments)
+        return (self.tokenizer, *self.target.files, *self.draft.files)
 
     def save(self, directory: Path) -> None:
         """Writes manifest.json; the rename makes it appear whole or not at all."""
@@ -165,6 +187,8 @@ class EngineManifest:
                 raise ManifestError(
                     f"{path}: {name}.segments do not cover layers 0 to {model.spec.num_layers} in order"
                 )
+            for segment in model.segments:
+                _check_buckets(path, segment)
         for end_id in self.end_ids:
             if not 0 <= end_id < sizes[0]:
                 raise ManifestError(f"{path}: end_ids = {end_id}: must lie in [0, {sizes[0] - 1}]")
@@ -203,6 +227,16 @@ def _check_choice(path: Path, field: str, value: str, choices: tuple[str, ...]) 
         raise ManifestError(f"{path}: {field} = {value!r}: must be one of {', '.join(choices)}")
 
 
+def _check_buckets(path: Path, segment: SegmentSpec) -> None:
+    for bucket in segment.buckets:
+        for dimension, (least, usual, most) in bucket.ranges.items():
+            if not 0 <= least <= usual <= most:
+                raise ManifestError(
+                    f"{path}: bucket {bucket.name} of {segment.file.name}: {dimension} = {least}, {usual}, {most}: "
+                    f"must rise from at least 0"
+                )
+
+
 def _check_file(directory: Path, file: FileSpec) -> None:
     path = directory / file.name
     if Path(file.name).name != file.name or file.name in ("", ".", ".."):
@@ -222,6 +256,7 @@ def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
     models = {name: _model_from(fields[name]) for name in ("target", "draft")}
     rest = {key: value for key, value in fields.items() if key not in models}
     rest["tokenizer"] = _file_from(rest["tokenizer"])
+    rest["compute_capabilities"] = tuple(str(version) for version in rest.get("compute_capabilities", ()))
     rest["exit_layers"] = tuple(int(layer) for layer in rest["exit_layers"])
     rest["end_ids"] = tuple(int(end_id) for end_id in rest["end_ids"])
     rest["kv_block_size"] = int(rest["kv_block_size"])
@@ -237,7 +272,8 @@ def _model_from(fields: dict[str, Any]) -> ModelEngine:
     counts = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     if any(not isinstance(count, int) or count < 1 for count in counts):
         raise ValueError("dimensions of a model must be whole numbers of at least 1")
-    return ModelEngine(spec, _file_from(fields["weights"]), segments)
+    weights = None if fields["weights"] is None else _file_from(fields["weights"])
+    return ModelEngine(spec, weights, segments)
 
 
 def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
@@ -245,9 +281,16 @@ def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
         tuple(TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in fields[side])
         for side in ("inputs", "outputs")
     )
-    return SegmentSpec(
-        _file_from(fields["file"]), int(fields["first_layer"]), int(fields["last_layer"]), inputs, outputs
-    )
+    layers = int(fields["first_layer"]), int(fields["last_layer"])
+    buckets = tuple(_bucket_from(bucket) for bucket in fields.get("buckets", ()))
+    return SegmentSpec(_file_from(fields["file"]), *layers, inputs, outputs, buckets)
+
+
+def _bucket_from(fields: dict[str, Any]) -> BucketSpec:
+    ranges = {}
+    for dimension, (least, usual, most) in fields["ranges"].items():
+        ranges[str(dimension)] = (int(least), int(usual), int(most))
+    return BucketSpec(str(fields["name"]), ranges, str(fields["split"]))
 
 
 def _file_from(fields: dict[str, Any]) -> FileSpec:

@@ -107,7 +107,7 @@ def useful_splits(
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
     filled = [split for split in menu.splits if useful_threads(models.draft, split[0]) == split[0].size]
-    copy_bytes = sum(model.weights.num_bytes for model in models)
+    copy_bytes = sum(model.num_weight_bytes for model in models)
     num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes
     splits = filled[:num_fitting]
     reason = f"{len(splits)} of {len(menu.splits)}"

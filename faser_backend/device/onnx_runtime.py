@@ -127,7 +127,7 @@ class OrtRunner:
 
 def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
     """Threads that calls of the model gain from on this partition."""
-    return 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else partition.size
+    return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size
 
 
 @cache

@@ -118,7 +118,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
         "missing": missing,
         "warnings": warnings,
         "timelines": timelines,
-        "roofline": roofline(manifest.target.spec, manifest.target.weights.num_bytes),
+        "roofline": roofline(manifest.target.spec, manifest.target.num_weight_bytes),
     }
     _write(options.output, meta, results, events)
     for sentence in in_words(results.rows):

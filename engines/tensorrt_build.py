@@ -1,0 +1,141 @@
+"""ONNX segments -> TensorRT engines: `tensorrt_rtx` on any machine, `tensorrt` where its GPU is.
+
+One engine per segment, strongly typed, with one optimisation profile per bucket of calls and, where streams
+of SM splits are given, per split. Errors that TensorRT merely logs are raised. Knows nothing of decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engines.checkpoint import CheckpointError
+from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
+from engines.tensorrt_progress import BuildMonitor
+from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
+from plugins.tensorrt_import import Flavour, TensorRt, TensorRtError, import_tensorrt
+
+FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRtOptions:
+    """What engines are compiled for.
+
+    compute_capabilities: e.g. ("8.9", "12.0"), TensorRT-RTX alone; () = its own choice. split_streams: by the
+    name of each SM split, a CUDA stream of its green context, full TensorRT with a GPU alone.
+    """
+
+    limits: CallLimits = field(default_factory=CallLimits)
+    compute_capabilities: tuple[str, ...] = ()
+    split_streams: Mapping[str, int] = field(default_factory=dict)
+
+
+class TensorRtCompiler:
+    """Compiles the segments of one engine directory."""
+
+    def __init__(self, runtime: str, dtype: str, options: TensorRtOptions, report: Callable[[str], None]) -> None:
+        """report: called with what TensorRT does now. Raises TensorRtError where it is not installed, and
+        CheckpointError for options that it cannot take."""
+        self.tensorrt: TensorRt = import_tensorrt(FLAVOURS[runtime])
+        self._dtype = dtype
+        self._options = options
+        self._report = report
+        _check_options(self.tensorrt, options)
+
+    def compile_model(
+        self, model: ModelEngine, onnx_dir: Path, directory: Path, kv_block_size: int, begin: Callable[[str], None]
+    ) -> ModelEngine:
+        """model: its ONNX segments in onnx_dir. begin: called with the name of each engine before it is built."""
+        splits = tuple(self._options.split_streams) or ("",)
+        buckets = call_buckets(model.spec, kv_block_size, self._options.limits, splits)
+        segments = []
+        for segment in model.segments:
+            path = directory / Path(segment.file.name).with_suffix(".engine").name
+            used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
+            begin(f"{path.stem}: compile layers {segment.first_layer} to {segment.last_layer}")
+            self.compile_segment(onnx_dir / segment.file.name, segment, used, path)
+            segments.append(replace(segment, file=FileSpec.of(path), buckets=used))
+        return ModelEngine(model.spec, None, tuple(segments))
+
+    def compile_segment(
+        self, onnx_path: Path, segment: SegmentSpec, buckets: tuple[BucketSpec, ...], path: Path
+    ) -> None:
+        """Writes the engine of one ONNX file. Raises TensorRtError naming segment, stage and what was logged."""
+        module, log = self.tensorrt.module, self.tensorrt.error_log()
+        builder = module.Builder(log.logger)
+        network = _parse(self.tensorrt, builder, log, onnx_path)
+        if not self.tensorrt.has_plugins:
+            _let_attention_decompose(module, network)
+        config = self._config(builder)
+        for bucket in buckets:
+            config.add_optimization_profile(self._profile(builder, segment, bucket))
+        log.check(f"{onnx_path.name}: options and profiles")
+        monitor = BuildMonitor(module, lambda phase: self._report(f"{path.stem}: {phase}"))
+        config.progress_monitor = monitor.monitor
+        engine = monitor.run(lambda: builder.build_serialized_network(network, config))
+        if engine is None:
+            raise log.fail(f"{onnx_path.name}: build", "TensorRT made no engine and gave no reason")
+        log.check(f"{onnx_path.name}: build")
+        path.write_bytes(memoryview(engine))
+
+    def _config(self, builder: Any) -> Any:
+        module, config = self.tensorrt.module, builder.create_builder_config()
+        config.max_aux_streams = 0  # streams of TensorRT's own would leave the share of the device
+        if self._dtype == "fp32":
+            config.clear_flag(module.BuilderFlag.TF32)  # half-precision operands are exact in it, these are not
+        if self.tensorrt.has_plugins:
+            config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        targets = self._options.compute_capabilities
+        if targets:
+            config.num_compute_capabilities = len(targets)
+            for index, target in enumerate(targets):
+                config.set_compute_capability(module.ComputeCapability[f"SM{target.replace('.', '')}"], index)
+        return config
+
+    def _profile(self, builder: Any, segment: SegmentSpec, bucket: BucketSpec) -> Any:
+        profile = builder.create_optimization_profile()
+        for tensor in segment.inputs:
+            profile.set_shape(tensor.name, *shapes_of(tensor, bucket))
+        if bucket.split:
+            profile.profile_stream = self._options.split_streams[bucket.split]
+        return profile
+
+
+def _parse(tensorrt: TensorRt, builder: Any, log: Any, onnx_path: Path) -> Any:
+    """The network of an ONNX file, whose weights lie beside it."""
+    module = tensorrt.module
+    strongly_typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # later the only kind
+    network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
+    parser = module.OnnxParser(network, log.logger)
+    if not parser.parse_from_file(str(onnx_path)):
+        errors = [parser.get_error(index) for index in range(parser.num_errors)]
+        log.take_errors()
+        reasons = "; ".join(f"{error.node_operator()} {error.node_name()}: {error.desc()}" for error in errors)
+        raise TensorRtError(f"{onnx_path.name}: parse: {reasons or 'TensorRT gave no reason'}")
+    log.check(f"{onnx_path.name}: parse")
+    return network
+
+
+def _let_attention_decompose(module: Any, network: Any) -> None:
+    """Lets TensorRT take attention apart where no fused kernel has its shapes."""
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == module.LayerType.ATTENTION_OUTPUT:
+            layer.__class__ = module.IAttentionOutputLayer
+            layer.attention.decomposable = True
+
+
+def _check_options(tensorrt: TensorRt, options: TensorRtOptions) -> None:
+    known = tensorrt.compute_capabilities
+    for target in options.compute_capabilities:
+        if not known:
+            raise CheckpointError(f"compute_capabilities = {target}: {tensorrt.title} builds for the GPU at hand alone")
+        if target not in known:
+            raise CheckpointError(f"compute_capabilities = {target}: must be one of {', '.join(known)}")
+    if len(set(options.compute_capabilities)) != len(options.compute_capabilities):
+        raise CheckpointError(f"compute_capabilities = {', '.join(options.compute_capabilities)}: names one twice")
+    if options.split_streams and not (tensorrt.has_plugins and tensorrt.has_profile_streams):
+        raise CheckpointError(f"split_streams: {tensorrt.title} cannot build for SM splits")
