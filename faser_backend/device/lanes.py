@@ -64,7 +64,7 @@ def _bound_executor(partition: ComputePartition) -> ThreadPoolExecutor:
     executor = ThreadPoolExecutor(1, f"{partition.name}-lane")
     try:  # here and not as the executor's initializer, whose errors are logged but not handed on
         executor.submit(partition.bind_current_thread).result()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # of the system, of a GPU
         executor.shutdown()
         raise ConfigError(f"partition {partition.name}: {partition} cannot be used ({error})") from error
     return executor

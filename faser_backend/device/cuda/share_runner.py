@@ -1,0 +1,71 @@
+"""Runners and draft loops that compute on their share of the GPU whoever calls them.
+
+A step that has nothing to overlap may still use a split's runner, from the stepping thread, whose stream is that
+of the whole device. Its work, and above all the graphs that it captures, which keep the SMs of their stream, belong
+on the share: such a call is queued there, between a fork from and a join to the caller's stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens
+from faser_backend.device.cuda.streams import SmPartition
+from faser_backend.device.runtime import OpenRunner
+
+
+class ShareRunner:
+    """`runner` on `share`; implements core.ports.ModelRunner."""
+
+    def __init__(self, runner: OpenRunner, share: SmPartition) -> None:
+        self.runner: Any = runner
+        self.share = share
+        self.num_segments = runner.num_segments
+        self.num_layers = runner.num_layers
+        self.exits = runner.exits
+        self.vocab_size = runner.vocab_size
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
+        """See core.ports.ModelRunner."""
+        with self.share.current():
+            return self.runner.run_segment(segment, rows, hidden)
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: DeviceArray | None, exit_candidates: np.ndarray
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """See core.ports.ModelRunner."""
+        with self.share.current():
+            return self.runner.run_segment_with_scores(segment, rows, hidden, exit_candidates)
+
+    def take_rows(self, hidden: DeviceArray, kept: np.ndarray) -> DeviceArray:
+        """See core.ports.ModelRunner."""
+        with self.share.current():
+            return self.runner.take_rows(hidden, kept)
+
+    def check_integrity(self) -> None:
+        self.runner.check_integrity()
+
+    def close(self) -> None:
+        """May be called again."""
+        self.runner.close()
+
+
+class ShareDraftLoop:
+    """`loop` on `share`; implements core.ports.DraftLoop."""
+
+    def __init__(self, loop: DraftLoop, share: SmPartition) -> None:
+        self._loop = loop
+        self._share = share
+
+    def can_draft(self, slots: np.ndarray) -> bool:
+        return self._loop.can_draft(slots)
+
+    def draft(
+        self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
+    ) -> DraftTokens:
+        """See core.ports.DraftLoop."""
+        with self._share.current():
+            return self._loop.draft(rows, slots, num_draft_tokens, num_candidates)

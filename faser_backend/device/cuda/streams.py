@@ -1,0 +1,129 @@
+"""Shares of a GPU as streams, and the choice of how to make them: green contexts, else priorities, else none.
+
+A share is bound to a thread by making its stream the thread's current one; everything of torch, of our kernels
+and of TensorRT is queued there. Streams of torch's own pool are never destroyed; those of green contexts belong
+to the menu. torch.cuda and the driver are given, so that the choice can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from faser_backend.device.cuda.green_contexts import CudaDriver, DriverError, GreenShare, GreenSplits
+from faser_backend.device.partition import PartitionMenu, split_name
+
+_log = logging.getLogger(__name__)
+
+Kind = Literal["green_contexts", "priority_streams", "serial"]
+KINDS: tuple[Kind, ...] = ("green_contexts", "priority_streams", "serial")
+
+
+class PartitionChoice(NamedTuple):
+    """How draft and target share the device, and why so."""
+
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmPartition:
+    """SMs of a GPU by a stream that computes on them."""
+
+    name: str
+    size: int  # SMs
+    stream: Any  # torch.cuda.Stream
+    cuda: Any = field(repr=False)  # torch.cuda
+
+    def bind_current_thread(self) -> None:
+        if self.cuda.current_stream() != self.stream:
+            self.cuda.set_stream(self.stream)  # makes its device the current one as well
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What the calling thread queues meanwhile, it queues here: behind its own earlier work, before its later."""
+        caller = self.cuda.current_stream()
+        if caller == self.stream:
+            yield
+            return
+        self.stream.wait_stream(caller)
+        self.cuda.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            self.cuda.set_stream(caller)
+            caller.wait_stream(self.stream)
+
+
+class SmMenu:
+    """The shares of one GPU. `choice` says how they were made. Owns green contexts: close it."""
+
+    def __init__(
+        self, menu: PartitionMenu[SmPartition], choice: PartitionChoice, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.menu = menu
+        self.choice = choice
+        self._on_close = on_close
+
+    def close(self) -> None:
+        """Nothing may be at work on the shares of splits. May be called again."""
+        self._on_close()
+
+
+def open_menu(
+    cuda: Any, device_index: int, load_driver: Callable[[], CudaDriver], kinds: Collection[Kind] = KINDS
+) -> SmMenu:
+    """The best kind of shares, among `kinds`, that this GPU allows; logs which and why.
+
+    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver, where it is installed. The whole
+    device is a stream of its own, not the default one, which would wait for, and be waited for by, others.
+    """
+    num_sms = cuda.get_device_properties(device_index).multi_processor_count
+    whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda)
+    reasons = []
+    if "green_contexts" in kinds:
+        try:
+            return _logged(_green_menu(whole, GreenSplits(load_driver(), device_index), device_index))
+        except (DriverError, ImportError) as error:
+            reasons.append(f"no green contexts ({error})")
+    if "priority_streams" in kinds:
+        least, greatest = cuda.Stream.priority_range()
+        if greatest < least:
+            return _logged(_priority_menu(whole, device_index, greatest, reasons))
+        reasons.append("no stream priorities (the GPU has but one)")
+    reason = "; ".join(reasons) or "asked for"
+    note = f"{num_sms} SMs: draft and target run in turn ({reason})"
+    return _logged(SmMenu(PartitionMenu(whole, (), note), PartitionChoice("serial", reason)))
+
+
+def _green_menu(whole: SmPartition, green: GreenSplits, device_index: int) -> SmMenu:
+    cuda = whole.cuda
+
+    def share(name: str, opened: GreenShare) -> SmPartition:
+        return SmPartition(name, opened.num_sms, cuda.ExternalStream(opened.stream, device=device_index), cuda)
+
+    splits = tuple((share("draft", draft), share("target", target)) for draft, target in green.splits)
+    names = ", ".join(split_name(*split) for split in splits)
+    reason = f"{green.num_sms} SMs in groups of {green.group_sms}" + (f"; {green.note}" if green.note else "")
+    note = f"{whole.size} SMs: in turn on all, or green contexts {names} ({reason})"
+    return SmMenu(PartitionMenu(whole, splits, note), PartitionChoice("green_contexts", reason), green.close)
+
+
+def _priority_menu(whole: SmPartition, device_index: int, greatest: int, reasons: list[str]) -> SmMenu:
+    """Both shares may use every SM. The draft's kernels are short and go first, or they would queue behind the
+    target's blocks, and what they fill is what those leave."""
+    cuda = whole.cuda
+    draft = SmPartition("draft", whole.size, cuda.Stream(device_index, priority=greatest), cuda)
+    target = SmPartition("target", whole.size, cuda.Stream(device_index, priority=0), cuda)
+    reason = "; ".join(reasons) or "asked for"
+    note = f"{whole.size} SMs: in turn, or at once on streams of two priorities ({reason})"
+    return SmMenu(PartitionMenu(whole, ((draft, target),), note), PartitionChoice("priority_streams", reason))
+
+
+def _logged(menu: SmMenu) -> SmMenu:
+    level = logging.INFO if menu.choice.kind == "green_contexts" else logging.WARNING
+    _log.log(level, "GPU partitions: %s (%s)", menu.choice.kind, menu.choice.reason)
+    return menu
