@@ -99,7 +99,7 @@ def test_cut_models_give_the_same_logits(exit_layers: tuple[int, ...], tmp_path:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_stays_close(dtype: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, (1,), dtype)
-    largest = check_ragged_run(pair, 3, {"bf16": 2.0, "fp16": 0.25}[dtype])
+    largest = check_ragged_run(pair, 3, {"bf16": 0.6, "fp16": 0.08}[dtype])
     assert largest > MAX_ERROR, "the engine's dtype shows"
 
 
@@ -125,7 +125,8 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
     tables, starts = np.array([[5, 9, 0], [7, 1, 20], [2, 0, 0]]), [3, 6, 0]
     candidates = rng.integers(0, 97, (12, 4))
     results = []
-    for runner in (pair.ort, pair.torch):
+    runners: tuple[Any, Any] = pair.ort, pair.torch
+    for runner in runners:
         for sequence, start, table in zip(sequences, starts, tables, strict=True):
             if start:
                 rows = make_rows([sequence], [0], [start], table[None])
@@ -140,8 +141,8 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
     for wanted, got in zip(*results, strict=True):
         assert wanted.shape == got.shape
         np.testing.assert_allclose(got, wanted, atol=MAX_ERROR)
-    storages = pair.torch.pool.storage.numpy(), pair.ort.pool.storage
-    np.testing.assert_allclose(*(storage[:, :, :, :NUM_BLOCKS] for storage in storages), atol=MAX_ERROR)
+    got, wanted = pair.torch.pool.storage.numpy(), pair.ort.pool.storage
+    np.testing.assert_allclose(got[:, :, :, :NUM_BLOCKS], wanted[:, :, :, :NUM_BLOCKS], atol=MAX_ERROR)
 
 
 def test_logits_of_some_rows(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_wrong_table_changes_the_logits(tmp_path: Path) -> None:
 
 def test_weight_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = write_torch_engine(write_checkpoint(tmp_path / "source"), tmp_path)
-    path = tmp_path / model.weights.name
+    path = tmp_path / model.segments[0].file.name
     with pytest.raises(ConfigError, match=r"embedding has dtype torch.float32, the engine's wants torch.bfloat16"):
         load_weights(path, model.spec, "bf16", CPU)
     tensors = load_file(path)

@@ -1,0 +1,187 @@
+"""Inputs of GPU calls: equal to what ONNX Runtime's call shapes are filled with, padded, and staged in turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engines.build import build_engines
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.call_shapes import CallShape
+from faser_backend.device.cuda.buffers import (
+    ALIGNMENT,
+    NUM_AREAS,
+    InputBlock,
+    StagingRing,
+    TensorStore,
+    fill_inputs,
+    input_shape,
+)
+from faser_backend.device.cuda.segment import (
+    MAX_GRAPH_ROWS,
+    CallBounds,
+    bucketed_rows,
+    call_bounds,
+    clipped,
+    power_of_two,
+)
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.partition import CorePartition
+from faser_backend.manifest import EngineManifest, TensorSpec
+from tests.tiny_models import make_rows, write_checkpoint
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+INT32 = ("slot_mapping", "cu_rows", "context_lens", "block_table")
+INT64 = ("token_ids", "positions", "logit_rows", "exit_candidates", "pad_idx", "unpad_idx")
+INPUTS = [TensorSpec(name, "int32", ()) for name in INT32] + [TensorSpec(name, "int64", ()) for name in INT64]
+
+
+def random_rows(rng: np.random.Generator) -> RowBatch:
+    num = int(rng.integers(1, 6))
+    starts, counts = rng.integers(0, 9, num), rng.integers(1, 7, num)
+    sequences = [rng.integers(1, 97, 16) for _ in range(num)]
+    tables = rng.permutation(40)[: num * 4].reshape(num, 4)
+    num_rows = int(counts.sum())
+    logit_rows = np.sort(rng.permutation(num_rows)[: int(rng.integers(0, num_rows + 1))])
+    return make_rows(sequences, starts.tolist(), counts.tolist(), tables, logit_rows)
+
+
+def filled(rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """The inputs as they reach a device, over what an earlier call left in host memory and on the device."""
+    block = InputBlock(INPUTS, bounds, CPU)
+    block.block.fill_(0x5A)
+
+    def fill(area: np.ndarray) -> None:
+        area[:] = 0xA5
+        fill_inputs(block.views(area), rows, bounds, BLOCK_SIZE, candidates)
+
+    StagingRing(CPU).upload(block.block, fill)
+    return {name: tensor.numpy() for name, tensor in block.tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> OrtRunner:
+    root = tmp_path_factory.mktemp("buffers")
+    source = write_checkpoint(root / "source", num_hidden_layers=1)
+    build_engines(source, source, root / "engine", kv_block_size=BLOCK_SIZE)
+    target = EngineManifest.load(root / "engine").target
+    return OrtRunner(target, root / "engine", 40, BLOCK_SIZE, CorePartition("test", (0,)))
+
+
+def onnx_shape(runner: OrtRunner, rows: RowBatch) -> CallShape:
+    """The one call shape that is left after ONNX Runtime has run these rows alone."""
+    cache = runner._shapes[0]
+    cache._shapes.clear()
+    runner.run_segment(0, rows, None)
+    return next(iter(cache._shapes.values()))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_inputs_are_those_of_onnx_runtime(runner: OrtRunner, seed: int) -> None:
+    rows = random_rows(np.random.default_rng(seed))
+    num_rows, num_sequences = rows.num_rows, rows.num_sequences
+    max_rows = int(rows.rows_per_sequence.max())
+    shape = onnx_shape(runner, rows)
+    width = shape.block_table.shape[1]
+    bounds = CallBounds(num_rows, num_sequences, max_rows, width, rows.logit_rows.shape[0], 0)
+    inputs = filled(rows, bounds)
+    for name in ("token_ids", "positions", "unpad_idx"):
+        np.testing.assert_array_equal(inputs[name], getattr(shape, name)[:num_rows], err_msg=name)
+    for name in ("pad_idx", "block_table"):
+        np.testing.assert_array_equal(inputs[name], getattr(shape, name), err_msg=name)
+    np.testing.assert_array_equal(inputs["logit_rows"], rows.logit_rows)
+    _, block, offset = np.moveaxis(shape.kv_slots[:num_rows, 0, 0], 1, 0)
+    np.testing.assert_array_equal(inputs["slot_mapping"], block * BLOCK_SIZE + offset)
+    np.testing.assert_array_equal(inputs["context_lens"], rows.context_lens)
+    np.testing.assert_array_equal(inputs["cu_rows"], rows.cu_rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = random_rows(rng)
+    num_rows, num_sequences = rows.num_rows, rows.num_sequences
+    candidates = rng.integers(0, 97, (num_rows, 3))
+    exact = call_bounds(rows, BLOCK_SIZE, 3)
+    bounds = CallBounds(*(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0), strict=True)))
+    inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
+    for name, values in inputs.items():
+        assert values.shape == input_shape(name, bounds)
+        assert values.min(initial=0) >= -1 and values.max(initial=0) < 1000, f"{name} keeps what was there before"
+    assert (inputs["slot_mapping"][num_rows:] == -1).all() and (inputs["slot_mapping"][:num_rows] >= 0).all()
+    assert (inputs["cu_rows"][num_sequences:] == num_rows).all()
+    for name in ("token_ids", "positions", "exit_candidates"):
+        assert not inputs[name][num_rows:].any(), name
+    for name in ("context_lens", "block_table"):
+        assert not inputs[name][num_sequences:].any(), name
+    assert not inputs["logit_rows"][rows.logit_rows.shape[0] :].any()
+    assert inputs["pad_idx"].max() < num_rows
+    for name in ("token_ids", "positions", "slot_mapping", "exit_candidates"):
+        np.testing.assert_array_equal(inputs[name][:num_rows], narrow[name][:num_rows], err_msg=name)
+
+
+def test_a_table_wider_than_the_bound_is_cut() -> None:
+    rows = make_rows([np.arange(6)], [0], [6], np.arange(20)[None])
+    inputs = filled(rows, CallBounds(8, 1, 8, 3, 6, 0))
+    np.testing.assert_array_equal(inputs["block_table"], [[0, 1, 2]])
+
+
+def test_tensors_of_a_block_are_aligned_and_apart() -> None:
+    block = InputBlock(INPUTS, CallBounds(7, 3, 5, 9, 2, 0), CPU)
+    starts = [tensor.data_ptr() - block.block.data_ptr() for tensor in block.tensors.values() if tensor.numel()]
+    assert all(start % ALIGNMENT == 0 for start in starts) and len(set(starts)) == len(starts)
+    for index, tensor in enumerate(block.tensors.values()):
+        tensor.fill_(index)
+    assert all((tensor == index).all() for index, tensor in enumerate(block.tensors.values()))
+
+
+def test_inputs_that_nobody_fills_are_refused() -> None:
+    with pytest.raises(ConfigError, match="segment input mask: not one that a GPU runner fills"):
+        InputBlock([TensorSpec("mask", "int64", ("T",))], CallBounds(1, 1, 1, 1, 1, 0), CPU)
+
+
+def test_staging_areas_take_turns_and_grow() -> None:
+    ring, seen = StagingRing(CPU), []
+    blocks = [torch.zeros(size, dtype=torch.uint8) for size in (8, 8, 8, 8, 8, 64, 8)]
+    for index, block in enumerate(blocks):
+
+        def fill(area: np.ndarray, index: int = index) -> None:
+            seen.append(area.__array_interface__["data"][0])
+            area[:] = index + 1
+
+        ring.upload(block, fill)
+    assert len(set(seen[:NUM_AREAS])) == NUM_AREAS, "an area rests while the others are used"
+    assert seen[NUM_AREAS] == seen[0]
+    assert [int(block[0]) for block in blocks] == [1, 2, 3, 4, 5, 6, 7]
+    assert all((block == block[0]).all() for block in blocks)
+    np.testing.assert_array_equal(ring.upload_array(np.array([3, 1, 2])).numpy(), [3, 1, 2])
+
+
+def test_stored_tensors_are_made_once_per_shape() -> None:
+    store = TensorStore(CPU)
+    first = store.get("logits", (2, 3), torch.float32)
+    assert store.get("logits", (2, 3), torch.float32) is first and not first.any()
+    assert store.get("logits", (3, 3), torch.float32) is not first
+    assert store.get("hidden 0", (2, 3), torch.float32) is not first
+
+
+def test_buckets_hold_their_calls_and_are_few() -> None:
+    for count in range(1, 3000):
+        bucket = bucketed_rows(count)
+        assert count <= bucket <= max(count + 31, 2 * count if count < 8 else 0) and bucketed_rows(bucket) == bucket
+        assert count <= power_of_two(count) < 2 * count
+    assert len({bucketed_rows(count) for count in range(1, MAX_GRAPH_ROWS + 1)}) == 25
+    assert bucketed_rows(0) == power_of_two(0) == 0
+    assert bucketed_rows(MAX_GRAPH_ROWS + 1) == MAX_GRAPH_ROWS + 8
+
+
+def test_bounds_of_a_call_and_their_limits() -> None:
+    rows = make_rows([np.arange(40)] * 3, [30, 8, 0], [5, 1, 3], np.arange(30).reshape(3, 10), np.array([0, 8]))
+    assert call_bounds(rows, BLOCK_SIZE, 4) == CallBounds(16, 4, 8, 16, 2, 4)
+    limits = CallBounds(12, 3, 5, 10, 12, 8)
+    assert call_bounds(rows, BLOCK_SIZE, 4, limits) == CallBounds(12, 3, 5, 10, 2, 4)
+    needed = CallBounds(13, 1, 1, 1, 0, 0)
+    assert clipped(needed, needed, limits).num_rows == 13, "the program refuses it, not the rounding"
