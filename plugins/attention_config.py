@@ -24,6 +24,9 @@ class LaunchConfig(NamedTuple):
     num_stages: int
 
 
+ANY = 1 << 30
+
+
 class Tile(NamedTuple):
     """One line of a table: for at most `num_pairs` (row, query head) pairs of a sequence and KV head."""
 
@@ -38,11 +41,16 @@ HALF_TILES = (  # float16 and bfloat16, on tensor cores
     Tile(16, 16, 16_384, 4, 3),
     Tile(32, 32, 16_384, 4, 3),
     Tile(256, 64, 8_192, 4, 4),
-    Tile(1 << 30, 128, 16_384, 8, 3),
+    Tile(ANY, 128, 16_384, 8, 3),
 )
-FLOAT_TILES = (  # float32, without tensor cores: exact products, so small tiles
+WIDE_HALF_TILES = (  # head_dim above 128, or no warp-group products: 128 pairs would spill registers
+    Tile(16, 16, 16_384, 4, 3),
+    Tile(32, 32, 16_384, 4, 3),
+    Tile(ANY, 64, 16_384, 8, 3),
+)
+FLOAT_TILES = (  # float32: exact products without tensor cores, so small tiles
     Tile(16, 16, 8_192, 8, 3),
-    Tile(1 << 30, 32, 8_192, 8, 2),
+    Tile(ANY, 32, 4_096, 8, 2),
 )
 
 
@@ -58,22 +66,26 @@ def launch_config(element_bytes: int, head_dim: int, group: int, max_rows: int, 
     """
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim = {head_dim}: must be 1 to {MAX_HEAD_DIM}")
-    tiles = FLOAT_TILES if element_bytes == 4 else HALF_TILES
+    has_warp_groups = capability // 10 == 9
+    row_bytes = padded_head_dim(head_dim) * element_bytes
+    half_tiles = HALF_TILES if has_warp_groups and head_dim <= 128 else WIDE_HALF_TILES
+    tiles = FLOAT_TILES if element_bytes == 4 else half_tiles
     if not 1 <= group <= tiles[-1].block_m:
         raise ValueError(f"query heads per KV head = {group}: must be 1 to {tiles[-1].block_m}")
     tile = next(t for t in tiles if t.num_pairs >= group * max_rows and t.block_m >= group)
-    row_bytes = padded_head_dim(head_dim) * element_bytes
     block_n = min(128, max(16, tile.tile_bytes // row_bytes))
     block_c = min(block_n, max(16, 1 << (max_rows - 1).bit_length()))
     num_stages = tile.num_stages
-    while num_stages > 1 and shared_bytes(tile.block_m, block_n, num_stages, row_bytes) > shared_limit(capability):
+    while num_stages > 2 and shared_bytes(tile.block_m, block_n, num_stages, row_bytes) > shared_limit(capability):
         num_stages -= 1
     return LaunchConfig(tile.block_m, block_n, block_c, tile.num_warps, num_stages)
 
 
 def shared_bytes(block_m: int, block_n: int, num_stages: int, row_bytes: int) -> int:
-    """An upper bound of a program's shared memory: tiles of keys and values per stage, queries, weights, exchange."""
-    return 2 * num_stages * block_n * row_bytes + 2 * block_m * row_bytes
+    """An upper bound of a program's shared memory: keys and values of each stage in flight, queries, weights."""
+    # A warp-group product (64 pairs and more) reads its tile late: one more is held.
+    num_buffers = num_stages if block_m >= 64 else num_stages - 1
+    return 2 * num_buffers * block_n * row_bytes + block_m * row_bytes + 4 * block_m * block_n + 1024
 
 
 def shared_limit(capability: int) -> int:

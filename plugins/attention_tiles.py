@@ -62,7 +62,8 @@ def attend_context(
         is_cell = is_token[:, None] & (dims < HEAD_DIM)  # other cells are never read: they may hold anything
         keys = tl.load(k_head + cells, mask=is_cell, other=0.0)
         values = tl.load(v_head + cells, mask=is_cell, other=0.0)
-        # The table is read an iteration ahead: loads that waited for it could not be issued early enough.
+        # The table is read one iteration ahead, so that loads of keys and values do not hang on a load of their own
+        # iteration: the compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N
         block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
         row_max, row_sum, mixed = attend_columns(
