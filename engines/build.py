@@ -11,16 +11,20 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engines.checkpoint import TOKENIZER_FILE, Checkpoint, CheckpointError
+from engines.arrays import CheckpointError
+from engines.checkpoint import TOKENIZER_FILE, end_ids, open_checkpoint, tokenizer_file
 from engines.decoder import build_segment
-from engines.families import ModelWeights, read_spec, read_weights
+from engines.families import read_spec
 from engines.graph import WeightStore
+from engines.pairs import SIDES, matched_pair
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
+from engines.weights import ModelWeights
+from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import (
     DTYPES,
     MANIFEST_FILE,
@@ -28,10 +32,7 @@ from faser_backend.manifest import (
     EngineManifest,
     FileSpec,
     ModelEngine,
-    ModelSpec,
     SegmentSpec,
-    read_vocabulary,
-    vocab_hash,
 )
 
 Progress = Callable[[str, int, int], None]
@@ -65,10 +66,10 @@ class _Format:
     compiler: TensorRtCompiler | None  # None where graphs or weights are served as they are
 
     def num_steps(self, num_models: int, num_segments: int) -> int:
-        """Steps of writing all models, reading their weights included."""
+        """Steps of writing all models."""
         if self.runtime == "torch":
-            return 2 * num_models
-        return num_models + num_segments * (1 if self.compiler is None else 2)
+            return num_models
+        return num_segments * (1 if self.compiler is None else 2)
 
 
 def build_engines(
@@ -80,12 +81,14 @@ def build_engines(
     exit_layers: tuple[int, ...] = (),
     dtype: str = "fp32",
     kv_block_size: int = 16,
+    max_context: int | None = None,
     tensorrt: TensorRtOptions | None = None,
     progress: Progress | None = None,
 ) -> EngineManifest:
     """Builds both models into output_dir, replacing an engine directory that was there.
 
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
+    max_context: prompt + output tokens that the engines take, where that is to be less than the models could.
     tensorrt: what engines are compiled for, for the runtimes of TensorRT alone; None = its defaults.
     progress: called as progress(what, steps_done, steps_total) before each step, within long ones, and at the
     end; on any thread.
@@ -103,13 +106,9 @@ def build_engines(
         tensorrt = tensorrt or TensorRtOptions()
         compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
     written = _Format(runtime, dtype, kv_block_size, compiler)
-    checkpoints = {"target": Checkpoint(Path(target_dir)), "draft": Checkpoint(Path(draft_dir))}
-    specs = {name: read_spec(checkpoint) for name, checkpoint in checkpoints.items()}
-    if tensorrt is not None:
-        specs = {name: tensorrt.limits.apply(spec) for name, spec in specs.items()}
-    vocabulary_hash = _check_same_vocabulary(checkpoints, specs)
+    pair = _open_pair(Path(target_dir), Path(draft_dir), runtime, max_context, tensorrt)
+    specs = pair.specs
     _check_exit_layers(exit_layers, specs["target"])
-    end_ids = checkpoints["target"].end_ids()
     cuts = {"target": (*exit_layers, specs["target"].num_layers), "draft": (specs["draft"].num_layers,)}
     steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -118,17 +117,17 @@ def build_engines(
         models = {
             name: _build_model(
                 name,
-                checkpoints[name],
                 specs[name],
+                pair.weights[name],
                 cuts=cuts[name],
                 written=written,
                 directory=partial,
                 steps=steps,
             )
-            for name in ("target", "draft")
+            for name in SIDES
         }
         steps.begin("tokenizer and manifest")
-        tokenizer = shutil.copyfile(checkpoints["target"].tokenizer_file, partial / TOKENIZER_FILE)
+        tokenizer = shutil.copyfile(pair.tokenizer, partial / TOKENIZER_FILE)
         manifest = EngineManifest(
             runtime=runtime,
             dtype=dtype,
@@ -136,8 +135,8 @@ def build_engines(
             exit_layers=tuple(exit_layers),
             target=models["target"],
             draft=models["draft"],
-            vocab_hash=vocabulary_hash,
-            end_ids=end_ids,
+            vocab_hash=pair.vocab_hash,
+            end_ids=pair.end_ids,
             tokenizer=FileSpec.of(tokenizer),
             builder_version=_builder_version(),
             compiler=compiler.tensorrt.title if compiler is not None else "",
@@ -153,18 +152,48 @@ def build_engines(
     return manifest
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """Two checkpoints that fit together; specs and weights by "target" and "draft"."""
+
+    specs: dict[str, ModelSpec]
+    weights: dict[str, ModelWeights]
+    tokenizer: Path
+    vocab_hash: str
+    end_ids: tuple[int, ...]
+
+
+def _open_pair(
+    target: Path, draft: Path, runtime: str, max_context: int | None, tensorrt: TensorRtOptions | None
+) -> _Pair:
+    """Checks all that can be checked before a weight is read."""
+    checkpoints = {"target": open_checkpoint(target), "draft": open_checkpoint(draft)}
+    specs = {name: read_spec(checkpoint) for name, checkpoint in checkpoints.items()}
+    for name, spec in specs.items():
+        if spec.num_experts and runtime != "onnxruntime":
+            raise CheckpointError(f"runtime = {runtime!r}: experts ({name}: {spec.family}) need 'onnxruntime'")
+    if tensorrt is not None and max_context is None:
+        max_context = tensorrt.limits.max_context
+    tokenizers = {name: tokenizer_file(checkpoint) for name, checkpoint in checkpoints.items()}
+    specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
+    if tensorrt is not None:
+        specs = {name: tensorrt.limits.apply(spec) for name, spec in specs.items()}
+    weights = {name: ModelWeights(checkpoints[name], specs[name]) for name in SIDES}
+    specs = {name: replace(specs[name], checkpoint_dtype=weights[name].checkpoint_dtype) for name in SIDES}
+    last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
+    return _Pair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids)
+
+
 def _build_model(
     name: str,
-    checkpoint: Checkpoint,
     spec: ModelSpec,
+    weights: ModelWeights,
     *,
     cuts: tuple[int, ...],
     written: _Format,
     directory: Path,
     steps: _Steps,
 ) -> ModelEngine:
-    steps.begin(f"{name}: weights")
-    weights = read_weights(checkpoint, spec)
     if written.runtime == "torch":
         steps.begin(f"{name}: layers 0 to {spec.num_layers}")
         return write_torch_model(name, spec, weights, cuts, directory, written.dtype)
@@ -173,7 +202,6 @@ def _build_model(
         if written.compiler is not None:
             onnx_dir = Path(scratch.enter_context(tempfile.TemporaryDirectory(suffix=".onnx", dir=directory)))
         model = _write_onnx(name, spec, weights, cuts=cuts, written=written, directory=onnx_dir, steps=steps)
-        del weights
         if written.compiler is None:
             return model
         return written.compiler.compile_model(model, onnx_dir, directory, written.kv_block_size, steps.begin)
@@ -249,22 +277,6 @@ def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec) -> None:
             raise CheckpointError(f"exit_layers = {layer}: must lie in [1, {spec.num_layers - 1}]")
     if list(exit_layers) != sorted(set(exit_layers)):
         raise CheckpointError(f"exit_layers = {list(exit_layers)}: must rise")
-
-
-def _check_same_vocabulary(checkpoints: dict[str, Checkpoint], specs: dict[str, ModelSpec]) -> str:
-    """Speculation compares ids: both models must mean the same token by each. Returns the hash."""
-    sizes = {name: spec.vocab_size for name, spec in specs.items()}
-    if sizes["target"] != sizes["draft"]:
-        raise CheckpointError(f"vocab_size of target = {sizes['target']} and of draft = {sizes['draft']} must be equal")
-    target, draft = (read_vocabulary(checkpoints[name].tokenizer_file) for name in ("target", "draft"))
-    hashes = vocab_hash(target), vocab_hash(draft)
-    if hashes[0] != hashes[1]:
-        token = next(token for token in (*target, *draft) if target.get(token) != draft.get(token))
-        raise CheckpointError(
-            f"vocabulary of target = {hashes[0][:12]} ({len(target)} tokens) and of draft = {hashes[1][:12]} "
-            f"({len(draft)} tokens) must be equal; token {token!r} has id {target.get(token)} and {draft.get(token)}"
-        )
-    return hashes[0]
 
 
 def _builder_version() -> str:

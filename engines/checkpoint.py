@@ -1,98 +1,148 @@
-"""Hugging Face checkpoints on disk: config.json, safetensors weights (one file or sharded), tokenizer.json.
+"""A model directory on disk: its config, its tensors by Hugging Face's names, its tokenizer and end ids.
 
-Knows files and number formats; what the tensors mean is the business of `families`.
+Two layouts are read: Hugging Face's here, TensorRT-LLM's in `tensorrt_llm_checkpoint`. Both answer in the words
+of the first, so that nothing after this knows the difference. Pickled weights are never opened.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors needs to read such files
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from faser_backend.core.errors import FaserError
+from engines.arrays import CheckpointError
+from engines.safetensors_file import SafetensorsFile
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+MAX_JSON_BYTES = 256 << 20
 
 
-class CheckpointError(FaserError):
-    """A checkpoint, or a pair of them, cannot be built; the message names file or field and value."""
+class Checkpoint(Protocol):
+    """What engines are built from. Every error is a CheckpointError that names file or field and value."""
 
-
-class Checkpoint:
-    """One model directory. Weights are read tensor by tensor, as float32."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError where config or weights are missing or malformed."""
-        self.directory = directory
-        self.config = read_json(directory / CONFIG_FILE)
-        index = directory / INDEX_FILE
-        if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{index}: weight_map is missing")
-            shards = sorted(set(weight_map.values()))
-        else:
-            shards = [WEIGHTS_FILE]
-        self._shard_of: dict[str, Path] = {}
-        for shard in shards:
-            path = directory / shard
-            with _open(path) as weights:
-                self._shard_of.update(dict.fromkeys(weights.keys(), path))
+    directory: Path
+    config: dict[str, Any]  # config.json in Hugging Face's words
 
     @property
-    def tokenizer_file(self) -> Path:
-        return self.directory / TOKENIZER_FILE
+    def names(self) -> Collection[str]:
+        """Every tensor, e.g. model.layers.0.mlp.up_proj.weight."""
+        ...
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._shard_of
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A float32 copy of a tensor. Raises CheckpointError if it is missing or of another shape."""
-        path = self._shard_of.get(name)
-        if path is None:
-            raise CheckpointError(f"{self.directory}: tensor {name} is missing from the checkpoint")
-        with _open(path) as weights:
-            tensor = weights.get_tensor(name)
-        if tensor.shape != shape:
-            raise CheckpointError(f"{path}: {name} has shape {list(tensor.shape)}, config.json wants {list(shape)}")
-        return np.ascontiguousarray(tensor, np.float32)
+    def dtype(self, name: str) -> str:
+        """The number format: F32, F16 or BF16."""
+        ...
 
-    def end_ids(self) -> tuple[int, ...]:
-        """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
-        generation = self.directory / GENERATION_CONFIG_FILE
-        configs = [read_json(generation)] if generation.is_file() else []
-        for config in (*configs, self.config):
-            end_id = config.get("eos_token_id")
-            if end_id is not None:
-                return tuple(int(i) for i in end_id) if isinstance(end_id, list) else (int(end_id),)
-        return ()
+    def read(self, name: str) -> np.ndarray:
+        """The finite numbers of a tensor in the checkpoint's dtype; a mapped view where one file holds it whole."""
+        ...
+
+
+class HuggingFaceCheckpoint:
+    """config.json and model.safetensors, or the shards that model.safetensors.index.json lists."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self.directory = directory
+        self.config = config
+        index = directory / INDEX_FILE
+        if index.is_file():
+            self._file_of = _indexed(index)
+        else:
+            weights = _open(directory, WEIGHTS_FILE)
+            self._file_of = dict.fromkeys(weights.names, weights)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._file_of[name].dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """See Checkpoint."""
+        return self._file_of[name].read(name)
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Opens a directory of either layout. Raises CheckpointError where config or weights are missing or malformed."""
+    config = read_json(directory / CONFIG_FILE)
+    if "architecture" in config and "model_type" not in config:
+        from engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
+
+        return TensorRTLLMCheckpoint(directory, config)
+    return HuggingFaceCheckpoint(directory, config)
+
+
+def tokenizer_file(checkpoint: Checkpoint) -> Path:
+    return checkpoint.directory / TOKENIZER_FILE
+
+
+def end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
+    """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
+    generation = checkpoint.directory / GENERATION_CONFIG_FILE
+    sources = [(generation, read_json(generation))] if generation.is_file() else []
+    for path, config in (*sources, (checkpoint.directory / CONFIG_FILE, checkpoint.config)):
+        value = config.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if any(type(end_id) is not int or not 0 <= end_id < vocab_size for end_id in ids):
+            raise CheckpointError(f"{path}: eos_token_id = {value!r}: ids must lie in [0, {vocab_size - 1}]")
+        return tuple(ids)
+    return ()
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError naming the file."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes: must be at most {MAX_JSON_BYTES}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
     return content
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, "np")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: not readable as safetensors ({error})") from None
+def _indexed(index: Path) -> dict[str, SafetensorsFile]:
+    """Tensor -> the shard that holds it, as the index says and the shards confirm."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map = {weight_map!r}: must map tensors to files")
+    shards: dict[str, SafetensorsFile] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or shard in ("", "..", "."):
+            raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: must be a plain file name")
+        if not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: only .safetensors files are read")
+        if shard not in shards:
+            shards[shard] = _open(index.parent, shard)
+        if name not in shards[shard].names:
+            raise CheckpointError(f"{index.parent / shard}: tensor {name} is missing, though {index.name} says so")
+    return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _open(directory: Path, name: str) -> SafetensorsFile:
+    """Opens a weight file; where there is none, says whether pickled weights lie there instead."""
+    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    if pickles and not (directory / name).exists():
+        raise CheckpointError(
+            f"{directory / name}: missing; {pickles[0]} is a pickle, which could run code when it is opened: "
+            "convert it to safetensors"
+        )
+    return SafetensorsFile(directory / name)

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import onnx
 
 from engines.attention import BODIES, AttentionBody
-from engines.families import LayerWeights, ModelWeights
+from engines.experts import expert_mlp, gated_mlp
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
+from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.manifest import TensorSpec
 
@@ -47,17 +47,14 @@ def build_segment(
     Exit scores are the final-norm hidden state times the head's rows of each row's candidates. Matrices,
     hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores are float32.
     """
-    graph = GraphBuilder(store, FLOAT_TYPES[dtype])
+    graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
     make_attention = partial(BODIES[runtime], graph, spec, kv_block_size)
-    return _SegmentBuilder(spec, weights, graph, make_attention).build(first_layer, last_layer, has_exit_scores)
+    return _SegmentBuilder(spec, graph, make_attention).build(first_layer, last_layer, has_exit_scores)
 
 
 class _SegmentBuilder:
-    def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, graph: GraphBuilder, make_attention: Callable[[], AttentionBody]
-    ) -> None:
+    def __init__(self, spec: ModelSpec, graph: GraphBuilder, make_attention: Callable[[], AttentionBody]) -> None:
         self.spec = spec
-        self.weights = weights
         self.graph = graph
         self._make_attention = make_attention
 
@@ -70,7 +67,7 @@ class _SegmentBuilder:
             out = "hidden_out" if layer == last - 1 and not is_last else None
             hidden = self._layer(layer, hidden, only_logit_rows=layer == spec.num_layers - 1, out=out)
         if is_last:
-            normed = self._norm(hidden, "norm", self.weights.final_norm)
+            normed = self._norm(hidden, "norm")
             g.op("Gemm", normed, g.widen(self._head()), transB=1, out="logits")
             g.output("logits", ("R", spec.vocab_size))
         else:
@@ -83,7 +80,7 @@ class _SegmentBuilder:
 
     def _embedded(self) -> str:
         token_ids = self.graph.input("token_ids", ("T",))
-        return self.graph.op("Gather", self.graph.matrix("embedding", self.weights.embedding), token_ids)
+        return self.graph.op("Gather", self.graph.matrix("embedding"), token_ids)
 
     def _shared_inputs(self, is_last: bool) -> None:
         g = self.graph
@@ -91,46 +88,50 @@ class _SegmentBuilder:
         self.attention = self._make_attention()
         self.rope_positions = g.op("Unsqueeze", "positions", g.ints(1))  # [T, 1]
         cos, sin = rotary_tables(self.spec)
-        self.cos, self.sin = g.weight("rope_cos", cos), g.weight("rope_sin", sin)
+        self.cos, self.sin = g.table("rope_cos", cos), g.table("rope_sin", sin)
         if is_last:
             g.input("logit_rows", ("R",))
 
     def _layer(self, layer: int, hidden: str, *, only_logit_rows: bool, out: str | None) -> str:
-        g, w = self.graph, self.weights.layers[layer]
-        prefix = f"layers.{layer}"
-        normed = g.narrow(self._norm(hidden, f"{prefix}.input_norm", w.input_norm))
-        attended = self._attention(layer, normed, w, only_logit_rows=only_logit_rows)
+        g, spec, prefix = self.graph, self.spec, f"layers.{layer}"
+        normed = g.narrow(self._norm(hidden, f"{prefix}.input_norm"))
+        attended = self._attention(layer, normed, only_logit_rows=only_logit_rows)
         if only_logit_rows:
             hidden = g.op("Gather", hidden, "logit_rows")
-        hidden = g.op("Add", hidden, g.linear(attended, f"{prefix}.attention_out", w.attention_out))
-        normed = g.narrow(self._norm(hidden, f"{prefix}.mlp_norm", w.mlp_norm))
-        gate = g.linear(normed, f"{prefix}.gate", w.gate)
-        up = g.linear(normed, f"{prefix}.up", w.up)
-        gated = g.op("Mul", g.op("Mul", gate, g.op("Sigmoid", gate)), up)
-        return g.op("Add", hidden, g.linear(gated, f"{prefix}.down", w.down), out=out)
+        mixed = g.linear(attended, f"{prefix}.attention_out", has_bias=spec.has_attention_out_bias)
+        hidden = g.op("Add", hidden, mixed)
+        normed = g.narrow(self._norm(hidden, f"{prefix}.mlp_norm"))
+        if spec.num_experts:
+            return g.op("Add", hidden, expert_mlp(g, spec, prefix, normed), out=out)
+        return g.op("Add", hidden, gated_mlp(g, prefix, normed, has_bias=spec.has_mlp_bias), out=out)
 
-    def _attention(self, layer: int, normed: str, w: LayerWeights, *, only_logit_rows: bool) -> str:
-        g, spec = self.graph, self.spec
+    def _attention(self, layer: int, normed: str, *, only_logit_rows: bool) -> str:
+        g, spec, prefix = self.graph, self.spec, f"layers.{layer}"
         num_heads, num_kv = spec.num_heads, spec.num_kv_heads
-        qkv = g.linear(normed, f"layers.{layer}.qkv", w.qkv)
+        qkv = g.linear(normed, f"{prefix}.qkv", has_bias=spec.has_qkv_bias)
         qkv = g.op("Reshape", qkv, g.ints(0, num_heads + 2 * num_kv, 1, spec.head_dim))
         q, k, v = g.ops("Split", qkv, g.ints(num_heads, num_kv, num_kv), outs=3, axis=1)
-        q, k = (g.narrow(g.op("RotaryEmbedding", g.widen(x), self.cos, self.sin, self.rope_positions)) for x in (q, k))
+        q, k = g.widen(q), g.widen(k)
+        if spec.has_qk_norm:
+            q, k = self._norm32(q, f"{prefix}.q_norm"), self._norm32(k, f"{prefix}.k_norm")
+        q, k = (g.narrow(g.op("RotaryEmbedding", x, self.cos, self.sin, self.rope_positions)) for x in (q, k))
         return self.attention.attend(layer, q, k, v, only_logit_rows=only_logit_rows)
 
-    def _norm(self, x: str, name: str, weight: np.ndarray) -> str:
+    def _norm(self, x: str, name: str) -> str:
         """Of a value of the graph's dtype, in float32."""
-        g = self.graph
-        return g.op("RMSNormalization", g.widen(x), g.weight(name, weight), axis=-1, epsilon=self.spec.rms_eps)
+        return self._norm32(self.graph.widen(x), name)
+
+    def _norm32(self, x: str, name: str) -> str:
+        """Over the last axis."""
+        return self.graph.op("RMSNormalization", x, self.graph.weight(name), axis=-1, epsilon=self.spec.rms_eps)
 
     def _head(self) -> str:
-        tied = self.weights.lm_head is self.weights.embedding
-        return self.graph.matrix("embedding" if tied else "lm_head", self.weights.lm_head)
+        return self.graph.matrix("embedding" if self.spec.tie_word_embeddings else "lm_head")
 
     def _exit_scores(self, hidden: str) -> None:
         g = self.graph
         g.input("exit_candidates", ("T", "K"))
-        normed = self._norm(hidden, "norm", self.weights.final_norm)
+        normed = self._norm(hidden, "norm")
         rows = g.widen(g.op("Gather", self._head(), "exit_candidates"))  # [T, K, hidden_size]
         scores = g.op("MatMul", rows, g.op("Unsqueeze", normed, g.ints(2)))  # [T, K, 1]
         g.op("Squeeze", scores, g.ints(2), out="exit_scores")

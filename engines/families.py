@@ -1,139 +1,150 @@
-"""What each model family calls its dimensions and tensors. One adapter per family; Llama today.
+"""What each model family means by its config.json. One small adapter per family; everything after is shared.
 
-An adapter turns config.json into a `ModelSpec` and names the tensors of a layer; everything after
-that is the same decoder for every family.
+An adapter says where a family differs from Llama: biases, norms of queries and keys, experts. A variant that the
+decoder cannot compute is refused by its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from engines.checkpoint import CONFIG_FILE, Checkpoint
+from engines.config_fields import ConfigFields
+from faser_backend.core.model import ROPE_SCALINGS, ModelSpec, RopeScaling
 
-from engines.checkpoint import Checkpoint, CheckpointError
-from faser_backend.manifest import ModelSpec
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """Weights of one layer, ready to multiply rows from the right: [in, out]."""
-
-    input_norm: np.ndarray  # [hidden_size]
-    qkv: np.ndarray  # [hidden_size, (num_heads + 2 * num_kv_heads) * head_dim]
-    attention_out: np.ndarray  # [num_heads * head_dim, hidden_size]
-    mlp_norm: np.ndarray  # [hidden_size]
-    gate: np.ndarray  # [hidden_size, intermediate_size]
-    up: np.ndarray  # [hidden_size, intermediate_size]
-    down: np.ndarray  # [intermediate_size, hidden_size]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelWeights:
-    """A decoder's weights. `lm_head` is `embedding` itself where they are tied."""
-
-    embedding: np.ndarray  # [vocab_size, hidden_size]
-    layers: tuple[LayerWeights, ...]
-    final_norm: np.ndarray  # [hidden_size]
-    lm_head: np.ndarray  # [vocab_size, hidden_size]
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20  # of hidden states, MLPs and the heads together
+MAX_HEADS = 1024
+MAX_VOCABULARY = 1 << 22
+MAX_CONTEXT = 1 << 22
+MAX_EXPERTS = 1024
+ROPE_FIELDS = {
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "partial_rotary_factor",
+}  # fmt: skip
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Dimensions of a checkpoint. Raises CheckpointError for a model that cannot be built."""
+    """Dimensions and variants of a checkpoint. Raises CheckpointError for a model that cannot be built."""
+    fields = ConfigFields(checkpoint.config, checkpoint.directory / CONFIG_FILE)
     family = checkpoint.config.get("model_type")
-    if family not in FAMILIES:
-        raise CheckpointError(
-            f"{checkpoint.directory}: model_type = {family!r}: must be one of {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[family](checkpoint)
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise fields.error("model_type", family, f"must be one of {', '.join(sorted(FAMILIES))}")
+    _refuse_quantization(fields)
+    fields.must_be("hidden_act", "silu")
+    _refuse_windows(fields)
+    spec = ModelSpec(**(_dimensions(fields) | _rotary(fields) | FAMILIES[family](fields)), family=family)
+    if spec.num_heads % spec.num_kv_heads:
+        raise fields.error("num_key_value_heads", spec.num_kv_heads, f"must divide {spec.num_heads} attention heads")
+    if spec.head_dim % 2:
+        raise fields.error("head_dim", spec.head_dim, "must be even")
+    return spec
 
 
-def read_weights(checkpoint: Checkpoint, spec: ModelSpec) -> ModelWeights:
-    """All weights, float32, with the matrices that share an input joined side by side."""
-    embedding = checkpoint.read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-    lm_head = embedding
-    if not spec.tie_word_embeddings:
-        lm_head = checkpoint.read("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-    layers = tuple(_read_layer(checkpoint, spec, layer) for layer in range(spec.num_layers))
-    return ModelWeights(embedding, layers, checkpoint.read("model.norm.weight", (spec.hidden_size,)), lm_head)
+def _dimensions(fields: ConfigFields) -> dict[str, Any]:
+    hidden_size = fields.count("hidden_size", MAX_WIDTH)
+    num_heads = fields.count("num_attention_heads", MAX_HEADS)
+    if fields.values.get("head_dim") is None and hidden_size % num_heads:
+        raise fields.error("hidden_size", hidden_size, f"must be a multiple of {num_heads} attention heads")
+    vocab_size = fields.count("vocab_size", MAX_VOCABULARY)
+    return {
+        "num_layers": fields.count("num_hidden_layers", MAX_LAYERS),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.count("num_key_value_heads", MAX_HEADS, default=num_heads),
+        "head_dim": fields.count("head_dim", MAX_WIDTH // num_heads, default=hidden_size // num_heads),
+        "intermediate_size": fields.count("intermediate_size", MAX_WIDTH),
+        "vocab_size": vocab_size,
+        "padded_vocab_size": vocab_size,
+        "max_context": fields.count("max_position_embeddings", MAX_CONTEXT),
+        "rms_eps": fields.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+    }
 
 
-def _read_layer(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> LayerWeights:
-    hidden = spec.hidden_size
-
-    def norm(name: str) -> np.ndarray:
-        return checkpoint.read(f"model.layers.{layer}.{name}.weight", (hidden,))
-
-    def matrices(*sizes: tuple[str, int, int]) -> np.ndarray:
-        parts = [checkpoint.read(f"model.layers.{layer}.{name}.weight", (out, into)).T for name, into, out in sizes]
-        return np.ascontiguousarray(np.concatenate(parts, axis=1))
-
-    num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return LayerWeights(
-        input_norm=norm("input_layernorm"),
-        qkv=matrices(
-            ("self_attn.q_proj", hidden, num_q),
-            ("self_attn.k_proj", hidden, num_kv),
-            ("self_attn.v_proj", hidden, num_kv),
-        ),
-        attention_out=matrices(("self_attn.o_proj", num_q, hidden)),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate=matrices(("mlp.gate_proj", hidden, spec.intermediate_size)),
-        up=matrices(("mlp.up_proj", hidden, spec.intermediate_size)),
-        down=matrices(("mlp.down_proj", spec.intermediate_size, hidden)),
-    )
-
-
-def _llama_spec(checkpoint: Checkpoint) -> ModelSpec:
-    config = checkpoint.config
-    where = checkpoint.directory / "config.json"
-    for field, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if config.get(field, wanted) != wanted:
-            raise CheckpointError(f"{where}: {field} = {config[field]!r}: only {wanted!r} can be built")
-    num_heads = _count(config, "num_attention_heads", where)
-    num_kv_heads = _count(config, "num_key_value_heads", where, default=num_heads)
-    hidden_size = _count(config, "hidden_size", where)
-    head_dim = _count(config, "head_dim", where, default=hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{where}: num_key_value_heads = {num_kv_heads}: must divide num_attention_heads = {num_heads}"
-        )
-    if head_dim % 2:
-        raise CheckpointError(f"{where}: head_dim = {head_dim}: must be even")
-    tied = config.get("tie_word_embeddings", False)
-    return ModelSpec(
-        num_layers=_count(config, "num_hidden_layers", where),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=_count(config, "intermediate_size", where),
-        vocab_size=_count(config, "vocab_size", where),
-        max_context=_count(config, "max_position_embeddings", where),
-        rope_theta=_rope_theta(config, where),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(tied),
-        family="llama",
-    )
-
-
-def _rope_theta(config: dict[str, Any], where: object) -> float:
+def _rotary(fields: ConfigFields) -> dict[str, Any]:
     """Newer configs keep rotary settings in `rope_parameters`, older ones in `rope_theta` + `rope_scaling`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"{where}: rope_type = {kind!r}: only 'default' can be built")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
+    rope = fields.section(name) or ConfigFields({}, fields.where)
+    unknown = sorted(set(rope.values) - ROPE_FIELDS)
+    if unknown:
+        raise fields.error(f"{name}.{unknown[0]}", rope.values[unknown[0]], "this scaling of positions is not known")
+    for holder in (rope, fields):
+        if holder.values.get("partial_rotary_factor", 1) != 1:
+            raise fields.error("partial_rotary_factor", holder.values["partial_rotary_factor"], "must be 1")
+    theta = (rope if rope.values.get("rope_theta") is not None else fields).number("rope_theta", 1.0, 1e12, 10000.0)
+    kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind not in ROPE_SCALINGS:
+        raise fields.error("rope_type", kind, f"must be one of default, {', '.join(ROPE_SCALINGS)}")
+    factor = rope.number("factor", 1.0, 1e6)
+    if kind == "linear":
+        return {"rope_theta": theta, "rope_scaling": RopeScaling("linear", factor)}
+    low, high = (rope.number(f"{end}_freq_factor", 1e-6, 1e6) for end in ("low", "high"))
+    if low >= high:
+        raise fields.error("low_freq_factor", low, f"must be below high_freq_factor = {high}")
+    pretrained = rope.count("original_max_position_embeddings", MAX_CONTEXT)
+    return {"rope_theta": theta, "rope_scaling": RopeScaling("llama3", factor, low, high, pretrained)}
 
 
-def _count(config: dict[str, Any], field: str, where: object, default: int | None = None) -> int:
-    value = config.get(field)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{where}: {field} = {value!r}: must be a whole number of at least 1")
-    return value
+def _refuse_quantization(fields: ConfigFields) -> None:
+    quantization = fields.section("quantization_config")
+    if quantization is not None:
+        method = quantization.values.get("quant_method", "unknown")
+        raise fields.error("quantization_config.quant_method", method, "quantised weights cannot be built from")
 
 
-FAMILIES: dict[str, Callable[[Checkpoint], ModelSpec]] = {"llama": _llama_spec}
+def _refuse_windows(fields: ConfigFields) -> None:
+    """A window that is not used counts as none; Qwen's configs carry one with use_sliding_window = false."""
+    if fields.values.get("model_type") == "mistral":
+        fields.must_be("sliding_window")
+    fields.must_be("use_sliding_window", False)
+    kinds = fields.values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise fields.error("layer_types", kinds, "only layers of 'full_attention' can be built")
+
+
+def _llama(fields: ConfigFields) -> dict[str, Any]:
+    return _attention_bias(fields) | {"has_mlp_bias": fields.flag("mlp_bias", False)}
+
+
+def _mistral(fields: ConfigFields) -> dict[str, Any]:
+    return {}
+
+
+def _qwen2(fields: ConfigFields) -> dict[str, Any]:
+    return {"has_qkv_bias": True}
+
+
+def _qwen3(fields: ConfigFields) -> dict[str, Any]:
+    return _attention_bias(fields) | {"has_qk_norm": True, "head_dim": fields.count("head_dim", MAX_WIDTH, default=128)}
+
+
+def _qwen3_moe(fields: ConfigFields) -> dict[str, Any]:
+    fields.must_be("decoder_sparse_step", 1)
+    fields.must_be("mlp_only_layers", [])
+    experts = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
+    num_experts = fields.count(experts, MAX_EXPERTS)
+    return _attention_bias(fields) | {
+        "has_qk_norm": True,
+        "intermediate_size": fields.count("moe_intermediate_size", MAX_WIDTH),
+        "num_experts": num_experts,
+        "num_experts_per_token": fields.count("num_experts_per_tok", num_experts),
+        "has_normalized_routing": fields.flag("norm_topk_prob", False),
+    }
+
+
+def _attention_bias(fields: ConfigFields) -> dict[str, Any]:
+    has_bias = fields.flag("attention_bias", False)
+    return {"has_qkv_bias": has_bias, "has_attention_out_bias": has_bias}
+
+
+FAMILIES: dict[str, Callable[[ConfigFields], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}

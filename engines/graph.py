@@ -5,15 +5,15 @@ Knows protobufs and names; nothing of decoders.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.checkpoint import CheckpointError
+from engines.arrays import BFLOAT16, converted_blocks
 from faser_backend.manifest import TensorSpec
 
 OPSET = 23
@@ -27,6 +27,7 @@ _ELEMENT_TYPES = {
     "int64": TensorProto.INT64,
     "int32": TensorProto.INT32,
 }
+_NUMPY_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
 
 class WeightStore:
@@ -37,23 +38,29 @@ class WeightStore:
         self._file = path.open("wb")
         self._references: dict[str, TensorProto] = {}
 
-    def add(self, name: str, array: np.ndarray, dtype: str = "float32") -> TensorProto:
-        """A tensor of this dtype whose data lie in the file. A name added before refers to the first array.
+    def __contains__(self, name: str) -> bool:
+        return name in self._references
+
+    def reference(self, name: str) -> TensorProto:
+        """A tensor that was added, as graphs name it."""
+        return self._references[name]
+
+    def add(self, name: str, array: np.ndarray, dtype: str = "float32") -> None:
+        """Writes an array in this dtype, block by block; its name must be new.
 
         Raises CheckpointError for weights that are too large for the dtype.
         """
-        if name in self._references:
-            return self._references[name]
+        assert name not in self._references
         self._file.write(bytes(-self._file.tell() % WEIGHT_ALIGNMENT))
-        offset = self._file.tell()
-        array = np.ascontiguousarray(_converted(name, array, dtype))
-        self._file.write(array.reshape(-1).view(np.uint8).data)
-        tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+        offset, numpy_dtype = self._file.tell(), _NUMPY_TYPES[dtype]
+        for block in converted_blocks(name, array, numpy_dtype):
+            self._file.write(block.reshape(-1).view(np.uint8).data)
+        tensor = TensorProto(name=name, dims=array.shape, data_type=_ELEMENT_TYPES[dtype])
         tensor.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", self.path.name), ("offset", offset), ("length", array.nbytes)):
+        length = array.size * numpy_dtype.itemsize
+        for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         self._references[name] = tensor
-        return tensor
 
     def close(self) -> None:
         self._file.close()
@@ -65,12 +72,21 @@ class GraphBuilder:
     `dtype` is what matrices and hidden states have; what needs more is computed between `widen` and `narrow`.
     """
 
-    def __init__(self, store: WeightStore | None = None, dtype: str = "float32") -> None:
+    INT64 = TensorProto.INT64  # for the attribute of a Cast
+
+    def __init__(
+        self,
+        store: WeightStore | None = None,
+        dtype: str = "float32",
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """weights: arrays by name, each read when the first graph over the store asks for it."""
         self.dtype = dtype
         self.inputs: list[TensorSpec] = []
         self.outputs: list[TensorSpec] = []
         self.functions: list[onnx.FunctionProto] = []
         self._store = store
+        self._weights = weights or {}
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, TensorProto] = {}
         self._num_values = 0
@@ -98,13 +114,24 @@ class GraphBuilder:
         """A float32 scalar."""
         return self._small(f"f_{value!r}".replace("-", "m"), np.array(value, np.float32))
 
-    def weight(self, name: str, array: np.ndarray) -> str:
-        """A float32 constant that lies in the shared weight file."""
-        return self._stored(name, array, "float32")
+    def constant(self, name: str, array: np.ndarray) -> str:
+        """A small array that lies in the graph itself."""
+        return self._small(name, array)
 
-    def matrix(self, name: str, array: np.ndarray) -> str:
-        """A constant of the graph's dtype that lies in the shared weight file."""
-        return self._stored(name, array, self.dtype)
+    def table(self, name: str, array: np.ndarray) -> str:
+        """A computed float32 constant that lies in the shared weight file."""
+        assert self._store is not None, "a function body holds no weights"
+        if name not in self._store:
+            self._store.add(name, array)
+        return self._stored(name, "float32")
+
+    def weight(self, name: str) -> str:
+        """A weight of the model in float32, in the shared weight file."""
+        return self._stored(name, "float32")
+
+    def matrix(self, name: str) -> str:
+        """A weight of the model in the graph's dtype, in the shared weight file."""
+        return self._stored(name, self.dtype)
 
     def widen(self, x: str) -> str:
         """A value of the graph's dtype as float32."""
@@ -114,12 +141,13 @@ class GraphBuilder:
         """A float32 value in the graph's dtype."""
         return x if self.dtype == "float32" else self.op("Cast", x, to=_ELEMENT_TYPES[self.dtype])
 
-    def linear(self, x: str, name: str, array: np.ndarray) -> str:
-        """x times a matrix [in, out], summed in float32.
+    def linear(self, x: str, name: str, *, has_bias: bool = False) -> str:
+        """x times the matrix [in, out] of this name, plus its bias; summed in float32.
 
         Compilers know a product between these casts: TensorRT-RTX keeps the matrix in its dtype.
         """
-        return self.narrow(self.op("MatMul", self.widen(x), self.widen(self.matrix(name, array))))
+        product = self.op("MatMul", self.widen(x), self.widen(self.matrix(name)))
+        return self.narrow(self.op("Add", product, self.weight(f"{name}_bias")) if has_bias else product)
 
     def input(self, name: str, shape: tuple[int | str, ...], dtype: str = "int64") -> str:
         self.inputs.append(TensorSpec(name, dtype, shape))
@@ -145,9 +173,11 @@ class GraphBuilder:
             graph, opset_imports=opsets, ir_version=IR_VERSION, functions=self.functions, producer_name="faser"
         )
 
-    def _stored(self, name: str, array: np.ndarray, dtype: str) -> str:
+    def _stored(self, name: str, dtype: str) -> str:
         assert self._store is not None, "a function body holds no weights"
-        self._constants[name] = self._store.add(name, array, dtype)
+        if name not in self._store:
+            self._store.add(name, self._weights[name], dtype)
+        self._constants[name] = self._store.reference(name)
         return name
 
     def _small(self, name: str, array: np.ndarray) -> str:
@@ -158,15 +188,6 @@ class GraphBuilder:
     def _fresh(self, op_type: str) -> str:
         self._num_values += 1
         return f"{op_type}.{self._num_values}"
-
-
-def _converted(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == array.dtype.name:
-        return array
-    largest, limit = max(float(array.max()), -float(array.min())), float(ml_dtypes.finfo(dtype).max)
-    if limit < largest < np.inf:
-        raise CheckpointError(f"{name}: its largest weight = {largest:.6g}: {dtype} holds at most {limit:.6g}")
-    return array.astype(dtype)
 
 
 def _opsets(*domains: str) -> list[onnx.OperatorSetIdProto]:

@@ -6,17 +6,16 @@ file under the names of the graphs, in the engine's dtype; norms and biases stay
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
-from engines.families import ModelWeights
+from engines.arrays import BFLOAT16
+from engines.safetensors_file import write_safetensors
+from engines.weights import ModelWeights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec, TensorSpec
 
-NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": BFLOAT16}
 
 
 def write_torch_model(  # noqa: PLR0917
@@ -27,7 +26,8 @@ def write_torch_model(  # noqa: PLR0917
     dtype: of the manifest, for matrices, hidden states, keys and values.
     """
     path = directory / f"{name}.safetensors"
-    save_file(named_weights(spec, weights, NUMPY_DTYPES[dtype]), path)
+    formats = weight_formats(weights, NUMPY_DTYPES[dtype])
+    write_safetensors(path, formats, ((weight, weights[weight]) for weight in formats))
     file = FileSpec.of(path)
     starts = (0, *cuts[:-1])
     segments = tuple(
@@ -37,15 +37,10 @@ def write_torch_model(  # noqa: PLR0917
     return ModelEngine(spec, file, segments)
 
 
-def named_weights(spec: ModelSpec, weights: ModelWeights, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Arrays by name: matrices in `dtype`, vectors (norms, biases) float32. A tied head is the embedding."""
-    named = {"embedding": weights.embedding, "norm": weights.final_norm}
-    if not spec.tie_word_embeddings:
-        named["lm_head"] = weights.lm_head
-    for index, layer in enumerate(weights.layers):
-        arrays = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        named.update({f"layers.{index}.{key}": array for key, array in arrays.items() if array is not None})
-    return {key: np.ascontiguousarray(array, dtype if array.ndim > 1 else np.float32) for key, array in named.items()}
+def weight_formats(weights: ModelWeights, dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Format and shape by name: matrices in `dtype`, vectors (norms, biases) float32."""
+    shapes = {name: weights.shape(name) for name in weights}
+    return {name: (dtype if len(shape) > 1 else np.dtype(np.float32), shape) for name, shape in shapes.items()}
 
 
 def segment_tensors(

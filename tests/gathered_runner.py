@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from engines.checkpoint import Checkpoint
+from engines.checkpoint import open_checkpoint
 from engines.decoder import build_segment
-from engines.families import read_spec, read_weights
+from engines.families import read_spec
 from engines.graph import FLOAT_TYPES, WeightStore
+from engines.weights import ModelWeights
 from faser_backend.core.batch import RowBatch
 
 
@@ -41,7 +42,7 @@ class GatheredRunner:
         dtype: str = "fp32",
         padding: Padding | None = None,
     ) -> None:
-        checkpoint = Checkpoint(source)
+        checkpoint = open_checkpoint(source)
         self.spec = read_spec(checkpoint)
         self.padding = padding or Padding()
         self._block_size = block_size
@@ -52,7 +53,7 @@ class GatheredRunner:
         self.graphs = [
             build_segment(
                 self.spec,
-                read_weights(checkpoint, self.spec),
+                ModelWeights(checkpoint, self.spec),
                 store,
                 first,
                 last,

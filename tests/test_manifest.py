@@ -157,7 +157,7 @@ def test_options_out_of_range_are_refused(options: dict, words: list[str], sourc
         (lambda c: c.pop("num_hidden_layers"), ["num_hidden_layers"]),
         (lambda c: c.update(num_attention_heads=-4), ["num_attention_heads", "-4"]),
         (lambda c: c.update(num_key_value_heads=3), ["num_key_value_heads", "3"]),
-        (lambda c: c.update(attention_bias=True), ["attention_bias"]),
+        (lambda c: c.update(attention_bias=True), ["q_proj.bias", "missing"]),
         (lambda c: c.update(hidden_act="relu"), ["hidden_act", "relu"]),
         (lambda c: c.update(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), ["rope_type", "yarn"]),
         (lambda c: c.update(hidden_size=64), ["shape"]),

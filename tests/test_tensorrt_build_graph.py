@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from engines.attention import DOMAIN, OP_TYPE
-from engines.checkpoint import Checkpoint, CheckpointError
+from engines.checkpoint import CheckpointError, open_checkpoint
 from engines.decoder import build_segment
-from engines.families import read_spec, read_weights
+from engines.families import read_spec
 from engines.graph import WeightStore
+from engines.weights import ModelWeights
 from tests.gathered_runner import GatheredRunner, Padding
 from tests.tiny_models import make_rows, reference_logits, reference_model, run_all, write_checkpoint
 
@@ -143,11 +144,11 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused(source: Path, tmp_path: 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_plugin_body_is_the_bare_op(dtype: str, source: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(source)
+    checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint)
     store = WeightStore(tmp_path / "weights")
     graph = build_segment(
-        spec, read_weights(checkpoint, spec), store, 1, 3, kv_block_size=4, runtime="tensorrt", dtype=dtype
+        spec, ModelWeights(checkpoint, spec), store, 1, 3, kv_block_size=4, runtime="tensorrt", dtype=dtype
     )
     store.close()
     model = graph.model

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engines.checkpoint import Checkpoint
-from engines.families import read_spec, read_weights
+from engines.checkpoint import open_checkpoint
+from engines.families import read_spec
 from engines.torch_build import write_torch_model
+from engines.weights import ModelWeights
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.ports import DraftTokens
 from faser_backend.device.cpu_runtime import OrtRuntime
@@ -33,11 +34,11 @@ def write_torch_engine(
     source: Path, directory: Path, *, name: str = "target", exit_layers: tuple[int, ...] = (), dtype: str = "fp32"
 ) -> ModelEngine:
     """The checkpoint `source` as an engine of runtime torch in `directory`."""
-    checkpoint = Checkpoint(source)
+    checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint)
     directory.mkdir(parents=True, exist_ok=True)
     cuts = (*exit_layers, spec.num_layers)
-    return write_torch_model(name, spec, read_weights(checkpoint, spec), cuts, directory, dtype)
+    return write_torch_model(name, spec, ModelWeights(checkpoint, spec), cuts, directory, dtype)
 
 
 def open_torch_runner(

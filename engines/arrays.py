@@ -1,0 +1,57 @@
+"""Arrays larger than they should be held at once: looked at and converted block by block.
+
+Knows numbers and their formats; nothing of files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+from faser_backend.core.errors import FaserError
+
+BLOCK_ELEMENTS = 1 << 23
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_EXPONENTS = {  # all of these bits are set in infinities and NaNs alone
+    np.dtype(np.float32): np.uint32(0x7F800000),
+    np.dtype(np.float16): np.uint16(0x7C00),
+    BFLOAT16: np.uint16(0x7F80),
+}
+
+
+class CheckpointError(FaserError):
+    """A checkpoint, or a pair of them, cannot be built; the message names file or field and value."""
+
+
+def row_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of an array in order, at most BLOCK_ELEMENTS numbers or one row at a time."""
+    num_rows = max(BLOCK_ELEMENTS // max(array[:1].size, 1), 1)
+    for first in range(0, len(array), num_rows):
+        yield first, array[first : first + num_rows]
+
+
+def first_not_finite(array: np.ndarray) -> tuple[int, ...] | None:
+    """Index of an infinity or a NaN, or None."""
+    exponents = _EXPONENTS[array.dtype]
+    for first, block in row_blocks(array):
+        is_bad = block.view(exponents.dtype) & exponents == exponents
+        if is_bad.any():
+            row, *rest = (int(i) for i in np.argwhere(is_bad)[0])
+            return (first + row, *rest)
+    return None
+
+
+def converted_blocks(name: str, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The rows of finite numbers in order, contiguous and in `dtype`.
+
+    Raises CheckpointError naming the array where a number does not fit the format.
+    """
+    limit = float(ml_dtypes.finfo(dtype).max)
+    for _, block in row_blocks(array):
+        if limit < float(ml_dtypes.finfo(block.dtype).max):
+            largest = max(float(block.max()), -float(block.min()))
+            if largest > limit:
+                raise CheckpointError(f"{name}: its largest weight = {largest:.6g}: {dtype} holds at most {limit:.6g}")
+        yield np.ascontiguousarray(block, dtype)

@@ -1,0 +1,89 @@
+"""What a draft and a target must share to be built together, and what may differ.
+
+Speculation compares token ids: both models must mean the same token by each. Rows that pad a vocabulary may
+differ; they are cut, so that no id without a token can ever be drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from engines.arrays import CheckpointError
+from faser_backend.core.model import ModelSpec
+from faser_backend.manifest import read_vocabulary, vocab_hash
+
+SIDES = ("target", "draft")
+
+
+def matched_pair(
+    specs: dict[str, ModelSpec], tokenizers: dict[str, Path], max_context: int | None
+) -> tuple[dict[str, ModelSpec], str]:
+    """specs and tokenizers by "target" and "draft" -> the specs to build, and the hash of their vocabulary.
+
+    Both get the vocabulary of the tokenizer, whatever rows pad theirs (padded_vocab_size keeps the number), and
+    the context that max_context limits them to. Raises CheckpointError naming the two values that differ.
+    """
+    vocabularies = {side: read_vocabulary(tokenizers[side]) for side in SIDES}
+    _check_vocabularies(vocabularies, specs)
+    _check_special_tokens({side: _special_tokens(tokenizers[side]) for side in SIDES})
+    size = max(vocabularies["target"].values()) + 1
+    for side, spec in specs.items():
+        if spec.vocab_size < size:
+            raise CheckpointError(f"vocab_size of {side} = {spec.vocab_size}: its tokenizer has ids up to {size - 1}")
+    context = _common_context(specs, max_context)
+    cut = {
+        side: replace(spec, vocab_size=size, max_context=min(context, spec.max_context)) for side, spec in specs.items()
+    }
+    return cut, vocab_hash(vocabularies["target"])
+
+
+def _check_vocabularies(vocabularies: dict[str, dict[str, int]], specs: dict[str, ModelSpec]) -> None:
+    target, draft = (vocabularies[side] for side in SIDES)
+    if not target:
+        raise CheckpointError("vocabulary of target: has no tokens")
+    if target == draft:
+        return
+    token = next(token for token in (*target, *draft) if target.get(token) != draft.get(token))
+    said = " and ".join(
+        f"of {side} ({len(vocabularies[side])} tokens, vocab_size {specs[side].vocab_size})" for side in SIDES
+    )
+    raise CheckpointError(
+        f"vocabulary {said} must be equal: token {token!r} has id {target.get(token)} and {draft.get(token)}"
+    )
+
+
+def _check_special_tokens(special: dict[str, dict[int, str]]) -> None:
+    target, draft = (special[side] for side in SIDES)
+    if target != draft:
+        token_id = min(token_id for token_id in target | draft if target.get(token_id) != draft.get(token_id))
+        raise CheckpointError(
+            f"special tokens of target and of draft must be equal: id {token_id} is "
+            f"{target.get(token_id)!r} and {draft.get(token_id)!r}"
+        )
+
+
+def _special_tokens(tokenizer: Path) -> dict[int, str]:
+    """Id -> text of the added tokens that are marked special. The file has been read as a vocabulary before."""
+    added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", ())
+    return {int(token["id"]): str(token["content"]) for token in added if token.get("special") is True}
+
+
+def _common_context(specs: dict[str, ModelSpec], max_context: int | None) -> int:
+    """The limit of both models. A draft may reach further than its target; a shorter reach has to be asked for."""
+    target, draft = (specs[side].max_context for side in SIDES)
+    shortest = min(target, draft)
+    if max_context is not None:
+        if not 1 <= max_context <= shortest:
+            raise CheckpointError(
+                f"max_context = {max_context}: must lie in [1, {shortest}]: max_position_embeddings of target = "
+                f"{target} and of draft = {draft}"
+            )
+        return max_context
+    if draft < target:
+        raise CheckpointError(
+            f"max_position_embeddings of target = {target} and of draft = {draft}: the draft cannot follow "
+            f"so far; build with max_context = {draft}, or less"
+        )
+    return target

@@ -1,0 +1,180 @@
+"""TensorRT-LLM's unified checkpoints: one safetensors file per rank, read as if the model had never been shared.
+
+Stages hold consecutive layers, numbered from zero in each; the ranks of a stage hold slices of its tensors. The
+vocabulary may be padded to a multiple of the ranks, and where KV heads are fewer than ranks each is held more
+than once. Tensors are named as Hugging Face names them, so that nothing else knows of this layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engines.arrays import CheckpointError
+from engines.config_fields import ConfigFields
+from engines.safetensors_file import SafetensorsFile
+from engines.tensorrt_llm_config import read_ranks, translated
+
+LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
+OUTSIDE = {"transformer.ln_f.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+EMBEDDING = "transformer.vocab_embedding.weight"
+LAYER_NAMES: dict[str, tuple[str, int | None]] = {  # -> name, axis along which it is sliced; None: it is not
+    "input_layernorm.weight": ("input_layernorm.weight", None),
+    "post_layernorm.weight": ("post_attention_layernorm.weight", None),
+    "attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+    "attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+    "attention.dense.weight": ("self_attn.o_proj.weight", 1),
+    "attention.dense.bias": ("self_attn.o_proj.bias", None),
+    "mlp.fc.weight": ("mlp.gate_proj.weight", 0),  # fc is what the activation is applied to
+    "mlp.fc.bias": ("mlp.gate_proj.bias", 0),
+    "mlp.gate.weight": ("mlp.up_proj.weight", 0),
+    "mlp.gate.bias": ("mlp.up_proj.bias", 0),
+    "mlp.proj.weight": ("mlp.down_proj.weight", 1),
+    "mlp.proj.bias": ("mlp.down_proj.bias", None),
+    "mlp.router.weight": ("mlp.gate.weight", None),
+}
+Part = tuple[int | slice, ...]
+
+
+class _Merged(NamedTuple):
+    """One tensor: the same part of the same tensor in each of some files, put together along an axis."""
+
+    files: tuple[SafetensorsFile, ...]
+    name: str
+    axis: int = 0
+    part: Part = ()
+    vocab_size: int | None = None  # rows from here on are padding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what `read` returns; padding that does not even out the ranks' slices is none, and kept."""
+        shapes = [np.broadcast_to(np.int8(0), file.shape(self.name))[self.part].shape for file in self.files]
+        rows, *rest = shapes[0]
+        if self.axis == 0:
+            rows *= len(self.files)
+        elif rest:
+            rest[self.axis - 1] *= len(self.files)
+        if self.vocab_size is not None and 0 < rows - self.vocab_size < len(self.files):
+            rows = self.vocab_size
+        return (rows, *rest)
+
+    def read(self) -> np.ndarray:
+        parts = [file.read(self.name, self.part) for file in self.files]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
+        return array[: self.shape[0]]
+
+
+class TensorRTLLMCheckpoint:
+    """See engines.checkpoint.Checkpoint. `config` is the translated one."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self.directory = directory
+        fields = ConfigFields(config, directory / "config.json")
+        self._ranks = read_ranks(fields)
+        self._num_heads = fields.count("num_attention_heads", 1 << 20)
+        self._num_kv_heads = fields.count("num_key_value_heads", 1 << 20, default=self._num_heads)
+        hidden_size = fields.count("hidden_size", 1 << 20)
+        self._head_dim = fields.count("head_size", 1 << 20, default=max(hidden_size // self._num_heads, 1))
+        self._vocab_size = fields.count("vocab_size", 1 << 22)
+        self._merged: dict[str, _Merged] = {}
+        first_layer = 0
+        for stage in range(self._ranks.num_stages):
+            first_layer += self._add_stage(stage, first_layer)
+        self.config = translated(fields, has_head="lm_head.weight" in self._merged)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._merged.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._merged[name].shape
+
+    def dtype(self, name: str) -> str:
+        """See Checkpoint; ranks that differ are refused when they are read."""
+        merged = self._merged[name]
+        dtypes = {file.path.name: file.dtype(merged.name) for file in merged.files}
+        if len(set(dtypes.values())) > 1:
+            raise CheckpointError(f"{self.directory}: {merged.name} has dtypes {dtypes}: ranks must agree")
+        return next(iter(dtypes.values()))
+
+    def read(self, name: str) -> np.ndarray:
+        """See Checkpoint."""
+        return self._merged[name].read()
+
+    def _add_stage(self, stage: int, first_layer: int) -> int:
+        """Adds the tensors of a pipeline stage; returns how many layers it holds."""
+        ranks = range(stage * self._ranks.num_slices, (stage + 1) * self._ranks.num_slices)
+        files = tuple(SafetensorsFile(self.directory / f"rank{rank}.safetensors") for rank in ranks)
+        for file in files[1:]:
+            for name in sorted(set(files[0].names) ^ set(file.names)):
+                lacking = file if name in files[0].names else files[0]
+                raise CheckpointError(f"{lacking.path}: tensor {name} is missing, though another rank has its slice")
+            for name in file.names:
+                shapes = [list(one.shape(name)) for one in (file, files[0])]
+                if shapes[0] != shapes[1]:
+                    raise CheckpointError(f"{file.path}: {name} has shape {shapes[0]}, in another rank {shapes[1]}")
+        num_layers = 0
+        for name in files[0].names:
+            if not files[0].shape(name):
+                raise CheckpointError(f"{files[0].path}: {name} has shape []: must be a vector or more")
+            for ours, merged in self._from(name, files, first_layer):
+                if ours in self._merged:
+                    raise CheckpointError(f"{files[0].path}: {name}: an earlier stage holds this tensor too")
+                self._merged[ours] = merged
+            if match := LAYER.fullmatch(name):
+                num_layers = max(num_layers, int(match[1]) + 1)
+        return num_layers
+
+    def _from(self, name: str, files: tuple[SafetensorsFile, ...], first_layer: int) -> Iterator[tuple[str, _Merged]]:
+        """What a tensor of the ranks is, or is part of, in Hugging Face's names."""
+        if name == EMBEDDING:
+            axis = self._ranks.embedding_axis
+            merged = _Merged(files if axis is not None else files[:1], name, axis or 0, vocab_size=self._vocab_size)
+            yield "model.embed_tokens.weight", merged
+        elif name in OUTSIDE:
+            is_head = name == "lm_head.weight"
+            vocab_size = self._vocab_size if is_head else None
+            yield OUTSIDE[name], _Merged(files if is_head else files[:1], name, vocab_size=vocab_size)
+        elif match := LAYER.fullmatch(name):
+            prefix, suffix = f"model.layers.{first_layer + int(match[1])}.", match[2]
+            is_stacked = suffix in ("mlp.fc.weight", "mlp.proj.weight") and len(files[0].shape(name)) == 3
+            if suffix in ("attention.qkv.weight", "attention.qkv.bias"):
+                yield from self._projections(prefix, suffix.rpartition(".")[2], name, files)
+            elif is_stacked:
+                yield from _experts(prefix, suffix, name, files)
+            elif suffix in LAYER_NAMES:
+                ours, axis = LAYER_NAMES[suffix]
+                yield prefix + ours, _Merged(files if axis is not None else files[:1], name, axis or 0)
+            else:
+                raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a model that is known")
+        else:
+            raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a model that is known")
+
+    def _projections(
+        self, prefix: str, kind: str, name: str, files: tuple[SafetensorsFile, ...]
+    ) -> Iterator[tuple[str, _Merged]]:
+        """Each rank's rows are its queries, then its keys, then its values."""
+        num_copies = max(len(files) // self._num_kv_heads, 1)  # ranks that hold the same KV head
+        num_q = self._num_heads // len(files) * self._head_dim
+        num_kv = max(self._num_kv_heads // len(files), 1) * self._head_dim
+        rows = {"q": slice(0, num_q), "k": slice(num_q, num_q + num_kv), "v": slice(num_q + num_kv, None)}
+        for projection, part in rows.items():
+            holders = files if projection == "q" else files[::num_copies]
+            yield f"{prefix}self_attn.{projection}_proj.{kind}", _Merged(holders, name, part=(part,))
+
+
+def _experts(prefix: str, suffix: str, name: str, files: tuple[SafetensorsFile, ...]) -> Iterator[tuple[str, _Merged]]:
+    """fc stacks (up, gate) of all experts, [E, 2 * inner, hidden]; proj their down projections, [E, hidden, inner]."""
+    num_experts, num_rows, _ = files[0].shape(name)
+    for expert in range(num_experts):
+        module = f"{prefix}mlp.experts.{expert}"
+        if suffix == "mlp.proj.weight":
+            yield f"{module}.down_proj.weight", _Merged(files, name, axis=1, part=(expert,))
+        else:
+            half = num_rows // 2
+            yield f"{module}.up_proj.weight", _Merged(files, name, part=(expert, slice(0, half)))
+            yield f"{module}.gate_proj.weight", _Merged(files, name, part=(expert, slice(half, None)))

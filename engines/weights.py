@@ -1,0 +1,156 @@
+"""The weights of a decoder by the names of its graph, read from a checkpoint one at a time, when asked for.
+
+Where each comes from is a table made from the dimensions alone, so that a checkpoint is checked as a whole
+before anything is built. Matrices multiply rows from the right: [in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.arrays import CheckpointError
+from engines.checkpoint import Checkpoint
+from faser_backend.core.model import ModelSpec
+
+Shape = tuple[int, ...]
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed, not learned
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Tensors of the checkpoint that make one weight: joined along their first axis, then cut or transposed."""
+
+    parts: tuple[tuple[str, Shape], ...]
+    num_rows: int | None = None  # the first rows alone, of a padded vocabulary
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        rows = self.num_rows or sum(shape[0] for _, shape in self.parts)
+        rest = self.parts[0][1][1:]
+        return (*rest, rows) if self.is_transposed else (rows, *rest)
+
+
+class ModelWeights(Mapping[str, np.ndarray]):
+    """Graph name -> array, read-only, in the checkpoint's own dtype.
+
+    Nothing is kept: an array is read anew at every access. Names in order: embedding, layers.0.input_norm, ...,
+    norm, lm_head (absent where it is the embedding).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        """Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected."""
+        self.sources = weight_sources(spec)
+        self._checkpoint = checkpoint
+        self.checkpoint_dtype = _check_tensors(checkpoint, self.sources)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Raises CheckpointError where a number is not finite."""
+        source = self.sources[name]
+        parts = [self._checkpoint.read(part) for part, _ in source.parts]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        array = array[: source.num_rows]
+        return array.T if source.is_transposed else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def shape(self, name: str) -> Shape:
+        return self.sources[name].shape
+
+
+def weight_sources(spec: ModelSpec) -> dict[str, WeightSource]:
+    """What every weight of a decoder is made of."""
+    padded = (spec.padded_vocab_size or spec.vocab_size, spec.hidden_size)
+    sources = {"embedding": WeightSource((("model.embed_tokens.weight", padded),), num_rows=spec.vocab_size)}
+    for layer in range(spec.num_layers):
+        own = _attention_sources(spec) | (_expert_sources(spec) if spec.num_experts else _mlp_sources(spec))
+        for name, source in own.items():
+            parts = tuple((f"model.layers.{layer}.{part}", shape) for part, shape in source.parts)
+            sources[f"layers.{layer}.{name}"] = WeightSource(parts, is_transposed=source.is_transposed)
+    sources["norm"] = _vector(("model.norm", spec.hidden_size))
+    if not spec.tie_word_embeddings:
+        sources["lm_head"] = WeightSource((("lm_head.weight", padded),), num_rows=spec.vocab_size)
+    return sources
+
+
+def _attention_sources(spec: ModelSpec) -> dict[str, WeightSource]:
+    hidden, num_q, num_kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    projections = [("self_attn.q_proj", num_q), ("self_attn.k_proj", num_kv), ("self_attn.v_proj", num_kv)]
+    sources = {
+        "input_norm": _vector(("input_layernorm", hidden)),
+        "qkv": _matrix(hidden, *projections),
+        "attention_out": _matrix(num_q, ("self_attn.o_proj", hidden)),
+    }
+    if spec.has_qkv_bias:
+        sources["qkv_bias"] = _vector(*projections, kind="bias")
+    if spec.has_qk_norm:
+        sources["q_norm"] = _vector(("self_attn.q_norm", spec.head_dim))
+        sources["k_norm"] = _vector(("self_attn.k_norm", spec.head_dim))
+    if spec.has_attention_out_bias:
+        sources["attention_out_bias"] = _vector(("self_attn.o_proj", hidden), kind="bias")
+    return sources
+
+
+def _mlp_sources(spec: ModelSpec) -> dict[str, WeightSource]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    sources = {"mlp_norm": _vector(("post_attention_layernorm", hidden))} | _gated_mlp("", "mlp", hidden, inner)
+    if spec.has_mlp_bias:
+        for name, out in (("gate", inner), ("up", inner), ("down", hidden)):
+            sources[f"{name}_bias"] = _vector((f"mlp.{name}_proj", out), kind="bias")
+    return sources
+
+
+def _expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
+    hidden = spec.hidden_size
+    sources = {
+        "mlp_norm": _vector(("post_attention_layernorm", hidden)),
+        "router": _matrix(hidden, ("mlp.gate", spec.num_experts)),
+    }
+    for expert in range(spec.num_experts):
+        sources |= _gated_mlp(f"experts.{expert}.", f"mlp.experts.{expert}", hidden, spec.intermediate_size)
+    return sources
+
+
+def _gated_mlp(prefix: str, module: str, hidden: int, inner: int) -> dict[str, WeightSource]:
+    return {
+        f"{prefix}gate": _matrix(hidden, (f"{module}.gate_proj", inner)),
+        f"{prefix}up": _matrix(hidden, (f"{module}.up_proj", inner)),
+        f"{prefix}down": _matrix(inner, (f"{module}.down_proj", hidden)),
+    }
+
+
+def _matrix(num_inputs: int, *modules: tuple[str, int]) -> WeightSource:
+    """The weights of linear modules (name, number of outputs) that share their input."""
+    return WeightSource(tuple((f"{name}.weight", (out, num_inputs)) for name, out in modules), is_transposed=True)
+
+
+def _vector(*modules: tuple[str, int], kind: str = "weight") -> WeightSource:
+    return WeightSource(tuple((f"{name}.{kind}", (size,)) for name, size in modules))
+
+
+def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource]) -> str:
+    """Checks names, shapes and dtypes, reading no number. Returns the dtype of the embedding."""
+    wanted = {part: shape for source in sources.values() for part, shape in source.parts}
+    for name, shape in wanted.items():
+        if name not in checkpoint.names:
+            raise CheckpointError(f"{checkpoint.directory}: tensor {name} is missing from the checkpoint")
+        if checkpoint.shape(name) != shape:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {name} has shape {list(checkpoint.shape(name))}, "
+                f"config.json wants {list(shape)}"
+            )
+        checkpoint.dtype(name)
+    for name in checkpoint.names:
+        # transformers ties the head whatever the file holds
+        if name not in wanted and name != "lm_head.weight" and not name.endswith(IGNORED_SUFFIXES):
+            raise CheckpointError(
+                f"{checkpoint.directory}: tensor {name} belongs to no part of the model that config.json describes"
+            )
+    return checkpoint.dtype("model.embed_tokens.weight")
