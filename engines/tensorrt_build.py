@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines.checkpoint import CheckpointError
 from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
@@ -20,17 +20,24 @@ from plugins.tensorrt_import import Flavour, TensorRt, TensorRtError, import_ten
 FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
 
 
+class SplitStreams(NamedTuple):
+    """Handles of CUDA streams, each on the green context of one share."""
+
+    draft: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRtOptions:
     """What engines are compiled for.
 
     compute_capabilities: e.g. ("8.9", "12.0"), TensorRT-RTX alone; () = its own choice. split_streams: by the
-    name of each SM split, a CUDA stream of its green context, full TensorRT with a GPU alone.
+    name of each SM split, e.g. "16/116", a CUDA stream on each model's share; full TensorRT with a GPU alone.
     """
 
     limits: CallLimits = field(default_factory=CallLimits)
     compute_capabilities: tuple[str, ...] = ()
-    split_streams: Mapping[str, int] = field(default_factory=dict)
+    split_streams: Mapping[str, SplitStreams] = field(default_factory=dict)
 
 
 class TensorRtCompiler:
@@ -48,8 +55,8 @@ class TensorRtCompiler:
     def compile_model(
         self, model: ModelEngine, onnx_dir: Path, directory: Path, kv_block_size: int, begin: Callable[[str], None]
     ) -> ModelEngine:
-        """model: its ONNX segments in onnx_dir. begin: called with the name of each engine before it is built."""
-        splits = tuple(self._options.split_streams) or ("",)
+        """model: its ONNX segments in onnx_dir, NAME.0.onnx and so on. begin: called before each engine is built."""
+        splits = ("", *self._options.split_streams)  # the whole device first
         buckets = call_buckets(model.spec, kv_block_size, self._options.limits, splits)
         segments = []
         for segment in model.segments:
@@ -92,7 +99,8 @@ class TensorRtCompiler:
         if targets:
             config.num_compute_capabilities = len(targets)
             for index, target in enumerate(targets):
-                config.set_compute_capability(module.ComputeCapability[f"SM{target.replace('.', '')}"], index)
+                capability = getattr(module.ComputeCapability, f"SM{target.replace('.', '')}")
+                config.set_compute_capability(capability, index)
         return config
 
     def _profile(self, builder: Any, segment: SegmentSpec, bucket: BucketSpec) -> Any:
@@ -100,7 +108,8 @@ class TensorRtCompiler:
         for tensor in segment.inputs:
             profile.set_shape(tensor.name, *shapes_of(tensor, bucket))
         if bucket.split:
-            profile.profile_stream = self._options.split_streams[bucket.split]
+            streams = self._options.split_streams[bucket.split]
+            profile.profile_stream = streams.draft if segment.file.name.startswith("draft.") else streams.target
         return profile
 
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,9 @@ class BucketSpec:
     """Calls that one optimisation profile of an engine was tuned for: a bucket's index is its profile's."""
 
     name: str
-    ranges: dict[str, tuple[int, int, int]]  # least, usual and most of each dynamic dimension
-    split: str = ""  # the SM split that the profile belongs to; "" where any may run it
+    # least, usual and most of each dynamic dimension; unhashed, since models are keys of what was loaded for them
+    ranges: dict[str, tuple[int, int, int]] = field(hash=False)
+    split: str = ""  # the SM split that the profile belongs to, e.g. "16/116"; "" where any share may run it
 
 
 @dataclass(frozen=True, slots=True)
