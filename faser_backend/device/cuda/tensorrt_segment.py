@@ -1,0 +1,144 @@
+"""`TensorRtSegment`: one segment compiled by TensorRT or TensorRT-RTX, as a program that a runner queues.
+
+Each prepared call has an execution context of its own, whose shapes and addresses are set once: a captured
+graph stays valid only while nobody changes the context that it was captured from. Calls too large for graphs
+share one. All contexts work in one activation memory, since calls are serial. Knows nothing of batches or shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.cuda.segment import MAX_GRAPH_ROWS, CallBounds, Launch
+from faser_backend.device.cuda.tensorrt_engine import EngineFile, EngineStore
+from faser_backend.device.cuda.tensorrt_profiles import choose_profile, profiles_of_share
+from faser_backend.manifest import ModelEngine, SegmentSpec
+from plugins.kv_write import write_kv
+
+TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
+ALIGNMENT = 256  # of the memory that TensorRT works in
+
+
+def open_segments(
+    model: ModelEngine,
+    engine_dir: Path,
+    store: EngineStore,
+    device: torch.device,
+    profiles: Sequence[int] | None = None,
+) -> list[TensorRtSegment]:
+    """The segments of a model for one share of the device, in order, with one activation memory.
+
+    profiles: indices of those that were compiled for this share; None = all.
+    Raises ConfigError where an engine cannot be loaded.
+    """
+    files = [store.open(engine_dir / segment.file.name) for segment in model.segments]
+    num_bytes = max(file.activation_bytes for file in files)
+    memory = torch.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+    return [
+        TensorRtSegment(segment, store, file, memory, profiles)
+        for segment, file in zip(model.segments, files, strict=True)
+    ]
+
+
+def current_stream() -> int:
+    """The CUDA stream that the calling thread queues on."""
+    return torch.cuda.current_stream().cuda_stream
+
+
+class TensorRtSegment:
+    """Implements device.cuda.segment.SegmentProgram."""
+
+    def __init__(
+        self,
+        spec: SegmentSpec,
+        store: EngineStore,
+        file: EngineFile,
+        memory: torch.Tensor,
+        profiles: Sequence[int] | None = None,
+        *,
+        stream: Callable[[], int] = current_stream,
+    ) -> None:
+        """memory: uint8, for activations; whoever shares it is never at work at the same time."""
+        self.spec = spec
+        self._store = store
+        self._file = file
+        self._memory = memory
+        self._profiles = profiles_of_share(file.profiles, profiles)
+        self._stream = stream
+        self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in spec.outputs)
+        self._large_calls: Any = None  # their context
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
+        """See SegmentProgram. The choice of a profile is queued on the current stream. What was prepared for more
+        than MAX_GRAPH_ROWS rows is queued before the next such call is prepared."""
+        bound = _bound_tensors(self._file, tensors)
+        shapes = {name: tuple(bound[name].shape) for name in self._file.inputs}
+        profile = choose_profile(self._profiles, shapes, str(self._file.path))
+        context = self._context(is_captured=bounds.num_rows <= MAX_GRAPH_ROWS)
+        self._check(context.set_optimization_profile_async(profile.index, self._stream()), f"profile {profile.index}")
+        for name, shape in shapes.items():
+            self._check(context.set_input_shape(name, shape), f"{name} {list(shape)}")
+        if missing := context.infer_shapes():
+            raise ConfigError(f"{self._file.path}: shapes of {', '.join(missing)} do not follow from the inputs")
+        for name, tensor in bound.items():
+            _check_tensor(self._file, context, name, tensor)
+            # an empty tensor has no memory, and TensorRT wants an address
+            address = tensor.data_ptr() if tensor.numel() else self._memory.data_ptr()
+            self._check(context.set_tensor_address(name, address), f"address of {name}")
+        self._store.log.check(f"{self._file.path}: prepare")
+        return self._launch(context, dict(tensors))
+
+    def _context(self, *, is_captured: bool) -> Any:
+        if not is_captured and self._large_calls is not None:
+            return self._large_calls
+        context = self._store.new_context(self._file, is_captured=is_captured)
+        context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
+        if not is_captured:
+            self._large_calls = context
+        return context
+
+    def _check(self, was_taken: bool, what: str) -> None:
+        if not was_taken:
+            raise self._store.log.fail(f"{self._file.path}: {what}", "TensorRT refused it")
+
+    def _launch(self, context: Any, tensors: dict[str, torch.Tensor]) -> Launch:
+        layers = () if self._writes_pool else range(self.spec.first_layer, self.spec.last_layer)
+
+        def launch() -> None:
+            if not context.execute_async_v3(self._stream()):
+                raise self._store.log.fail(f"{self._file.path}: execute", "TensorRT refused the call")
+            for layer in layers:
+                k_new, v_new, k_pool, v_pool = (
+                    tensors[f"{name}.{layer}"] for name in ("k_new", "v_new", "k_pool", "v_pool")
+                )
+                write_kv(k_new, v_new, tensors["slot_mapping"], k_pool, v_pool)
+
+        return launch
+
+
+def _bound_tensors(file: EngineFile, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every tensor of the engine by name. A pool that was written in place is bound as input and as output."""
+    bound = {}
+    for name in (*file.inputs, *file.outputs):
+        source = name.replace("_pool_out.", "_pool.")
+        if source not in tensors:
+            raise ConfigError(f"{file.path}: tensor {name}: nobody provides it; build the engine again")
+        bound[name] = tensors[source]
+    return bound
+
+
+def _check_tensor(file: EngineFile, context: Any, name: str, tensor: torch.Tensor) -> None:
+    """TensorRT sees addresses alone: what lies there has to be of the engine's dtype, shape and layout."""
+    dtype = TORCH_NAMES.get(file.engine.get_tensor_dtype(name).name)
+    shape = tuple(context.get_tensor_shape(name))
+    if dtype != str(tensor.dtype).removeprefix("torch.") or shape != tuple(tensor.shape) or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        raise ConfigError(
+            f"{file.path}: tensor {name} = {layout} {tensor.dtype} {list(tensor.shape)}: "
+            f"the engine has contiguous {dtype} {list(shape)}"
+        )

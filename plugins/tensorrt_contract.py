@@ -1,0 +1,206 @@
+"""`faser::PrunedChunkAttention` as TensorRT sees it: tensors, types, aliases, attributes, grid and arguments.
+
+Plain functions over numbers and names, so that all of it is tested without TensorRT. Dimensions may be whole
+numbers or a compiler's expressions; `DimensionOps` says how those are combined. The plugin has two forms, see
+docs/tensorrt-plugin.md: one op that launches both kernels, or one op per kernel that is baked into the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from plugins.attention_config import MAX_SPLITS, MIN_TOKENS_PER_SPLIT, PROGRAMS_PER_SM, LaunchConfig, launch_config
+
+NAMESPACE = "faser"
+VERSION = "1"
+ATTENTION_OP = "PrunedChunkAttention"  # both kernels behind one op
+ATTEND_OP = "AttendSplits"  # the first kernel alone
+COMBINE_OP = "CombineSplits"  # the second
+
+ATTENTION_INPUTS = (
+    "q",  # [T, num_heads, head_dim]
+    "k_new",  # [T, num_kv_heads, head_dim]
+    "v_new",
+    "k_pool",  # [num_kv_heads, num_blocks, kv_block_size, head_dim], written in place
+    "v_pool",
+    "block_table",  # [B, MB] int32
+    "cu_rows",  # [B + 1] int32
+    "context_lens",  # [B] int32
+    "slot_mapping",  # [T] int32
+)
+ATTENTION_OUTPUTS = ("attended", "k_pool_out", "v_pool_out")  # [T, num_heads, head_dim]; the pools
+ATTEND_OUTPUTS = ("mixed_parts", "stat_parts", "k_pool_out", "v_pool_out")  # [P, num_heads, head_dim | 2] float32
+COMBINE_INPUTS = ("mixed_parts", "stat_parts", "q", "block_table", "cu_rows")  # q and block_table for their shapes
+COMBINE_OUTPUTS = ("attended",)
+POOL_ALIASES = {"k_pool_out": "k_pool", "v_pool_out": "v_pool"}
+INDEX_INPUTS = frozenset(ATTENTION_INPUTS[5:])  # int32
+FLOAT_DTYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}  # TensorRT's name: Triton-language's
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+# Parts of split contexts are kept for this many rows more than a call has: where few rows leave programs idle,
+# each row can have many parts, and where there are many rows nobody needs a second one.
+EXTRA_PART_ROWS = 512
+
+
+class DimensionOps(NamedTuple):
+    """How dimensions are combined; + * // are the operators of whatever they are."""
+
+    constant: Any  # int -> dimension
+    smaller: Any  # (a, b) -> dimension
+    larger: Any
+    ceil_div: Any
+
+
+WHOLE_NUMBERS = DimensionOps(int, min, max, lambda a, b: -(-a // b))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Attributes of the op, all whole numbers; they are the plugin's serialised fields, in this order."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_block_size: int
+    max_rows: int  # most rows of one sequence, over all profiles: bounds the grid
+    tile_rows: int  # rows of one sequence that a program is cut for
+    num_sms: int  # that calls are to fill
+    capability: int  # of the GPU, e.g. 90
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{ATTENTION_OP}.{field.name} = {value!r}: must be a whole number of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{ATTENTION_OP}.num_heads = {self.num_heads}: must be a multiple of {self.num_kv_heads} KV heads"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def as_fields(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_fields(cls, values: Mapping[str, int]) -> Geometry:
+        """Raises ValueError naming the attributes that are missing or that nobody knows."""
+        known = {field.name for field in fields(cls)}
+        if wrong := sorted(known ^ set(values)):
+            raise ValueError(f"{ATTENTION_OP}: attributes {', '.join(wrong)}: missing or unknown")
+        return cls(**{name: int(value) for name, value in values.items()})
+
+    def launch_config(self, dtype: str) -> LaunchConfig:
+        rows = min(self.tile_rows, self.max_rows)
+        return launch_config(ELEMENT_BYTES[dtype], self.head_dim, self.group, rows, self.capability)
+
+
+GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
+
+
+def attention_output_dtypes(input_dtypes: Sequence[Any]) -> list[Any]:
+    """Of attended and the pools, given the types of all inputs."""
+    by_name = dict(zip(ATTENTION_INPUTS, input_dtypes, strict=True))
+    return [by_name["q"], by_name["k_pool"], by_name["v_pool"]]
+
+
+def attention_output_sources() -> list[int]:
+    """The input whose shape each output of the op has."""
+    return [ATTENTION_INPUTS.index(name) for name in ("q", "k_pool", "v_pool")]
+
+
+def aliased_input(output: int, outputs: Sequence[str] = ATTENTION_OUTPUTS) -> int:
+    """The input that an output shares its memory with, -1 for none."""
+    source = POOL_ALIASES.get(outputs[output])
+    return -1 if source is None else ATTENTION_INPUTS.index(source)
+
+
+def is_supported(position: int, dtypes: Sequence[str], is_linear: Sequence[bool]) -> bool:
+    """Whether tensor `position` of inputs and outputs may be as it is, given those before it. Types by TensorRT's
+    names: one float type for queries, keys, values and pools; int32 for the rest; everything row by row."""
+    name = (*ATTENTION_INPUTS, *ATTENTION_OUTPUTS)[position]
+    if not is_linear[position]:
+        return False
+    if name in INDEX_INPUTS:
+        return dtypes[position] == "INT32"
+    return dtypes[position] in FLOAT_DTYPES and dtypes[position] == dtypes[0]
+
+
+def check_shapes(geometry: Geometry, shapes: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError where the shapes of the inputs contradict the attributes; -1 is not known yet."""
+    g = geometry
+    new_rows = (-1, g.num_kv_heads, g.head_dim)
+    pool = (g.num_kv_heads, -1, g.kv_block_size, g.head_dim)
+    expected = ((-1, g.num_heads, g.head_dim), new_rows, new_rows, pool, pool, (-1, -1), (-1,), (-1,), (-1,))
+    for name, shape, wanted in zip(ATTENTION_INPUTS, shapes, expected, strict=True):
+        fits = len(shape) == len(wanted) and all(
+            n in (-1, want) or want == -1 for n, want in zip(shape, wanted, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"{ATTENTION_OP}: {name} has shape {list(shape)}, its attributes say {list(wanted)}")
+
+
+def part_rows(num_rows: Any) -> Any:
+    """P, the rows that parts are kept for. It rises with num_rows, so that memory for the largest call is enough."""
+    return num_rows + EXTRA_PART_ROWS
+
+
+def num_splits(
+    geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
+) -> Any:
+    """Parts of each context: as plugins.attention_config.choose_num_splits says, as far as part_rows allow.
+
+    table_shape: (B, MB). Rows per sequence are known on average alone. Whole-number operations, so that a
+    compiler can evaluate them on shapes.
+    """
+    num_sequences, num_columns = table_shape
+    num_tiles = ops.ceil_div(ops.ceil_div(num_rows, num_sequences), ops.constant(config.block_m // geometry.group))
+    resident = ops.constant(PROGRAMS_PER_SM * geometry.num_sms)
+    fitting = resident // (num_sequences * geometry.num_kv_heads * num_tiles)
+    worthwhile = num_columns * geometry.kv_block_size // MIN_TOKENS_PER_SPLIT
+    room = part_rows(num_rows) // num_rows
+    most = ops.smaller(ops.smaller(fitting, worthwhile), ops.smaller(room, ops.constant(MAX_SPLITS)))
+    return ops.larger(most, ops.constant(1))
+
+
+class Launch(NamedTuple):
+    """Grid and whole-number arguments of a kernel, in the order of its parameters."""
+
+    grid: tuple[Any, Any, Any]
+    scalars: tuple[Any, ...]
+
+
+def attend_launch(
+    geometry: Geometry,
+    config: LaunchConfig,
+    ops: DimensionOps,
+    num_rows: Any,
+    table_shape: Sequence[Any],
+    num_blocks: Any,
+) -> Launch:
+    """Of the first kernel. A program without rows returns at once, so a bound of the rows is enough."""
+    splits = num_splits(geometry, config, ops, num_rows, table_shape)
+    rows = ops.smaller(num_rows, ops.constant(geometry.max_rows))
+    tiles = ops.ceil_div(rows, ops.constant(config.block_m // geometry.group))
+    grid = (tiles * splits, ops.constant(geometry.num_kv_heads), table_shape[0])
+    return Launch(grid, (num_rows, num_blocks, table_shape[1], splits))
+
+
+def combine_launch(
+    geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
+) -> Launch:
+    """Of the second kernel: one program per row and query head."""
+    splits = num_splits(geometry, config, ops, num_rows, table_shape)
+    grid = (num_rows, ops.constant(geometry.num_heads), ops.constant(1))
+    return Launch(grid, (table_shape[0], splits))
+
+
+def workspace_bytes(geometry: Geometry, num_rows: int) -> tuple[int, int]:
+    """Of mixed_parts and stat_parts, for a plugin that launches both kernels itself; each 256-byte aligned."""
+    cells = part_rows(num_rows) * geometry.num_heads
+    mixed, stat = cells * geometry.head_dim * 4, cells * 2 * 4
+    return -(-mixed // 256) * 256, -(-stat // 256) * 256

@@ -1,0 +1,171 @@
+"""The attention kernels with the parameters that TensorRT passes: inputs, whole numbers, outputs, in this order.
+
+The bodies are those of `pruned_chunk_attention` and `split_combine`; here are only their signatures, and the
+check that keeps them within their tensors: TensorRT times a layer on contents that mean nothing. Knows the
+contract of the plugin, nothing of TensorRT itself.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import triton
+import triton.language as tl
+
+from plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
+from plugins.compile import Compiled, compile_kernel
+from plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
+from plugins.split_combine import combine_splits_kernel
+from plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, Geometry
+
+COMBINE_WARPS = 4
+
+
+@triton.jit
+def attend_splits_kernel(
+    q,
+    k_new,
+    v_new,
+    k_pool,
+    v_pool,
+    block_table,
+    cu_rows,
+    context_lens,
+    slot_mapping,
+    num_rows,
+    num_blocks,
+    num_columns,  # of block_table
+    num_splits,
+    mixed_parts,
+    stat_parts,
+    k_pool_out,  # k_pool again: TensorRT passes every output
+    v_pool_out,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_BLOCK_SIZE: tl.constexpr,
+    SCALE_LOG2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: (row tiles * num_splits, Hkv, B). Tensors of TensorRT are contiguous."""
+    sequence = tl.program_id(2)
+    first = tl.load(cu_rows + sequence)
+    last = tl.load(cu_rows + sequence + 1)
+    context = tl.load(context_lens + sequence)
+    is_within = (first >= 0) & (first <= last) & (last <= num_rows)
+    is_within = is_within & (context >= 0) & (context <= num_columns * KV_BLOCK_SIZE)
+    if is_within:
+        pruned_chunk_attention_kernel(
+            q,
+            k_new,
+            v_new,
+            k_pool,
+            v_pool,
+            block_table,
+            cu_rows,
+            context_lens,
+            slot_mapping,
+            NUM_KV_HEADS * GROUP * HEAD_DIM,
+            NUM_KV_HEADS * HEAD_DIM,
+            NUM_KV_HEADS * HEAD_DIM,
+            num_blocks,
+            num_columns,
+            num_splits,
+            None,
+            mixed_parts,
+            stat_parts,
+            HEAD_DIM,
+            GROUP,
+            KV_BLOCK_SIZE,
+            SCALE_LOG2,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_C,
+            BLOCK_D,
+        )
+
+
+@triton.jit
+def combine_parts_kernel(
+    mixed_parts,
+    stat_parts,
+    q,  # for its shape alone, as block_table
+    block_table,
+    cu_rows,
+    num_sequences,
+    num_splits,
+    attended,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: (T, H)."""
+    combine_splits_kernel(
+        mixed_parts, stat_parts, cu_rows, num_sequences, attended, num_splits, HEAD_DIM, BLOCK_S, BLOCK_D
+    )
+
+
+@cache
+def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None = None) -> Compiled:
+    """The first kernel for tensors of a type, "fp32", "fp16" or "bf16". Every layer of a model shares one.
+
+    max_shared_bytes: of whoever launches it; pipeline stages are given up first, then tokens per iteration.
+    """
+    config = geometry.launch_config(dtype)
+    compiled = _compile_attend(geometry, dtype, config)
+    while max_shared_bytes is not None and compiled.shared_bytes > max_shared_bytes:
+        if config.num_stages > 2:
+            config = config._replace(num_stages=config.num_stages - 1)
+        elif config.block_n > 16:
+            config = config._replace(block_n=config.block_n // 2, block_c=min(config.block_c, config.block_n // 2))
+        else:
+            raise ValueError(
+                f"head_dim = {geometry.head_dim}: needs more than {max_shared_bytes} bytes of shared memory"
+            )
+        compiled = _compile_attend(geometry, dtype, config)
+    return compiled
+
+
+def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Compiled:
+    floats, indices = f"*{dtype}:16", "*i32:16"  # TensorRT aligns tensors to 256 bytes
+    signature = {name: indices if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
+    signature |= dict.fromkeys(("num_rows", "num_blocks", "num_columns", "num_splits"), "i32")
+    signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
+    constants = {
+        "NUM_KV_HEADS": geometry.num_kv_heads,
+        "HEAD_DIM": geometry.head_dim,
+        "GROUP": geometry.group,
+        "KV_BLOCK_SIZE": geometry.kv_block_size,
+        "SCALE_LOG2": geometry.head_dim**-0.5 * math.log2(math.e),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_c,
+        "BLOCK_D": padded_head_dim(geometry.head_dim),
+    }
+    return compile_kernel(
+        attend_splits_kernel,
+        signature,
+        constants,
+        geometry.capability,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@cache
+def compile_combine(geometry: Geometry, dtype: str) -> Compiled:
+    """The second kernel; `dtype` is that of queries and results."""
+    floats = f"*{dtype}:16"
+    signature = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "q": floats}
+    signature |= {"block_table": "*i32:16", "cu_rows": "*i32:16", "num_sequences": "i32", "num_splits": "i32"}
+    signature |= {"attended": floats}
+    constants = {
+        "HEAD_DIM": geometry.head_dim,
+        "BLOCK_S": triton.next_power_of_2(MAX_SPLITS),
+        "BLOCK_D": padded_head_dim(geometry.head_dim),
+    }
+    return compile_kernel(combine_parts_kernel, signature, constants, geometry.capability, num_warps=COMBINE_WARPS)

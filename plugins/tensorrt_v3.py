@@ -1,0 +1,178 @@
+"""`faser::PrunedChunkAttention` as one TensorRT plugin in Python, for versions that bake no kernel into engines.
+
+Both kernels are launched from `enqueue`, on the stream that TensorRT gives, in its workspace. They are compiled
+and loaded when a context learns its shapes, never in enqueue. While an engine is built nothing is launched:
+TensorRT times a layer on contents that mean nothing. Such an engine needs this package wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from plugins.cubin import LoadedKernel
+from plugins.tensorrt_contract import (
+    ATTENTION_INPUTS,
+    ATTENTION_OP,
+    ATTENTION_OUTPUTS,
+    FLOAT_DTYPES,
+    GEOMETRY_FIELDS,
+    NAMESPACE,
+    VERSION,
+    WHOLE_NUMBERS,
+    Geometry,
+    aliased_input,
+    attend_launch,
+    attention_output_dtypes,
+    attention_output_sources,
+    check_shapes,
+    combine_launch,
+    is_supported,
+    workspace_bytes,
+)
+from plugins.tensorrt_kernels import compile_attend, compile_combine
+
+Q, K_POOL, BLOCK_TABLE = (ATTENTION_INPUTS.index(name) for name in ("q", "k_pool", "block_table"))
+CU_ROWS = ATTENTION_INPUTS.index("cu_rows")
+
+
+class AttentionKernels:
+    """Both kernels for one geometry and type, in the current CUDA context."""
+
+    def __init__(self, geometry: Geometry, dtype: str, load: Callable[[Any], Any] = LoadedKernel) -> None:
+        self._geometry = geometry
+        self._config = geometry.launch_config(dtype)
+        self._attend = load(compile_attend(geometry, dtype))
+        self._combine = load(compile_combine(geometry, dtype))
+
+    def launch(
+        self,
+        shapes: Sequence[Sequence[int]],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Queues both. shapes, inputs, outputs: of the op's tensors, the latter addresses."""
+        num_rows, table_shape, num_blocks = shapes[Q][0], tuple(shapes[BLOCK_TABLE]), shapes[K_POOL][1]
+        mixed_parts, stat_parts = workspace, workspace + workspace_bytes(self._geometry, num_rows)[0]
+        attended, *pools_out = outputs
+        grid, scalars = attend_launch(self._geometry, self._config, WHOLE_NUMBERS, num_rows, table_shape, num_blocks)
+        self._attend.launch(grid, stream, (*inputs, *scalars, mixed_parts, stat_parts, *pools_out))
+        grid, scalars = combine_launch(self._geometry, self._config, WHOLE_NUMBERS, num_rows, table_shape)
+        shaped = (mixed_parts, stat_parts, inputs[Q], inputs[BLOCK_TABLE], inputs[CU_ROWS])
+        self._combine.launch(grid, stream, (*shaped, *scalars, attended))
+
+
+class Fields:
+    """Plugin fields of int64 values. They point into arrays that nobody else keeps alive."""
+
+    def __init__(self, module: Any, values: Mapping[str, Sequence[int]]) -> None:
+        self.arrays = {name: np.array(numbers, np.int64) for name, numbers in values.items()}
+        kind = module.PluginFieldType.INT64
+        self.collection = module.PluginFieldCollection(
+            [module.PluginField(name, array, kind) for name, array in self.arrays.items()]
+        )
+
+
+@cache
+def loaded_kernels(geometry: Geometry, dtype: str) -> AttentionKernels:
+    """One pair per geometry and type, for all layers and contexts of the process."""
+    return AttentionKernels(geometry, dtype)
+
+
+def register_v3_plugin(module: Any) -> None:
+    """Makes the op known to a TensorRT that has_plugins: before a network is parsed or an engine is loaded."""
+    registry = module.get_plugin_registry()
+    if registry.get_creator(ATTENTION_OP, VERSION, NAMESPACE) is None:
+        registry.register_creator(plugin_classes(module)[1](), NAMESPACE)
+
+
+@cache
+def plugin_classes(module: Any) -> tuple[type, type]:
+    """The plugin and its creator, whose base classes are known only once TensorRT is imported."""
+
+    class AttentionPlugin(
+        module.IPluginV3, module.IPluginV3OneCore, module.IPluginV3OneBuildV2, module.IPluginV3OneRuntime
+    ):
+        def __init__(self, geometry: Geometry, is_build: bool) -> None:
+            for base in AttentionPlugin.__bases__:
+                base.__init__(self)
+            self.geometry = geometry
+            self.is_build = is_build
+            self.num_outputs = len(ATTENTION_OUTPUTS)
+            self.plugin_name, self.plugin_version, self.plugin_namespace = ATTENTION_OP, VERSION, NAMESPACE
+            self.timing_cache_id = ""
+            self._fields = Fields(module, {name: [value] for name, value in geometry.as_fields().items()})
+
+        def get_capability_interface(self, type: Any) -> Any:
+            return self
+
+        def clone(self) -> Any:
+            return AttentionPlugin(self.geometry, self.is_build)
+
+        def attach_to_context(self, context: Any) -> Any:
+            return self.clone()
+
+        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+            return attention_output_dtypes(input_types)
+
+        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], exprs: Any) -> list[Any]:
+            return [module.DimsExprs(inputs[source]) for source in attention_output_sources()]
+
+        def get_aliased_input(self, output_index: int) -> int:
+            return aliased_input(output_index)
+
+        def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
+            described = [tensor.desc for tensor in in_out[: pos + 1]]
+            is_linear = [tensor.format == module.TensorFormat.LINEAR for tensor in described]
+            return is_supported(pos, [tensor.type.name for tensor in described], is_linear)
+
+        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            check_shapes(self.geometry, [tuple(tensor.desc.dims) for tensor in inputs])
+
+        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+            return sum(workspace_bytes(self.geometry, inputs[Q].max[0]))
+
+        def get_valid_tactics(self) -> list[int]:
+            return []
+
+        def set_tactic(self, tactic: int) -> None:
+            pass  # there is one way
+
+        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            check_shapes(self.geometry, [tuple(tensor.dims) for tensor in inputs])
+            if not self.is_build:
+                loaded_kernels(self.geometry, FLOAT_DTYPES[inputs[Q].type.name])
+
+        def enqueue(  # noqa: PLR0917
+            self,
+            input_desc: Sequence[Any],
+            output_desc: Sequence[Any],
+            inputs: Sequence[int],
+            outputs: Sequence[int],
+            workspace: int,
+            stream: int,
+        ) -> None:
+            if not self.is_build:
+                kernels = loaded_kernels(self.geometry, FLOAT_DTYPES[input_desc[Q].type.name])
+                kernels.launch([tuple(tensor.dims) for tensor in input_desc], inputs, outputs, workspace, stream)
+
+        def get_fields_to_serialize(self) -> Any:
+            return self._fields.collection
+
+    class AttentionCreator(module.IPluginCreatorV3One):
+        def __init__(self) -> None:
+            module.IPluginCreatorV3One.__init__(self)
+            self.name, self.plugin_version, self.plugin_namespace = ATTENTION_OP, VERSION, NAMESPACE
+            self._fields = Fields(module, {name: [] for name in GEOMETRY_FIELDS})
+            self.field_names = self._fields.collection
+
+        def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
+            values = {field.name: int(np.asarray(field.data).reshape(-1)[0]) for field in fields}
+            return AttentionPlugin(Geometry.from_fields(values), phase == module.TensorRTPhase.BUILD)
+
+    return AttentionPlugin, AttentionCreator
