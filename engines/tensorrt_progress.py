@@ -1,7 +1,7 @@
 """What TensorRT is doing while it builds, and how a build is stopped.
 
-TensorRT calls a monitor from threads of its own and cannot be left by an exception: whatever goes wrong in
-a callback is kept, the build is asked to stop, and the error is raised once it has.
+TensorRT calls a monitor from a thread of its choice and cannot be left by an exception: whatever goes wrong
+in a callback is kept, the build is asked to stop, and the error is raised once it has.
 """
 
 from __future__ import annotations
@@ -9,29 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
+
+MAX_DEPTH = 2  # of phases within phases; what lies deeper is over in milliseconds
+MIN_INTERVAL_S = 0.1  # between two reports of steps: phases have hundreds
+
+
+class _Phase(NamedTuple):
+    depth: int  # 0 for the whole build
+    num_steps: int
 
 
 class BuildMonitor:
     """`monitor` goes to TensorRT; `run` builds on another thread, so that an interrupt reaches this one."""
 
     def __init__(self, module: Any, report: Callable[[str], None]) -> None:
-        """report: called with the phase and its progress, e.g. "Tactic selection 3/8"."""
+        """report: called with the phase and its progress, e.g. "Computing profile costs 3/15"."""
         self.monitor = _make_monitor(module, self)
         self._report = report
-        self._num_steps: dict[str, int] = {}
+        self._phases: dict[str, _Phase] = {}
+        self._last_report_s = 0.0
         self._lock = Lock()
         self._error: BaseException | None = None
 
-    def start(self, phase: str, num_steps: int) -> None:
-        self._num_steps[phase] = num_steps
-        self._tell(phase)
+    def start(self, phase: str, parent: str | None, num_steps: int) -> None:
+        depth = self._phases[parent].depth + 1 if parent in self._phases else 0
+        self._phases[phase] = _Phase(depth, num_steps)
+        if depth <= MAX_DEPTH:
+            self._tell(phase)
 
     def step(self, phase: str, step: int) -> bool:
         """Whether to go on."""
-        self._tell(f"{phase} {min(step + 1, self._num_steps[phase])}/{self._num_steps[phase]}")
+        depth, num_steps = self._phases[phase]
+        if depth <= MAX_DEPTH and monotonic() - self._last_report_s >= MIN_INTERVAL_S:
+            self._tell(f"{phase} {step + 1}/{num_steps}")
         return self._error is None
 
     def run(self, build: Callable[[], Result]) -> Result:
@@ -48,6 +62,7 @@ class BuildMonitor:
         return future.result()
 
     def _tell(self, text: str) -> None:
+        self._last_report_s = monotonic()
         if self._error is None:
             try:
                 self._report(text)
@@ -67,7 +82,7 @@ def _make_monitor(module: Any, owner: BuildMonitor) -> Any:
             module.IProgressMonitor.__init__(self)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            owner.start(phase_name, num_steps)
+            owner.start(phase_name, parent_phase, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             return owner.step(phase_name, step)
