@@ -45,17 +45,17 @@ def register_aot_plugins(module_name: str = "tensorrt") -> None:
         plugin,
         ATTEND_OP,
         ATTENTION_INPUTS,
-        tuple[(plugin.TensorDesc,) * 4],
-        lambda tensors, geometry: describe_attend(module, plugin, tensors, geometry),
-        lambda tensors, geometry: implement_attend(plugin, tensors, geometry),
+        outputs=tuple[(plugin.TensorDesc,) * 4],
+        describe=lambda tensors, geometry: describe_attend(module, plugin, tensors, geometry),
+        implement=lambda tensors, geometry: implement_attend(plugin, tensors, geometry),
     )
     _register(
         plugin,
         COMBINE_OP,
         COMBINE_INPUTS,
-        plugin.TensorDesc,
-        lambda tensors, geometry: tensors["q"].like(),
-        lambda tensors, geometry: implement_combine(plugin, tensors, geometry),
+        outputs=plugin.TensorDesc,
+        describe=lambda tensors, geometry: tensors["q"].like(),
+        implement=lambda tensors, geometry: implement_combine(plugin, tensors, geometry),
     )
 
 
@@ -74,7 +74,7 @@ def implement_attend(plugin: Any, tensors: dict[str, Any], geometry: Geometry) -
     num_rows, table = tensors["q"].shape_expr[0], tuple(tensors["block_table"].shape_expr)
     num_blocks = tensors["k_pool"].shape_expr[1]
     ops = _symbolic_ops(plugin)
-    launch = attend_launch(geometry, geometry.launch_config(dtype), ops, num_rows, table, num_blocks)
+    launch = attend_launch(geometry, geometry.launch_config(dtype), ops, num_rows, table, num_blocks=num_blocks)
     return compiled.name, compiled.ptx, *_launch_params(plugin, compiled, launch)
 
 
@@ -91,6 +91,7 @@ def _register(
     plugin: Any,
     op: str,
     inputs: Sequence[str],
+    *,
     outputs: Any,
     describe: Callable[[dict[str, Any], Geometry], Any],
     implement: Callable[[dict[str, Any], Geometry], tuple[Any, ...]],

@@ -180,6 +180,7 @@ def attend_launch(
     ops: DimensionOps,
     num_rows: Any,
     table_shape: Sequence[Any],
+    *,
     num_blocks: Any,
 ) -> Launch:
     """Of the first kernel. A program without rows returns at once, so a bound of the rows is enough."""

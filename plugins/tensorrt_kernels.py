@@ -1,3 +1,4 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
 """The attention kernels with the parameters that TensorRT passes: inputs, whole numbers, outputs, in this order.
 
 The bodies are those of `pruned_chunk_attention` and `split_combine`; here are only their signatures, and the
@@ -123,9 +124,7 @@ def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None 
         elif config.block_n > 16:
             config = config._replace(block_n=config.block_n // 2, block_c=min(config.block_c, config.block_n // 2))
         else:
-            raise ValueError(
-                f"head_dim = {geometry.head_dim}: needs more than {max_shared_bytes} bytes of shared memory"
-            )
+            raise ValueError(f"head_dim = {geometry.head_dim}: needs more shared memory than {max_shared_bytes} bytes")
         compiled = _compile_attend(geometry, dtype, config)
     return compiled
 

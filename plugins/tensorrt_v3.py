@@ -53,6 +53,7 @@ class AttentionKernels:
         shapes: Sequence[Sequence[int]],
         inputs: Sequence[int],
         outputs: Sequence[int],
+        *,
         workspace: int,
         stream: int,
     ) -> None:
@@ -60,7 +61,9 @@ class AttentionKernels:
         num_rows, table_shape, num_blocks = shapes[Q][0], tuple(shapes[BLOCK_TABLE]), shapes[K_POOL][1]
         mixed_parts, stat_parts = workspace, workspace + workspace_bytes(self._geometry, num_rows)[0]
         attended, *pools_out = outputs
-        grid, scalars = attend_launch(self._geometry, self._config, WHOLE_NUMBERS, num_rows, table_shape, num_blocks)
+        grid, scalars = attend_launch(
+            self._geometry, self._config, WHOLE_NUMBERS, num_rows, table_shape, num_blocks=num_blocks
+        )
         self._attend.launch(grid, stream, (*inputs, *scalars, mixed_parts, stat_parts, *pools_out))
         grid, scalars = combine_launch(self._geometry, self._config, WHOLE_NUMBERS, num_rows, table_shape)
         shaped = (mixed_parts, stat_parts, inputs[Q], inputs[BLOCK_TABLE], inputs[CU_ROWS])
@@ -159,7 +162,8 @@ def plugin_classes(module: Any) -> tuple[type, type]:
         ) -> None:
             if not self.is_build:
                 kernels = loaded_kernels(self.geometry, FLOAT_DTYPES[input_desc[Q].type.name])
-                kernels.launch([tuple(tensor.dims) for tensor in input_desc], inputs, outputs, workspace, stream)
+                shapes = [tuple(tensor.dims) for tensor in input_desc]
+                kernels.launch(shapes, inputs, outputs, workspace=workspace, stream=stream)
 
         def get_fields_to_serialize(self) -> Any:
             return self._fields.collection
