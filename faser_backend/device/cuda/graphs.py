@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
 from faser_backend.core.errors import FaserError
-from faser_backend.device.cuda.segment import CallBounds, Launch
+from faser_backend.device.cuda.segment import Launch
 
 MAX_CALLS = 256  # of one segment; a steady load has some dozens
 
@@ -73,31 +73,32 @@ class RepeatedLaunch:
         self._is_warm = True
 
 
+Shape = TypeVar("Shape", bound=Hashable)
 Call = TypeVar("Call")
 
 
-class CallCache(Generic[Call]):
-    """The most recently used calls of one segment."""
+class CallCache(Generic[Shape, Call]):
+    """The most recently used calls of one segment, or chains of a draft loop."""
 
-    def __init__(self, make: Callable[[CallBounds], Call], *, is_cuda: bool, max_calls: int = MAX_CALLS) -> None:
+    def __init__(self, make: Callable[[Shape], Call], *, is_cuda: bool, max_calls: int = MAX_CALLS) -> None:
         self._make = make
         self._is_cuda = is_cuda
         self._max_calls = max_calls
-        self._calls: OrderedDict[CallBounds, Call] = OrderedDict()
+        self._calls: OrderedDict[Shape, Call] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def get(self, bounds: CallBounds) -> Call:
-        call = self._calls.get(bounds)
+    def get(self, shape: Shape) -> Call:
+        call = self._calls.get(shape)
         if call is not None:
-            self._calls.move_to_end(bounds)
+            self._calls.move_to_end(shape)
             return call
         if len(self._calls) >= self._max_calls:
             if self._is_cuda:  # its last replay may still run, from tensors that go with it
                 torch.cuda.current_stream().synchronize()
             self._calls.popitem(last=False)
-        call = self._calls[bounds] = self._make(bounds)
+        call = self._calls[shape] = self._make(shape)
         return call
 
     def clear(self) -> None:

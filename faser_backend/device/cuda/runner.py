@@ -68,7 +68,7 @@ class CudaRunner:
         self._segments = model.segments
         self._programs = programs
         self._device = device
-        self._limits = limits
+        self.limits = limits
         self._staging = StagingRing(device)
         self._store = TensorStore(device)
         self._calls = [
@@ -137,7 +137,7 @@ class CudaRunner:
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
         num_candidates = 0 if candidates is None else candidates.shape[1]
-        bounds = call_bounds(rows, self.pool.kv_block_size, num_candidates, self._limits)
+        bounds = call_bounds(rows, self.pool.kv_block_size, num_candidates, self.limits)
         if bounds.num_rows <= MAX_GRAPH_ROWS:
             call = self._calls[segment].get(bounds)
         else:  # as long as a prompt's chunk: tensors of its own, which the allocator takes back
