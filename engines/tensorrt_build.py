@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from engines.checkpoint import CheckpointError
 from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
+from engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
 from engines.tensorrt_progress import BuildMonitor
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
 from plugins.tensorrt_import import Flavour, TensorRt, TensorRtError, import_tensorrt
@@ -63,7 +64,11 @@ class TensorRtCompiler:
             path = directory / Path(segment.file.name).with_suffix(".engine").name
             used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
             begin(f"{path.stem}: compile layers {segment.first_layer} to {segment.last_layer}")
-            self.compile_segment(onnx_dir / segment.file.name, segment, used, path)
+            onnx_path = onnx_dir / segment.file.name
+            if self.tensorrt.has_plugins:
+                geometry = plugin_geometry(model.spec, kv_block_size, buckets)
+                onnx_path = write_plugin_network(self.tensorrt, onnx_path, geometry)
+            self.compile_segment(onnx_path, segment, used, path)
             segments.append(replace(segment, file=FileSpec.of(path), buckets=used))
         return ModelEngine(model.spec, None, tuple(segments))
 
@@ -93,6 +98,8 @@ class TensorRtCompiler:
         config.max_aux_streams = 0  # streams of TensorRT's own would leave the share of the device
         if self._dtype == "fp32":
             config.clear_flag(module.BuilderFlag.TF32)  # half-precision operands are exact in it, these are not
+        if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+            config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it RTX may not be captured in graphs
         if self.tensorrt.has_plugins:
             config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
         targets = self._options.compute_capabilities

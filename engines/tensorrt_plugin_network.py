@@ -1,0 +1,102 @@
+"""What the ONNX parser of full TensorRT needs to find our attention plugin: its attributes, and its two halves.
+
+The graph of a segment holds bare `faser::PrunedChunkAttention` nodes. Where kernels can be baked into the engine
+each becomes two nodes, as TensorRT launches one kernel per plugin; elsewhere it stays. Weights are not touched:
+the rewritten graph lies beside the first one and refers to the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import onnx
+from onnx import helper
+
+from engines.attention import DOMAIN, OP_TYPE
+from faser_backend.core.model import ModelSpec
+from faser_backend.manifest import BucketSpec
+from plugins.tensorrt_contract import (
+    ATTEND_OP,
+    ATTEND_OUTPUTS,
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUTS,
+    COMBINE_INPUTS,
+    COMBINE_OP,
+    VERSION,
+    Geometry,
+)
+from plugins.tensorrt_import import TensorRt
+
+# Rows of a sequence that programs are cut for: a verification of some draft tokens. Prompts' chunks use the same.
+TILE_ROWS = 8
+SUFFIX = ".plugins.onnx"
+
+
+def write_plugin_network(tensorrt: TensorRt, onnx_path: Path, geometry: Geometry) -> Path:
+    """Registers the plugin with a TensorRT that has_plugins; returns the graph that its parser is to read."""
+    if tensorrt.has_aot_plugins:
+        from plugins.tensorrt_aot import register_aot_plugins
+
+        register_aot_plugins(tensorrt.module.__name__)
+    else:
+        from plugins.tensorrt_v3 import register_v3_plugin
+
+        register_v3_plugin(tensorrt.module)
+    model = onnx.load(onnx_path, load_external_data=False)
+    path = onnx_path.with_suffix(SUFFIX)
+    path.write_bytes(plugin_network(model, geometry, is_split=tensorrt.has_aot_plugins).SerializeToString())
+    return path
+
+
+def plugin_network(model: onnx.ModelProto, geometry: Geometry, *, is_split: bool) -> onnx.ModelProto:
+    """The model with the plugin's attributes on every attention node; is_split: as two nodes each."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    del changed.graph.node[:]
+    for node in model.graph.node:
+        is_attention = (node.domain, node.op_type) == (DOMAIN, OP_TYPE)
+        changed.graph.node.extend(_plugin_nodes(node, geometry, is_split=is_split) if is_attention else [node])
+    return changed
+
+
+def _plugin_nodes(node: onnx.NodeProto, geometry: Geometry, *, is_split: bool) -> Iterator[onnx.NodeProto]:
+    attributes = {**geometry.as_fields(), "plugin_namespace": DOMAIN, "plugin_version": VERSION}
+    if not is_split:
+        yield helper.make_node(OP_TYPE, node.input, node.output, name=node.name, domain=DOMAIN, **attributes)
+        return
+    values = {**dict(zip(ATTENTION_INPUTS, node.input, strict=True)), **_parts(node)}
+    values |= dict(zip(ATTENTION_OUTPUTS, node.output, strict=True))
+    outputs = [values[name] for name in ATTEND_OUTPUTS]
+    yield helper.make_node(ATTEND_OP, node.input, outputs, name=f"{node.name}.attend", domain=DOMAIN, **attributes)
+    inputs = [values[name] for name in COMBINE_INPUTS]
+    yield helper.make_node(
+        COMBINE_OP, inputs, [values["attended"]], name=f"{node.name}.combine", domain=DOMAIN, **attributes
+    )
+
+
+def _parts(node: onnx.NodeProto) -> dict[str, str]:
+    return {name: f"{name}.{node.output[0]}" for name in ("mixed_parts", "stat_parts")}
+
+
+def plugin_geometry(spec: ModelSpec, kv_block_size: int, buckets: Sequence[BucketSpec]) -> Geometry:
+    """For the GPU at hand. buckets: all calls that the engine is for, with their rows per sequence, "Q"."""
+    num_sms, capability = _device()
+    return Geometry(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        kv_block_size=kv_block_size,
+        max_rows=max(bucket.ranges["Q"][2] for bucket in buckets),
+        tile_rows=TILE_ROWS,
+        num_sms=num_sms,
+        capability=capability,
+    )
+
+
+def _device() -> tuple[int, int]:
+    """SMs and compute capability of the GPU; full TensorRT compiles for no other."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.multi_processor_count, 10 * properties.major + properties.minor
