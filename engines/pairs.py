@@ -28,6 +28,9 @@ def matched_pair(
     vocabularies = {side: read_vocabulary(tokenizers[side]) for side in SIDES}
     _check_vocabularies(vocabularies, specs)
     _check_special_tokens({side: _special_tokens(tokenizers[side]) for side in SIDES})
+    token, lowest = min(vocabularies["target"].items(), key=lambda entry: entry[1])
+    if lowest < 0:
+        raise CheckpointError(f"{tokenizers['target']}: token {token!r} has id {lowest}: must be at least 0")
     size = max(vocabularies["target"].values()) + 1
     for side, spec in specs.items():
         if spec.vocab_size < size:

@@ -212,7 +212,7 @@ def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
         vocabulary.update({str(added["content"]): int(added["id"]) for added in content.get("added_tokens", ())})
     except FileNotFoundError:
         raise ManifestError(f"{tokenizer_file}: missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ManifestError(f"{tokenizer_file}: not a tokenizer.json ({type(error).__name__}: {error})") from None
     return vocabulary
 
