@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from faser_backend.cli_bench import bench, replay, simulate
+from faser_backend.cli_build import build
 from faser_backend.cli_options import (
     Acceptance,
     AcceptanceRule,
@@ -55,32 +56,7 @@ def doctor(is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         raise typer.Exit(1)
 
 
-@app.command()
-def build(
-    *,
-    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face layout.")],
-    draft: Annotated[Path, typer.Option(help="Draft checkpoint with the same vocabulary.")],
-    output: Annotated[Path, typer.Option(help="Engine directory to write.")],
-    runtime: Annotated[str, typer.Option(help="Runtime that the engines are built for.")] = "onnxruntime",
-    exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
-    dtype: Annotated[str, typer.Option(help="Weights and arithmetic.")] = "fp32",
-    kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-) -> None:
-    """Compile a draft and a target checkpoint into an engine directory."""
-    from engines.build import build_engines
-
-    manifest = build_engines(
-        target,
-        draft,
-        output,
-        runtime=runtime,
-        exit_layers=parse_integers("--exit-layers", exit_layers),
-        dtype=dtype,
-        kv_block_size=kv_block_size,
-        progress=print_progress,
-    )
-    cuts = f", exit layers {', '.join(map(str, manifest.exit_layers))}" if manifest.exit_layers else ""
-    print(f"built {output} for {manifest.runtime}, {manifest.dtype}{cuts}")
+app.command()(build)
 
 
 @app.command()

@@ -1,0 +1,156 @@
+"""The command `faser build`: its options, its progress bar and what it says at the end. The work is in engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from faser_backend.cli_options import parse_integers, print_progress
+from faser_backend.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engines.build import Progress as Report
+    from engines.tensorrt_build import SplitStreams, TensorRtOptions
+    from faser_backend.manifest import EngineManifest
+
+MIB = 1 << 20
+TENSORRT = "TensorRT:"
+
+
+def build(
+    *,
+    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face layout.")],
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint with the same vocabulary.")],
+    output: Annotated[Path, typer.Option(help="Engine directory to write.")],
+    runtime: Annotated[
+        str, typer.Option(help="onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
+    ] = "onnxruntime",
+    exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16; onnxruntime takes fp32 alone.")] = "fp32",
+    kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    max_context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sequence, prompt and output.", show_default="the models'; TensorRT: 4096"),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help=f"{TENSORRT} sequences in one call.", show_default="32")
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help=f"{TENSORRT} prompt tokens in one call.", show_default="256")
+    ] = None,
+    compute_capability: Annotated[
+        str, typer.Option(help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.", show_default="its own choice")
+    ] = "",
+) -> None:
+    """Compile a draft and a target checkpoint into an engine directory."""
+    from engines.build import build_engines
+    from engines.tensorrt_build import FLAVOURS
+
+    asked = {
+        "--max-num-seqs": max_num_seqs,
+        "--max-prefill-tokens": max_prefill_tokens,
+        "--compute-capability": compute_capability or None,
+    }
+    given = [option for option, value in asked.items() if value is not None]
+    if given and runtime not in FLAVOURS:
+        raise ConfigError(f"{given[0]} = {asked[given[0]]}: for --runtime {' or '.join(FLAVOURS)} alone")
+    with ExitStack() as handles:
+        options = None
+        if runtime in FLAVOURS:
+            limits = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
+            limits["max_context"] = max_context
+            streams = _open_split_streams(handles) if runtime == "tensorrt" else {}
+            options = _tensorrt_options(limits, compute_capability, streams)
+        manifest = build_engines(
+            target,
+            draft,
+            output,
+            runtime=runtime,
+            exit_layers=parse_integers("--exit-layers", exit_layers),
+            dtype=dtype,
+            kv_block_size=kv_block_size,
+            max_context=max_context,
+            tensorrt=options,
+            progress=handles.enter_context(progress_display()),
+        )
+    print(summary(output, manifest))
+
+
+@contextmanager
+def progress_display() -> Iterator[Report]:
+    """A bar on a terminal, which follows what a compiler does within a step; else a line per step."""
+    if not sys.stderr.isatty():
+        yield print_steps()
+        return
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)
+
+
+def print_steps() -> Report:
+    """Prints the first report of each step."""
+    last_done = -1
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last_done
+        if done != last_done:
+            last_done = done
+            print_progress(what, done, total)
+
+    return report
+
+
+def summary(output: Path, manifest: EngineManifest) -> str:
+    """One line on what was built."""
+    parts = [f"built {output} for {manifest.runtime}, {manifest.dtype}"]
+    if manifest.exit_layers:
+        parts.append(f"exit layers {', '.join(map(str, manifest.exit_layers))}")
+    if manifest.compiler:
+        parts.append(manifest.compiler)
+    parts.append(f"context {manifest.target.spec.max_context}")
+    parts.append(f"{sum(file.num_bytes for file in manifest.files) / MIB:.0f} MiB")
+    return ", ".join(parts)
+
+
+def _tensorrt_options(
+    limits: dict[str, int | None], compute_capability: str, streams: dict[str, SplitStreams]
+) -> TensorRtOptions:
+    from engines.tensorrt_buckets import CallLimits
+    from engines.tensorrt_build import TensorRtOptions
+
+    targets = tuple(part.strip() for part in compute_capability.split(",") if part.strip())
+    return TensorRtOptions(CallLimits(**{k: v for k, v in limits.items() if v is not None}), targets, streams)
+
+
+def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
+    """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts or GPU."""
+    from engines.tensorrt_build import SplitStreams
+    from faser_backend.device.cuda.identity import load_driver
+    from faser_backend.device.partition import split_name
+    from plugins.tensorrt_import import import_tensorrt
+
+    import_tensorrt("full")  # where it is missing, its error says more than torch's
+    try:
+        import torch
+
+        from faser_backend.device.cuda.streams import open_menu
+    except ImportError as error:
+        raise ConfigError(f"--runtime tensorrt: {error}; pip install 'faser-backend[tensorrt]'") from None
+    if not torch.cuda.is_available():
+        return {}
+    torch.cuda.init()
+    opened = open_menu(torch.cuda, torch.cuda.current_device(), load_driver, kinds=("green_contexts",))
+    handles.callback(opened.close)
+    return {
+        split_name(draft, target): SplitStreams(draft.stream.cuda_stream, target.stream.cuda_stream)
+        for draft, target in opened.menu.splits
+    }
