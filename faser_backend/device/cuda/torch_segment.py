@@ -2,7 +2,8 @@
 
 The layers are those of engines.decoder: packed rows, of which only attention knows the sequences; the last layer
 of a model computes attention output and MLP for the logit rows alone. Norms, rotations and logits are computed
-in float32. On CPU tensors the kernels' references run, so that everything here is checked without a GPU.
+in float32. Between matrix products there is one kernel of ours, for reading and writing rows costs as much as a
+small model's products. On CPU tensors the kernels' references run, so that all of this is checked without a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from torch.nn import functional
 from faser_backend.device.cuda.segment import CallBounds, Launch
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.manifest import ModelSpec, SegmentSpec
+from plugins.add_rms_norm import add_rms_norm
 from plugins.attention_config import choose_num_splits, launch_config
 from plugins.exit_scores import exit_scores
+from plugins.gated_silu import gated_silu
 from plugins.kv_write import write_kv
 from plugins.pruned_chunk_attention import pruned_chunk_attention
+from plugins.rotate_heads import rotate_heads
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -58,69 +62,77 @@ class _SegmentCall:
         self.num_splits = program.num_splits(bounds, tensors[f"k_pool.{program.spec.first_layer}"])
 
     def launch(self) -> None:
+        """Runs the layers. What the last MLP found is added where the next norm reads it: here, or behind a cut."""
         tensors, weights = self.tensors, self.weights
-        is_last = self.spec.last_layer == self.model.num_layers
-        if self.spec.first_layer == 0:
-            hidden = functional.embedding(tensors["token_ids"], weights.embedding)  # [T, d]
-        else:
-            hidden = tensors["hidden"]
-        rotation = self._rotation()
-        for layer in range(self.spec.first_layer, self.spec.last_layer - is_last):
-            hidden = self._layer(layer, hidden, rotation)
+        first, last = self.spec.first_layer, self.spec.last_layer
+        is_first, is_last = first == 0, last == self.model.num_layers
+        hidden = functional.embedding(tensors["token_ids"], weights.embedding) if is_first else tensors["hidden"]
+        found = None  # [T, d], not yet added to hidden
+        for layer in range(first, last - is_last):
+            hidden, found = self._layer(layer, hidden, found)
         if is_last:
-            self._last_layer(hidden, rotation)
-        else:
-            tensors["hidden_out"].copy_(hidden)
-            if self.bounds.num_candidates:
-                normed = self._norm(hidden, weights.norm)
-                exit_scores(normed, weights.head, tensors["exit_candidates"], tensors["exit_scores"])
+            self._last_layer(hidden, found)
+            return
+        assert found is not None, "a segment has at least one layer"
+        torch.add(hidden, found, out=tensors["hidden_out"])
+        if self.bounds.num_candidates:
+            _, normed = self._norm(tensors["hidden_out"], None, weights.norm)
+            exit_scores(normed, weights.head, tensors["exit_candidates"], tensors["exit_scores"])
 
-    def _last_layer(self, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _last_layer(self, hidden: torch.Tensor, found: torch.Tensor | None) -> None:
         """The model's last layer, with logits of the wanted rows; merely its keys and values where none are wanted."""
         layer, tensors = self.model.num_layers - 1, self.tensors
         if self.bounds.num_logit_rows == 0:
-            _, keys, values = self._qkv(self.weights.layers[layer], hidden, rotation)
+            _, (_, keys, values) = self._qkv(self.weights.layers[layer], hidden, found)
             pools = tensors[f"k_pool.{layer}"], tensors[f"v_pool.{layer}"]
             write_kv(keys, values, tensors["slot_mapping"], *pools)
             return
-        hidden = self._layer(layer, hidden, rotation, wanted_rows=tensors["logit_rows"])  # [R, d]
-        _head_product(self._norm(hidden, self.weights.norm), self.weights.head, out=tensors["logits"])
+        hidden, found = self._layer(layer, hidden, found, wanted_rows=tensors["logit_rows"])  # [R, d]
+        _, normed = self._norm(hidden, found, self.weights.norm)
+        _head_product(normed, self.weights.head, out=tensors["logits"])
 
     def _layer(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        wanted_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """hidden [T, d] -> [T, d], or [R, d] of the wanted rows."""
+        self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None, wanted_rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [T, d] and what is to be added to it -> the same behind the layer; [R, d] of the wanted rows."""
         weights = self.weights.layers[layer]
-        attended = self._attention(layer, *self._qkv(weights, hidden, rotation))  # [T, H * hd]
+        hidden, qkv = self._qkv(weights, hidden, found)
+        attended = self._attention(layer, *qkv)  # [T, H * hd]
         if wanted_rows is not None:
             attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
-        hidden = hidden + functional.linear(attended, weights.attention_out, weights.attention_out_bias)
-        gate_up = functional.linear(self._norm(hidden, weights.mlp_norm), weights.gate_up, weights.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=1)
-        return hidden + functional.linear(functional.silu(gate) * up, weights.down, weights.down_bias)
+        found = functional.linear(attended, weights.attention_out, weights.attention_out_bias)
+        hidden, normed = self._norm(hidden, found, weights.mlp_norm)
+        gate_up = functional.linear(normed, weights.gate_up, weights.gate_up_bias)
+        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        gated_silu(gate_up, gated)
+        return hidden, functional.linear(gated, weights.down, weights.down_bias)
 
     def _qkv(
-        self, weights: LayerTensors, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd]."""
+        self, weights: LayerTensors, hidden: torch.Tensor, found: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The sum of hidden and found; rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd]."""
         num_heads, num_kv = self.model.num_heads, self.model.num_kv_heads
-        qkv = functional.linear(self._norm(hidden, weights.input_norm), weights.qkv, weights.qkv_bias)
+        hidden, normed = self._norm(hidden, found, weights.input_norm)
+        qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
-        queries, keys, values = qkv.split([num_heads, num_kv, num_kv], dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            queries, keys = self._norm(queries, weights.q_norm), self._norm(keys, weights.k_norm)
-            return _rotated(queries, *rotation), _rotated(keys, *rotation), values
-        both = _rotated(qkv[:, : num_heads + num_kv], *rotation)  # in one go
-        return both[:, :num_heads], both[:, num_heads:], values
+        rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
+        rotate_heads(
+            qkv,
+            self.tensors["positions"],
+            self.weights.rope_cos,
+            self.weights.rope_sin,
+            rotated,
+            num_heads=num_heads,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            eps=self.model.rms_eps,
+        )
+        return hidden, (rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv :])
 
     def _attention(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[T, H * hd]; what rows that pad the call get has no meaning, and reaches no other row."""
         tensors = self.tensors
-        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        out = queries.new_empty(queries.shape)
         pruned_chunk_attention(
             queries,
             keys,
@@ -137,20 +149,14 @@ class _SegmentCall:
         )
         return out.flatten(1)
 
-    def _rotation(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, head_dim / 2] of the rows' positions."""
-        positions, weights = self.tensors["positions"], self.weights
-        return weights.rope_cos[positions].unsqueeze(1), weights.rope_sin[positions].unsqueeze(1)
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the last dimension, in float32."""
-        return functional.rms_norm(x.float(), (x.shape[-1],), weight, self.model.rms_eps).to(x.dtype)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, n, hd] with dimension i and i + hd / 2 of each head turned by the row's angle, in float32."""
-    first, second = x.float().chunk(2, dim=2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2).to(x.dtype)
+    def _norm(
+        self, hidden: torch.Tensor, found: torch.Tensor | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden + found, and its RMS norm. A new tensor each: hidden may be what a cut hands over, and stays."""
+        normed = torch.empty_like(hidden)
+        summed = None if found is None else torch.empty_like(hidden)
+        add_rms_norm(hidden, found, weight, self.model.rms_eps, summed, normed)
+        return hidden if summed is None else summed, normed
 
 
 def _head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
