@@ -57,7 +57,7 @@ class TorchDraftLoop:
         self._runner = runner
         self._sampler = sampler
         is_cuda = sampler.device.type == "cuda"
-        self._chains = CallCache(
+        self._chains = CallCache[ChainShape, _Chain](
             lambda shape: _Chain(shape, runner, sampler.noise), is_cuda=is_cuda, max_calls=MAX_CHAINS
         )
 

@@ -72,7 +72,9 @@ class CudaRunner:
         self._staging = StagingRing(device)
         self._store = TensorStore(device)
         self._calls = [
-            CallCache(lambda bounds, index=index: self._open_call(index, bounds, self._store), is_cuda=is_cuda)
+            CallCache[CallBounds, _Call](
+                lambda bounds, index=index: self._open_call(index, bounds, self._store), is_cuda=is_cuda
+            )
             for index in range(self.num_segments)
         ]
 
