@@ -53,6 +53,7 @@ class FakeDriver:
         version: int = 13000,
         joins_rest: bool = True,
         most_groups: int = 10**6,
+        num_gpus: int = 1,
         fails_at: tuple[str, int] | None = None,
         status: Status = Status.CUDA_ERROR_OUT_OF_MEMORY,
     ) -> None:
@@ -60,6 +61,7 @@ class FakeDriver:
         self.version = version
         self.joins_rest = joins_rest
         self.most_groups = most_groups
+        self.num_gpus = num_gpus
         self.fails_at = fails_at
         self.status = status
         self.calls: Counter[str] = Counter()
@@ -86,6 +88,16 @@ class FakeDriver:
 
     def cuDriverGetVersion(self):
         return Status.CUDA_SUCCESS, self.version
+
+    def cuDeviceGetCount(self):
+        return Status.CUDA_SUCCESS, self.num_gpus
+
+    def cuDeviceGetName(self, length: int, device: str):
+        return Status.CUDA_SUCCESS, b"Faked GPU".ljust(length, b"\0")
+
+    def cuDeviceGetAttribute(self, attribute: int, device: str):
+        assert attribute == 16, "the number of SMs"
+        return Status.CUDA_SUCCESS, len(self.device.sms)
 
     def cuDeviceGet(self, ordinal: int):
         return Status.CUDA_SUCCESS, f"device {ordinal}"
@@ -152,6 +164,8 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.past |= other.past
 
+    def synchronize(self) -> None: ...
+
 
 class FakeEvent:
     def __init__(self) -> None:
@@ -199,6 +213,18 @@ class FakeCuda:
 
     def get_device_properties(self, device: int) -> Any:
         return SimpleNamespace(multi_processor_count=self._num_sms)
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        """Free and total bytes, of which torch's cache holds some more, free for torch alone."""
+        return 3 << 30, 4 << 30
+
+    def memory_reserved(self, device: Any) -> int:
+        return 700 << 20
+
+    def memory_allocated(self, device: Any) -> int:
+        return 200 << 20
+
+    def synchronize(self, device: Any) -> None: ...
 
     def current_stream(self) -> FakeStream:
         return getattr(self._local, "stream", self._default)

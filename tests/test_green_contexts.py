@@ -122,10 +122,15 @@ def test_a_device_that_cannot_split_says_why(driver: FakeDriver, reason: str) ->
 def test_functions_that_are_missing_are_named() -> None:
     class Old:
         def cuInit(self, flags: int):
-            raise RuntimeError('Function "cuInit" not found')
+            raise RuntimeError("libcuda.so.1 cannot be opened")
 
-    with pytest.raises(DriverError, match='cuInit: Function "cuInit" not found'):
+        def cuGreenCtxDestroy(self, context: int):
+            raise RuntimeError('Function "cuGreenCtxDestroy" not found')
+
+    with pytest.raises(DriverError, match=r"^no NVIDIA driver \(libcuda"):
         call_driver(Old(), "cuInit", 0)
+    with pytest.raises(DriverError, match='cuGreenCtxDestroy: Function "cuGreenCtxDestroy" not found'):
+        call_driver(Old(), "cuGreenCtxDestroy", 0)
     with pytest.raises(DriverError, match=r"cuGreenCtxCreate: this cuda-python does not know it"):
         call_driver(Old(), "cuGreenCtxCreate", 0)
 

@@ -1,4 +1,4 @@
-"""`faser doctor`: what this machine can run, and why not what it cannot. Looks, changes nothing."""
+"""`faser doctor`: what this machine can run, and why not what it cannot. Leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from faser_backend.core.errors import FaserError
+from faser_backend.device.cuda.green_contexts import DriverError, GreenSplits
+from faser_backend.device.cuda.identity import gpu_facts, load_driver
 from faser_backend.device.partition import core_partitions
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.server import MODEL_REPO, check_libpython, find_triton
+from plugins.tensorrt_import import import_tensorrt
 
-MIN_GREEN_CONTEXT_DRIVER = 12040  # CUDA 12.4: cuGreenCtxCreate
+TORCH_EXTRA = "pip install 'faser-backend[torch]'"
+
+LoadDriver = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,9 @@ class Finding:
         return asdict(self)
 
 
-def examine() -> list[Finding]:
-    """All findings, in the order of the report."""
-    driver = _cuda_driver()
+def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
+    """All findings, in the order of the report. load_driver: imports cuda.bindings.driver."""
+    gpu = _check("NVIDIA GPU", lambda: _gpu(load_driver))
     return [
         _check("Python", _python, is_needed=True),
         _check("CPU partitions", lambda: core_partitions().note),
@@ -42,11 +47,14 @@ def examine() -> list[Finding]:
         _check("Triton Python stub", _stub, is_needed=True),
         _check("model repository", _repository, is_needed=True),
         _check("demo pair", _demo_pair),
-        driver,
-        _green_contexts(driver),
-        _package("TensorRT-RTX", "tensorrt-rtx-cu13-libs", "pip install faser-backend[tensorrt-rtx]"),
-        _package("TensorRT", "tensorrt-cu13", "pip install faser-backend[tensorrt]; needs a GPU"),
-        _package("torch", "torch", "pip install faser-backend[torch]; needs a GPU"),
+        gpu,
+        _check("green contexts", lambda: _green_contexts(load_driver))
+        if gpu.is_ok
+        else Finding("green contexts", False, "need an NVIDIA GPU"),
+        _check("TensorRT-RTX", lambda: _tensorrt("rtx")),
+        _check("TensorRT", lambda: _tensorrt("full")),
+        _check("torch", lambda: _torch(gpu.is_ok), hint=TORCH_EXTRA),
+        _check("Triton-language", lambda: _installed("triton"), hint=TORCH_EXTRA),
     ]
 
 
@@ -59,9 +67,11 @@ def print_report(findings: list[Finding]) -> None:
     print("This machine can serve." if can_serve else "This machine cannot serve: mend what is marked NO.")
 
 
-def _check(name: str, look: Callable[[], str], *, is_needed: bool = False) -> Finding:
+def _check(name: str, look: Callable[[], str], *, is_needed: bool = False, hint: str = "") -> Finding:
     try:
         return Finding(name, True, look(), is_needed)
+    except PackageNotFoundError:
+        return Finding(name, False, f"not installed ({hint})", is_needed)
     except (FaserError, ImportError, OSError) as error:
         return Finding(name, False, str(error), is_needed)
 
@@ -98,32 +108,54 @@ def _demo_pair() -> str:
     return str(DEMO_PAIR)
 
 
-def _cuda_driver() -> Finding:
+def _gpu(load_driver: LoadDriver) -> str:
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        facts = gpu_facts(load_driver())
+    except ImportError:
+        raise DriverError(f"{_driver_library()}, but cuda-python is missing ({TORCH_EXTRA})") from None
+    several = f" x {facts.num_gpus}" if facts.num_gpus > 1 else ""
+    cuda = f"{facts.driver // 1000}.{facts.driver % 1000 // 10}"
+    return f"{facts.name}{several}, {facts.num_sms} SMs, driver for CUDA {cuda}"
+
+
+def _driver_library() -> str:
+    try:
+        ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return Finding("NVIDIA GPU", False, "no NVIDIA driver (libcuda.so.1); engines run on the CPU")
-    count, driver = ctypes.c_int(), ctypes.c_int()
-    status = cuda.cuInit(0)
-    if status != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
-        return Finding("NVIDIA GPU", False, f"the driver is here but shows no GPU (cuInit status {status})")
-    cuda.cuDriverGetVersion(ctypes.byref(driver))
-    name = ctypes.create_string_buffer(128)
-    cuda.cuDeviceGetName(name, len(name), 0)
-    return Finding("NVIDIA GPU", True, f"{count.value} x {name.value.decode()}, driver for CUDA {driver.value}")
+        raise DriverError("no NVIDIA driver (libcuda.so.1); engines run on the CPU") from None
+    return "an NVIDIA driver is here"
 
 
-def _green_contexts(driver: Finding) -> Finding:
-    """SM partitions; the CUDA version is the last word of the driver's finding."""
-    if not driver.is_ok:
-        return Finding("green contexts", False, "need an NVIDIA GPU")
-    number = int(driver.detail.rsplit(" ", 1)[-1])
-    needed = f"CUDA driver {number}, needs at least {MIN_GREEN_CONTEXT_DRIVER}"
-    return Finding("green contexts", number >= MIN_GREEN_CONTEXT_DRIVER, needed)
-
-
-def _package(name: str, distribution: str, hint: str) -> Finding:
+def _green_contexts(load_driver: LoadDriver) -> str:
+    """Makes the shares that an engine would get, and gives them back."""
     try:
-        return Finding(name, True, version(distribution))
-    except PackageNotFoundError:
-        return Finding(name, False, f"not installed ({hint})")
+        green = GreenSplits(load_driver(), 0)
+    except (DriverError, ImportError) as error:
+        raise DriverError(f"{error}; draft and target share streams of two priorities, or take turns") from None
+    names = ", ".join(f"{draft.num_sms}/{target.num_sms}" for draft, target in green.splits)
+    note = f"; {green.note}" if green.note else ""
+    green.close()
+    return f"{green.num_sms} SMs in groups of {green.group_sms}, draft/target {names}{note}"
+
+
+def _tensorrt(flavour: Literal["rtx", "full"]) -> str:
+    tensorrt = import_tensorrt(flavour)
+    targets = tensorrt.compute_capabilities
+    builds = f"builds for compute capability {', '.join(targets)}" if targets else "builds for the GPU at hand"
+    return f"{tensorrt.title}, {builds}; engines run on a GPU"
+
+
+def _torch(has_gpu: bool) -> str:
+    """Imports torch, which takes seconds, only where there is a GPU to ask it for."""
+    number = version("torch")
+    if not has_gpu:
+        return f"{number}; computes on the CPU here, for tests alone"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError(f"torch {number} does not see the GPU: it was built for CUDA {torch.version.cuda}")
+    return f"{number} for CUDA {torch.version.cuda}"
+
+
+def _installed(distribution: str) -> str:
+    return version(distribution)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
 from faser_backend.device import cpu_runtime
 from faser_backend.device.runtime import ModelPair, Runtime
 from faser_backend.manifest import EngineManifest
+
+MIN_TABLE_BLOCKS = 8  # a GPU's block tables have 8, 16, 32, ... columns
 
 AnyRuntime = Runtime[Any, Any]
 
@@ -27,8 +30,14 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
             num_threads=config.num_threads,
             can_spin=config.can_spin,
         )
-    from faser_backend.device.cuda.runtime import open_cuda_runtime
-
+    try:
+        from faser_backend.device.cuda.runtime import open_cuda_runtime
+    except ImportError as error:
+        extra = "tensorrt" if manifest.runtime == "tensorrt" else "torch"
+        raise ConfigError(
+            f"runtime = {manifest.runtime!r}: needs torch and Triton-language; "
+            f"pip install 'faser-backend[{extra}]' ({error})"
+        ) from error
     return open_cuda_runtime(engine_dir, manifest)
 
 
@@ -45,4 +54,7 @@ def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
     """Columns of keys that a call reads for a sequence of so many tokens."""
     if runtime == "onnxruntime":
         return cpu_runtime.key_columns(num_tokens, kv_block_size)
-    return -(-num_tokens // kv_block_size) * kv_block_size  # attention of ours reads the blocks that there are
+    num_blocks = -(-num_tokens // kv_block_size)
+    if runtime == "tensorrt_rtx":  # gathers what the block table has columns for
+        num_blocks = 1 << max(num_blocks - 1, MIN_TABLE_BLOCKS - 1).bit_length()
+    return num_blocks * kv_block_size  # attention of ours reads the blocks that there are

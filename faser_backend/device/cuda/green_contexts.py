@@ -143,7 +143,8 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
     try:
         status, *results = function(*arguments)
     except RuntimeError as error:  # how the bindings tell that there is no driver, or no such function in it
-        raise DriverError(f"{name}: {str(error).strip() or type(error).__name__}") from None
+        reason = "no NVIDIA driver (libcuda.so.1)" if name == "cuInit" else f"{name}: {error}"
+        raise DriverError(reason) from None
     if int(status) != 0:
         raise DriverError(f"{name}: {getattr(status, 'name', status)}")
     return results[0] if len(results) == 1 else tuple(results)

@@ -59,13 +59,14 @@ class SmPartition:
 
 
 class SmMenu:
-    """The shares of one GPU. `choice` says how they were made. Owns green contexts: close it."""
+    """The shares of one GPU. `choice` says how they were made; `cuda` is torch.cuda. Owns green contexts: close it."""
 
     def __init__(
         self, menu: PartitionMenu[SmPartition], choice: PartitionChoice, on_close: Callable[[], None] = lambda: None
     ) -> None:
         self.menu = menu
         self.choice = choice
+        self.cuda = menu.whole.cuda
         self._on_close = on_close
 
     def close(self) -> None:

@@ -1,0 +1,186 @@
+"""`CudaRuntime`: the runtimes of a GPU, torch and TensorRT; implements device.runtime.Runtime.
+
+They differ in where programs come from and in nothing else. The thread that steps queues on the one stream of the
+whole device, lanes on those of their shares; lanes.py argues why that orders every use of a pool. Nothing of weight
+runs on the whole device while a split does: the stepping thread waits for the lanes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import ModelSpec
+from faser_backend.core.ports import DraftLoop, Sampler
+from faser_backend.device.cuda.draft_loop import TorchDraftLoop
+from faser_backend.device.cuda.identity import load_driver
+from faser_backend.device.cuda.lanes import StreamLanes
+from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.programs import ProgramSource, TensorRtPrograms, TorchPrograms
+from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.sampler import TorchSampler
+from faser_backend.device.cuda.share_runner import ShareDraftLoop, ShareRunner
+from faser_backend.device.cuda.streams import KINDS, Kind, PartitionChoice, SmMenu, SmPartition, open_menu
+from faser_backend.device.lanes import ThreadLanes
+from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.runtime import ModelPair, OpenLanes, OpenRunner
+from faser_backend.manifest import EngineManifest, ModelEngine
+
+_log = logging.getLogger(__name__)
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues: with too few, streams wait for each other
+NUM_CONNECTIONS = "32"  # the most there are
+
+GPU_MEMORY_SHARE = 0.8  # the rest is for activations, graphs and the allocator's fragments
+CPU_MEMORY_SHARE = 0.25
+
+Share = SmPartition | CorePartition
+
+
+class CudaRuntime:
+    """Runs a pair of models on one GPU, or, for tests, on torch's CPU device. Owns green contexts and programs."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        programs: ProgramSource,
+        models: ModelPair,
+        kv_block_size: int,
+        *,
+        dtype: str,
+        shares: SmMenu | None,
+    ) -> None:
+        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device."""
+        self.kv_block_size = kv_block_size
+        self.kv_memory_share = CPU_MEMORY_SHARE if shares is None else GPU_MEMORY_SHARE
+        self.device = device
+        self._programs = programs
+        self._models = models
+        self._dtype = dtype
+        self._shares = shares
+        self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
+        self.splits = self.menu.splits
+        self.splits_note = self.menu.note
+
+    @property
+    def choice(self) -> PartitionChoice:
+        """How draft and target share the device, and why so."""
+        return PartitionChoice("serial", "no GPU") if self._shares is None else self._shares.choice
+
+    def free_bytes(self) -> int:
+        """What the driver and torch's own cache have, less the weights to come."""
+        unloaded = self._programs.num_unloaded_bytes(self._models)
+        if self._shares is None:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
+        cuda = self._shares.cuda
+        cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
+        return cuda.mem_get_info(self.device)[0] + cached - unloaded
+
+    def bytes_per_block(self, spec: ModelSpec) -> int:
+        return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self._dtype)
+
+    def bind_step_thread(self) -> None:
+        """On a CPU calls end before they return: there is nothing to order, and threads stay where they may run."""
+        if self._shares is not None:
+            self.menu.whole.bind_current_thread()
+
+    def open_pool(self, model: ModelEngine, num_blocks: int) -> CudaKvPool:
+        return CudaKvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._dtype, device=self.device)
+
+    def fill_pool(self, pool: CudaKvPool, numbers: np.ndarray) -> None:
+        pool.storage.copy_(torch.from_numpy(numbers))
+
+    def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
+        split = self._split_of(share)
+        programs = self._programs.open(model, split, share.size)
+        runner = CudaRunner(model, programs, pool, self.device, limits=self._programs.limits(model, split))
+        return ShareRunner(runner, share) if isinstance(share, SmPartition) else runner
+
+    def open_lanes(self, draft: Share, target: Share) -> OpenLanes:
+        if isinstance(draft, SmPartition) and isinstance(target, SmPartition):
+            return StreamLanes(draft, target)
+        return ThreadLanes(draft, target)
+
+    def open_sampler(self, vocab_size: int, max_num_seqs: int) -> TorchSampler:
+        return TorchSampler(vocab_size, max_num_seqs, self.device)
+
+    def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
+        assert isinstance(sampler, TorchSampler)
+        if isinstance(runner, ShareRunner):
+            return ShareDraftLoop(TorchDraftLoop(runner.runner, sampler), runner.share)
+        assert isinstance(runner, CudaRunner)
+        return TorchDraftLoop(runner, sampler)
+
+    def synchronize(self) -> None:
+        if self._shares is not None:
+            self._shares.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Waits for the device. May be called again."""
+        if self._shares is not None:
+            self._shares.cuda.synchronize(self.device)
+        self._programs.close()
+        if self._shares is not None:
+            self._shares.close()
+
+    def _split_of(self, share: Share) -> str:
+        """The name of the split that a share is one of; "" for the whole device."""
+        return next((split_name(*split) for split in self.menu.splits if share in split), "")
+
+
+def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime:
+    """The GPU runtime that an engine directory was built for. Raises ConfigError or FaserError where it cannot run."""
+    has_gpu = prepare_cuda()
+    if manifest.runtime != "torch" and not has_gpu:
+        raise ConfigError(
+            f"runtime = {manifest.runtime!r}: torch {torch.__version__} sees no CUDA device here; "
+            "`faser doctor` tells what is missing"
+        )
+    device = current_device()
+    if manifest.runtime == "torch":
+        programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device)
+    else:
+        programs = TensorRtPrograms(engine_dir, manifest.runtime, device)
+    models = ModelPair(manifest.target, manifest.draft)
+    return open_on_device(programs, models, manifest.kv_block_size, dtype=manifest.dtype)
+
+
+def open_on_device(
+    programs: ProgramSource, models: ModelPair, kv_block_size: int, *, dtype: str, kinds: Collection[Kind] = KINDS
+) -> CudaRuntime:
+    """A runtime for models of any origin on the current GPU, on torch's CPU device where there is none.
+
+    kinds: of shares that may be tried, for comparisons.
+    """
+    device = current_device()
+    shares = open_menu(torch.cuda, device.index, load_driver, kinds) if prepare_cuda() else None
+    if shares is None:
+        _log.warning("runtime torch: no CUDA device; everything is computed on the CPU, which is good for tests alone")
+    return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares)
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def prepare_cuda() -> bool:
+    """Opens torch's CUDA context, if there is a GPU, with as many hardware queues as there can be."""
+    if not torch.cuda.is_available():
+        return False
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(MAX_CONNECTIONS, NUM_CONNECTIONS)
+    if os.environ.get(MAX_CONNECTIONS) != NUM_CONNECTIONS:
+        _log.warning(
+            "%s = %s: splits overlap best with %s, set before CUDA starts",
+            MAX_CONNECTIONS,
+            os.environ.get(MAX_CONNECTIONS, "unset"),
+            NUM_CONNECTIONS,
+        )
+    torch.cuda.init()
+    return True
