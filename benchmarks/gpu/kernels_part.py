@@ -1,0 +1,267 @@
+"""Kernels on the device: right first, then how near to the copy bandwidth, then which launches are fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import byte_model
+from benchmarks.gpu.byte_model import AttentionShape
+from benchmarks.gpu.kernel_cases import DTYPES, TOLERANCES, random_call, random_geometry, timed_calls
+from benchmarks.gpu.peaks import copy_bytes_per_s
+from benchmarks.gpu.timing import Timing, as_graph, take_turns
+from benchmarks.gpu.worker import Context, Result
+from plugins import pruned_chunk_attention as attention_module
+from plugins import reference
+from plugins.attention_config import LaunchConfig, choose_num_splits, launch_config
+from plugins.exit_scores import exit_scores
+from plugins.kv_write import write_kv
+from plugins.pruned_chunk_attention import pruned_chunk_attention
+from plugins.row_compaction import compact_rows
+from plugins.split_combine import workspace_numel
+
+NUM_CASES = 24  # of each type
+ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
+MAX_COPIES = 48
+REPEATS = 15
+
+
+def correctness(context: Context) -> Result:
+    """Every kernel against its reference over random cases; errors relative to 1 + |reference|."""
+    found: Result = {"cases": [], "tolerances": TOLERANCES}
+    num_cases = 3 if context.is_tiny else NUM_CASES
+    for name, dtype in DTYPES.items():
+        rng = np.random.default_rng([context.seed, len(name), dtype.itemsize])
+        for kernel, check in _CHECKS.items():
+            worst = [check(dtype, context.device, rng) for _ in range(num_cases) if context.has_time()]
+            error = max(worst, default=math.nan)
+            found["cases"].append(
+                {
+                    "kernel": kernel,
+                    "dtype": name,
+                    "num_cases": len(worst),
+                    "max_error": error,
+                    "is_right": bool(error <= TOLERANCES[name]),
+                }
+            )
+        context.save(found)
+    return found
+
+
+def _check_attention(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
+    call = random_call(random_geometry(rng), dtype, device, rng)
+    expected = call.cloned()
+    scale = call.tensors[0].shape[2] ** -0.5
+    pruned_chunk_attention(
+        *call.tensors, call.out, max_rows=call.max_rows, num_splits=int(rng.choice([1, 2, 5])), scale=scale
+    )
+    reference.pruned_chunk_attention(*expected.tensors, expected.out, scale)
+    used = int(call.tensors[6][-1])
+    pairs = [(call.out[:used], expected.out[:used])]
+    pairs += [(call.tensors[index], expected.tensors[index]) for index in (3, 4)]
+    return max(_error(*pair) for pair in pairs)
+
+
+def _check_exit_scores(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
+    num_rows, hidden_size, vocab_size, num_candidates = (int(rng.integers(1, top)) for top in (70, 600, 900, 17))
+    hidden, head = _normal(dtype, device, rng, num_rows, hidden_size), _normal(dtype, device, rng, vocab_size, hidden_size)
+    candidates = torch.tensor(rng.integers(0, vocab_size, (num_rows, num_candidates)), device=device)
+    out, expected = (torch.full((num_rows, num_candidates), 7.0, device=device) for _ in range(2))
+    exit_scores(hidden, head, candidates, out)
+    reference.exit_scores(hidden, head, candidates, expected)
+    return _error(out, expected) / math.sqrt(hidden_size)  # of sums of so many products of unit normals
+
+
+def _check_compaction(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
+    num_rows, hidden_size = int(rng.integers(1, 70)), int(rng.integers(1, 600))
+    hidden = _normal(dtype, device, rng, num_rows, hidden_size)
+    kept = torch.tensor(np.flatnonzero(rng.random(num_rows) < 0.6), device=device)
+    out, expected = (torch.full((kept.numel(), hidden_size), 7.0, dtype=dtype, device=device) for _ in range(2))
+    compact_rows(hidden, kept, out)
+    reference.compact_rows(hidden, kept, expected)
+    return _error(out, expected)
+
+
+def _check_kv_write(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
+    call = random_call(random_geometry(rng), dtype, device, rng)
+    expected = call.cloned()
+    for tensors, write in ((call.tensors, write_kv), (expected.tensors, reference.write_kv)):
+        _, k_new, v_new, k_pool, v_pool, *_, slots = tensors
+        write(k_new, v_new, slots, k_pool, v_pool)
+    return max(_error(call.tensors[index], expected.tensors[index]) for index in (3, 4))
+
+
+_CHECKS: dict[str, Callable[[torch.dtype, str, np.random.Generator], float]] = {
+    "pruned_chunk_attention": _check_attention,
+    "exit_scores": _check_exit_scores,
+    "compact_rows": _check_compaction,
+    "write_kv": _check_kv_write,
+}
+
+
+def bandwidth(context: Context) -> Result:
+    """Achieved bandwidth of each kernel beside the copy bandwidth that was measured in the same minute."""
+    copied = copy_bytes_per_s(context.device, 1 << 20 if context.is_tiny else 1 << 30)
+    found: Result = {"copy_gb_per_s": copied / 1e9, "attention": [], "small": []}
+    sizes = itertools.product((1, 8, 32, 64), (256, 1024, 4096), (1, 5))
+    shapes = [AttentionShape(*size) for size in sizes]
+    if context.is_tiny:
+        shapes = [AttentionShape(2, 40, 5, 4, 2, 32)]
+    for shape in sorted(shapes, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)):  # the goal's first
+        if not context.has_time(2.0):
+            break
+        timing, num_splits = time_attention(context, shape)
+        rate = byte_model.attention_bytes(shape, 2) / timing.median_us * 1e6
+        found["attention"].append(
+            {
+                "batch": shape.num_sequences,
+                "context": shape.context,
+                "rows": shape.rows,
+                "num_splits": num_splits,
+                **_timed(timing),
+                "gb_per_s": rate / 1e9,
+                "share_of_copy": rate / copied,
+            }
+        )
+        context.save(found)
+    found["attention"].sort(key=lambda row: (row["batch"], row["context"], row["rows"]))
+    found["small"] = _small_kernels(context, copied)
+    return found
+
+
+def time_attention(context: Context, shape: AttentionShape, config: LaunchConfig | None = None) -> tuple[Timing, int]:
+    """Time of one call in bf16, and into how many parts its context was split; config: instead of the table's."""
+    num_bytes = byte_model.attention_bytes(shape, 2)
+    num_copies = min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / num_bytes)))
+    calls = timed_calls(shape, 2 if context.is_tiny else num_copies, torch.bfloat16, context.device, context.seed)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
+    num_splits = choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
+    numel = workspace_numel(shape.num_sequences * shape.rows, shape.num_heads, shape.head_dim, num_splits)
+    workspace = torch.empty(numel, dtype=torch.float32, device=context.device)
+
+    def run() -> None:
+        for call in calls:
+            pruned_chunk_attention(
+                *call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, workspace=workspace
+            )
+
+    with _launched_as(config):
+        work = as_graph(context.device, run)
+        timing = take_turns(context.device, {"attention": work}, 2 if context.is_tiny else REPEATS)["attention"]
+    return Timing(*(value / len(calls) for value in timing)), num_splits
+
+
+def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
+    """Exit scores, row compaction and the pool write at the sizes of a verification of 32 x 5 rows."""
+    num_rows, hidden_size, vocab_size = (10, 64, 100) if context.is_tiny else (160, 4096, 151_936)
+    device, rng = context.device, np.random.default_rng(context.seed)
+    head = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=device).normal_()
+    hidden = _normal(torch.bfloat16, device, rng, num_rows, hidden_size)
+    candidates = [torch.tensor(rng.integers(0, vocab_size, (num_rows, 8)), device=device) for _ in range(8)]
+    scores = torch.empty(num_rows, 8, device=device)
+    kept = torch.arange(0, num_rows, 2, device=device)
+    out = torch.empty(kept.numel(), hidden_size, dtype=torch.bfloat16, device=device)
+    (call,) = timed_calls(AttentionShape(num_rows // 5, 64, 5), 1, torch.bfloat16, device, 0)
+    _, k_new, v_new, k_pool, v_pool, *_, slots = call.tensors
+
+    def score() -> None:
+        for chosen in candidates:
+            exit_scores(hidden, head, chosen, scores)
+
+    def compact() -> None:
+        for _ in candidates:
+            compact_rows(hidden, kept, out)
+
+    def write() -> None:
+        for _ in candidates:
+            write_kv(k_new, v_new, slots, k_pool, v_pool)
+
+    works = {"exit_scores": score, "compact_rows": compact, "write_kv": write}
+    timings = take_turns(device, {name: as_graph(device, work) for name, work in works.items()}, REPEATS)
+    num_bytes = {
+        "exit_scores": byte_model.exit_score_bytes(num_rows, hidden_size, 8, 2),
+        "compact_rows": byte_model.compaction_bytes(kept.numel(), hidden_size, 2),
+        "write_kv": byte_model.kv_write_bytes(num_rows, k_new.shape[1], k_new.shape[2], 2),
+    }
+    rows = []
+    for name, timing in timings.items():
+        each = Timing(*(value / len(candidates) for value in timing))
+        rate = num_bytes[name] / each.median_us * 1e6
+        rows.append(
+            {"kernel": name, "rows": num_rows, **_timed(each), "gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+        )
+    return rows
+
+
+def sweep(context: Context) -> Result:
+    """Launches of the attention kernel, one table line at a time: what the fastest would gain over the table's."""
+    sizes = [(1, 1024, 5), (8, 1024, 5), (32, 1024, 1), (32, 1024, 5), (32, 4096, 5), (64, 1024, 5)]
+    shapes = [AttentionShape(2, 40, 5, 4, 2, 32)] if context.is_tiny else [AttentionShape(*size) for size in sizes]
+    found: Result = {"shapes": []}
+    for shape in shapes:
+        group = shape.num_heads // shape.num_kv_heads
+        table = launch_config(2, shape.head_dim, group, shape.rows)
+        tried = []
+        for config in _neighbours(table, group * shape.rows):
+            if not context.has_time(1.0):
+                break
+            try:
+                timing, _ = time_attention(context, shape, config)
+            except Exception as error:  # a launch that asks for more than an SM has
+                tried.append({"config": list(config), "error": f"{type(error).__name__}: {error}"[:120]})
+                continue
+            tried.append({"config": list(config), **_timed(timing)})
+        timed = [row for row in tried if "us" in row]
+        if timed:
+            best = min(timed, key=lambda row: row["us"])
+            gain = timed[0]["us"] / best["us"]
+            found["shapes"].append({"shape": list(shape), "table": list(table), "best": best, "gain": gain, "tried": tried})
+            context.save(found)
+    return found
+
+
+def _neighbours(table: LaunchConfig, num_pairs: int) -> Iterator[LaunchConfig]:
+    """The table's own launch first, then others around it that hold the same rows."""
+    yield table
+    smallest = 16 if num_pairs <= 16 else 32 if num_pairs <= 32 else 64
+    for block_n, num_warps, num_stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4)):
+        config = LaunchConfig(smallest, block_n, min(block_n, max(16, table.block_c)), num_warps, num_stages)
+        if config != table:
+            yield config
+
+
+@contextmanager
+def _launched_as(config: LaunchConfig | None) -> Iterator[None]:
+    """The launcher takes this configuration in place of its table's."""
+    if config is None:
+        yield
+        return
+    table = attention_module.launch_config
+    attention_module.launch_config = lambda *_: config
+    try:
+        yield
+    finally:
+        attention_module.launch_config = table
+
+
+def _timed(timing: Timing) -> dict[str, float]:
+    return {"us": timing.median_us, "spread": timing.spread}
+
+
+def _normal(dtype: torch.dtype, device: str, rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.tensor(rng.standard_normal(shape), dtype=dtype, device=device)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference relative to 1 + |expected|; NaN counts as infinite."""
+    if not found.numel():
+        return 0.0
+    error = ((found.float() - expected.float()).abs() / (1.0 + expected.float().abs())).nan_to_num(nan=math.inf)
+    return float(error.max())
+

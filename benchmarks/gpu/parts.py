@@ -1,0 +1,25 @@
+"""The parts of a check, in the order in which they are run: what is cheap and what later parts use goes first."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.harness import Part
+
+FULL_BUDGET_S = 450.0
+PARTS = (
+    Part("device", "device and libraries", "benchmarks.gpu.device_part:run", 20),
+    Part("peaks", "copy bandwidth and matrix products", "benchmarks.gpu.peaks:run", 15),
+    Part("kernels", "kernels against their references", "benchmarks.gpu.kernels_part:correctness", 40),
+    Part("bandwidth", "bandwidth of kernels", "benchmarks.gpu.kernels_part:bandwidth", 35),
+    Part("sms", "SM splits", "benchmarks.gpu.sm_part:run", 20, needs_gpu=True, is_fresh=True),
+    Part("parity", "runtime torch against ONNX Runtime", "benchmarks.gpu.parity_part:torch_runtime", 40, is_fresh=True),
+    Part("latency", "draft and target on every split", "benchmarks.gpu.latency_part:run", 75, is_fresh=True),
+    Part("ladder-8b", "ladder, synthetic 8B + 0.6B", "benchmarks.gpu.ladder_part:pair_8b", 130, is_fresh=True),
+    Part("ladder-demo", "ladder, demo pair", "benchmarks.gpu.ladder_part:demo", 50, is_fresh=True),
+    Part("rtx", "TensorRT-RTX", "benchmarks.gpu.parity_part:rtx_runtime", 40, is_fresh=True),
+    Part("tensorrt", "full TensorRT", "benchmarks.gpu.parity_part:tensorrt_runtime", 40, is_fresh=True),
+    Part(
+        "ladder-32b", "ladder, synthetic 32B + 0.6B", "benchmarks.gpu.ladder_part:pair_32b", 70, needs_gpu=True,
+        is_fresh=True,
+    ),
+    Part("sweep", "launches of the attention kernel", "benchmarks.gpu.kernels_part:sweep", 40, is_fresh=True),
+)  # fmt: skip
