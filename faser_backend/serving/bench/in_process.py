@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -92,33 +92,7 @@ class InProcess:
 
     def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Trace], float]:
         """Submits jobs in order as `feed` says. Returns a trace per job, and seconds. Raises FaserError."""
-        engine = self._engines[name]
-        requests = [self._request(index, job) for index, job in enumerate(jobs)]
-        traces = [Trace(0.0, [], 0, 0, 0, "") for _ in jobs]
-        tokens: list[list[int]] = [[] for _ in jobs]
-        num_sent = num_ended = 0
-        start = time.perf_counter()
-        while num_ended < len(jobs):
-            now = time.perf_counter() - start
-            for index in range(num_sent, min(feed.num_due(now, num_ended), len(jobs))):
-                traces[index].start_s = start + feed.due_s(index, time.perf_counter() - start)
-                engine.submit(requests[index])
-                num_sent += 1
-            if not engine.has_work:
-                time.sleep(max(0.0, feed.due_s(num_sent, now) - now))
-                continue
-            outputs = engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                index = int(output.request_id)
-                tokens[index] += output.token_ids
-                _take(traces[index], output, now)
-                num_ended += output.is_final
-        seconds = time.perf_counter() - start
-        for trace, ids in zip(traces, tokens, strict=True):
-            trace.num_tokens = len(ids)
-            trace.digest = hashlib.sha256(np.array(ids, dtype=np.int64).tobytes()).hexdigest()
-        return traces, seconds
+        return serve_requests(self._engines[name], [self._request(index, job) for index, job in enumerate(jobs)], feed)
 
     def _request(self, index: int, job: Job) -> Request:
         return Request(
@@ -137,6 +111,38 @@ class InProcess:
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
+
+
+def serve_requests(engine: Engine, requests: Sequence[Request], feed: Feed) -> tuple[list[Trace], float]:
+    """Submits requests, whose ids are their places, as `feed` says. Returns a trace per request, and seconds.
+
+    Raises FaserError.
+    """
+    traces = [Trace(0.0, [], 0, 0, 0, "") for _ in requests]
+    tokens: list[list[int]] = [[] for _ in requests]
+    num_sent = num_ended = 0
+    start = time.perf_counter()
+    while num_ended < len(requests):
+        now = time.perf_counter() - start
+        for index in range(num_sent, min(feed.num_due(now, num_ended), len(requests))):
+            traces[index].start_s = start + feed.due_s(index, time.perf_counter() - start)
+            engine.submit(requests[index])
+            num_sent += 1
+        if not engine.has_work:
+            time.sleep(max(0.0, feed.due_s(num_sent, now) - now))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            index = int(output.request_id)
+            tokens[index] += output.token_ids
+            _take(traces[index], output, now)
+            num_ended += output.is_final
+    seconds = time.perf_counter() - start
+    for trace, ids in zip(traces, tokens, strict=True):
+        trace.num_tokens = len(ids)
+        trace.digest = hashlib.sha256(np.array(ids, dtype=np.int64).tobytes()).hexdigest()
+    return traces, seconds
 
 
 def _take(trace: Trace, output: RequestOutput, now_s: float) -> None:
