@@ -6,6 +6,7 @@ Knows shapes and names of the manifest; nothing of programs or graphs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -52,23 +53,20 @@ class InputBlock:
 
     def __init__(self, inputs: Iterable[TensorSpec], bounds: CallBounds, device: torch.device) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._places: list[tuple[str, int, np.dtype, tuple[int, ...]]] = []  # name, offset, dtype, shape
+        self._places: list[tuple[str, slice, np.dtype, tuple[int, ...]]] = []  # name, bytes, dtype, shape
         num_bytes = 0
         for tensor in inputs:
             dtype, shape = np.dtype(tensor.dtype), input_shape(tensor.name, bounds)
-            self._places.append((tensor.name, num_bytes, dtype, shape))
-            num_bytes += -(-int(np.prod(shape)) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            end = num_bytes + math.prod(shape) * dtype.itemsize
+            self._places.append((tensor.name, slice(num_bytes, end), dtype, shape))
+            num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
         self.block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        for name, offset, dtype, shape in self._places:
-            cells = self.block[offset : offset + int(np.prod(shape)) * dtype.itemsize]
-            self.tensors[name] = cells.view(TENSOR_DTYPES[dtype.name]).view(shape)
+        for name, place, dtype, shape in self._places:
+            self.tensors[name] = self.block[place].view(TENSOR_DTYPES[dtype.name]).view(shape)
 
     def views(self, area: np.ndarray) -> dict[str, np.ndarray]:
         """The inputs by name as views of host memory area [block.numel()] uint8."""
-        return {
-            name: area[offset : offset + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
-            for name, offset, dtype, shape in self._places
-        }
+        return {name: area[place].view(dtype).reshape(shape) for name, place, dtype, shape in self._places}
 
 
 def fill_inputs(
@@ -84,7 +82,7 @@ def fill_inputs(
     rows that repeat row 0. Cells of pad_idx past a sequence's rows repeat its last row.
     """
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
-    sequence = np.repeat(np.arange(num_sequences), rows.rows_per_sequence)  # [T]
+    sequence = np.repeat(np.arange(num_sequences), rows.cu_rows[1:] - rows.cu_rows[:-1])  # [T]
     offset = np.arange(num_rows) - rows.cu_rows[sequence]
     positions = rows.context_lens[sequence] + offset
     block, cell = np.divmod(positions, kv_block_size)

@@ -79,7 +79,7 @@ def call_bounds(
     rows: RowBatch, kv_block_size: int, num_candidates: int, limits: CallBounds | None = None
 ) -> CallBounds:
     """The bucket of a call. limits: the largest bounds that its programs take; rounding up ends there."""
-    counts = rows.rows_per_sequence
+    counts = rows.cu_rows[1:] - rows.cu_rows[:-1]
     num_tokens = int((rows.context_lens + counts).max())
     needed = CallBounds(
         rows.num_rows,
