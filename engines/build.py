@@ -11,16 +11,15 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.arrays import CheckpointError
-from engines.checkpoint import TOKENIZER_FILE, end_ids, open_checkpoint, tokenizer_file
+from engines.checkpoint import TOKENIZER_FILE
 from engines.decoder import build_segment
-from engines.families import read_spec
 from engines.graph import WeightStore
-from engines.pairs import SIDES, matched_pair
+from engines.pairs import SIDES, open_pair
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
 from engines.weights import ModelWeights
@@ -106,8 +105,11 @@ def build_engines(
         tensorrt = tensorrt or TensorRtOptions()
         compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
     written = _Format(runtime, dtype, kv_block_size, compiler)
-    pair = _open_pair(Path(target_dir), Path(draft_dir), runtime, max_context, tensorrt)
-    specs = pair.specs
+    if tensorrt is not None and max_context is None:
+        max_context = tensorrt.limits.max_context
+    pair = open_pair(Path(target_dir), Path(draft_dir), max_context, on_read=steps.note)
+    specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
+    _check_experts(runtime, specs)
     _check_exit_layers(exit_layers, specs["target"])
     cuts = {"target": (*exit_layers, specs["target"].num_layers), "draft": (specs["draft"].num_layers,)}
     steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
@@ -150,38 +152,6 @@ def build_engines(
     if progress is not None:
         progress("done", steps.total, steps.total)
     return manifest
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pair:
-    """Two checkpoints that fit together; specs and weights by "target" and "draft"."""
-
-    specs: dict[str, ModelSpec]
-    weights: dict[str, ModelWeights]
-    tokenizer: Path
-    vocab_hash: str
-    end_ids: tuple[int, ...]
-
-
-def _open_pair(
-    target: Path, draft: Path, runtime: str, max_context: int | None, tensorrt: TensorRtOptions | None
-) -> _Pair:
-    """Checks all that can be checked before a weight is read."""
-    checkpoints = {"target": open_checkpoint(target), "draft": open_checkpoint(draft)}
-    specs = {name: read_spec(checkpoint) for name, checkpoint in checkpoints.items()}
-    for name, spec in specs.items():
-        if spec.num_experts and runtime != "onnxruntime":
-            raise CheckpointError(f"runtime = {runtime!r}: experts ({name}: {spec.family}) need 'onnxruntime'")
-    if tensorrt is not None and max_context is None:
-        max_context = tensorrt.limits.max_context
-    tokenizers = {name: tokenizer_file(checkpoint) for name, checkpoint in checkpoints.items()}
-    specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
-    if tensorrt is not None:
-        specs = {name: tensorrt.limits.apply(spec) for name, spec in specs.items()}
-    weights = {name: ModelWeights(checkpoints[name], specs[name]) for name in SIDES}
-    specs = {name: replace(specs[name], checkpoint_dtype=weights[name].checkpoint_dtype) for name in SIDES}
-    last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
-    return _Pair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids)
 
 
 def _build_model(
@@ -269,6 +239,12 @@ def _check_output(output: Path) -> None:
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
         raise CheckpointError(f"output_dir = {output}: exists and is not an engine directory; name another")
+
+
+def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
+    for name, spec in specs.items():
+        if spec.num_experts and runtime != "onnxruntime":
+            raise CheckpointError(f"runtime = {runtime!r}: experts ({name}: {spec.family}) need 'onnxruntime'")
 
 
 def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec) -> None:

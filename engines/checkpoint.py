@@ -85,10 +85,6 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return HuggingFaceCheckpoint(directory, config)
 
 
-def tokenizer_file(checkpoint: Checkpoint) -> Path:
-    return checkpoint.directory / TOKENIZER_FILE
-
-
 def end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
     generation = checkpoint.directory / GENERATION_CONFIG_FILE

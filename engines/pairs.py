@@ -7,14 +7,48 @@ differ; they are cut, so that no id without a token can ever be drawn.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.arrays import CheckpointError
+from engines.checkpoint import TOKENIZER_FILE, end_ids, open_checkpoint
+from engines.families import read_spec
+from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import read_vocabulary, vocab_hash
 
 SIDES = ("target", "draft")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointPair:
+    """Two checkpoints that fit together; specs and weights by "target" and "draft"."""
+
+    specs: dict[str, ModelSpec]
+    weights: dict[str, ModelWeights]
+    tokenizer: Path
+    vocab_hash: str
+    end_ids: tuple[int, ...]
+
+
+def open_pair(target: Path, draft: Path, max_context: int | None, on_read: Callable[[str], object]) -> CheckpointPair:
+    """Opens both and checks all that can be checked before a number is read.
+
+    max_context: see matched_pair. on_read: called with the model and the name of each weight before it is read.
+    Raises CheckpointError naming file or field and value.
+    """
+    checkpoints = {"target": open_checkpoint(target), "draft": open_checkpoint(draft)}
+    specs = {side: read_spec(checkpoint) for side, checkpoint in checkpoints.items()}
+    tokenizers = {side: checkpoint.directory / TOKENIZER_FILE for side, checkpoint in checkpoints.items()}
+    specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
+    weights = {
+        side: ModelWeights(checkpoint, specs[side], lambda name, side=side: on_read(f"{side}: {name}"))
+        for side, checkpoint in checkpoints.items()
+    }
+    specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in SIDES}
+    last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
+    return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids)
 
 
 def matched_pair(

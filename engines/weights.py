@@ -6,7 +6,7 @@ before anything is built. Matrices multiply rows from the right: [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,15 +41,21 @@ class ModelWeights(Mapping[str, np.ndarray]):
     norm, lm_head (absent where it is the embedding).
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-        """Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected."""
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, on_read: Callable[[str], object] | None = None) -> None:
+        """on_read: called with the name of each weight before it is read.
+
+        Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected.
+        """
         self.sources = weight_sources(spec)
         self._checkpoint = checkpoint
+        self._on_read = on_read
         self.checkpoint_dtype = _check_tensors(checkpoint, self.sources)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Raises CheckpointError where a number is not finite."""
         source = self.sources[name]
+        if self._on_read is not None:
+            self._on_read(name)
         parts = [self._checkpoint.read(part) for part, _ in source.parts]
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         array = array[: source.num_rows]
