@@ -9,13 +9,13 @@ import pytest
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.ports import DraftTokens, Lanes
+from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.step import Stepper
-from tests.fakes import CountingClock, HashRunner, SequentialLanes
+from tests.fakes import CountingClock, SequentialLanes
 from tests.forced_engine import LANES, Case, agrees, open_forced
 from tests.forcing import ADMITS_ALL, ADMITS_NOTHING, Change, forced, random_everything, random_lengths, random_rule
 from tests.harness import FakeEngine
@@ -33,7 +33,7 @@ TRIMS = {
 class FakeLoop:
     """core.ports.DraftLoop as it is defined: calls of a runner and a sampler in turn."""
 
-    def __init__(self, runner: HashRunner, sampler: NumpySampler) -> None:
+    def __init__(self, runner: ModelRunner, sampler: NumpySampler) -> None:
         self._runner = runner
         self._sampler = sampler
         self.num_calls = 0

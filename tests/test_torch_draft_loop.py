@@ -1,0 +1,304 @@
+"""TorchDraftLoop on torch's CPU device: against calls of the runner and the sampler in turn, and in whole engines."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.batch import SamplingRows
+from faser_backend.core.decision import PipelineMode
+from faser_backend.core.errors import FaserError
+from faser_backend.core.ports import DraftLoop, DraftTokens, Sampler
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.cpu_runtime import OrtRuntime
+from faser_backend.device.cuda.draft_loop import TorchDraftLoop
+from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.sampler import TorchSampler
+from faser_backend.device.cuda.segment import CallBounds, PreparedCall
+from faser_backend.device.partition import split_name
+from faser_backend.device.runtime import ModelPair, OpenRunner
+from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble
+from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
+from scripts.check_equality import make_requests
+from tests.forcing import Forced, at_random, random_rule
+from tests.harness import drive, guessed
+from tests.test_draft_loop import recorded_frontiers
+from tests.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
+from tests.torch_engines import CPU, TorchCpuRuntime, open_torch_runner, write_torch_engine
+
+MAX_TOKENS = 24
+CONFIG = EngineConfig(max_num_seqs=6, num_kv_blocks=96, max_prefill_tokens=64)
+NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 90, 4, 11
+KINDS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=6),
+    SamplingParams(temperature=1.2, min_p=0.05, seed=2**64 - 1),
+]
+
+
+@pytest.fixture(scope="module", params=[(), (1,)], ids=["one segment", "two segments"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelEngine, Path]:
+    root = tmp_path_factory.mktemp("draft_loop")
+    source = write_checkpoint(root / "source")
+    return write_torch_engine(source, root, exit_layers=request.param), root
+
+
+def open_runner(built: tuple[ModelEngine, Path], limits: CallBounds | None = None) -> CudaRunner:
+    return open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, limits=limits)
+
+
+def open_sampler(kinds: list[SamplingParams]) -> TorchSampler:
+    sampler = TorchSampler(VOCAB_SIZE, MAX_SEQS, CPU)
+    for slot, sampling in enumerate(kinds):
+        sampler.add(slot, sampling, np.array([1]), 1, (0,))
+    return sampler
+
+
+class Drafting:
+    """A sequences with a context each; rows feed what the draft has not seen of them."""
+
+    def __init__(self, seed: int, size: int, most_tokens: int = 6) -> None:
+        rng = np.random.default_rng(seed)
+        self.seen = rng.integers(0, 30, size)
+        self.num_rows = rng.integers(1, 5, size)
+        self.lengths = rng.integers(1, most_tokens + 1, size)
+        self.tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in self.seen + self.num_rows]
+        width = -(-(30 + 5 + most_tokens) // BLOCK_SIZE)
+        needed = -(-(self.seen + self.num_rows + self.lengths - 1) // BLOCK_SIZE)
+        blocks = iter(rng.permutation(NUM_BLOCKS).tolist())
+        # Where a chain ends its blocks end as well: a write past it would land in block 0, which is somebody's.
+        self.tables = np.array([[next(blocks) if i < n else 0 for i in range(width)] for n in needed.tolist()])
+        self.slots = rng.permutation(MAX_SEQS)[:size]
+
+    def prefill(self, runner: CudaRunner) -> None:
+        who = np.flatnonzero(self.seen)
+        if who.size:
+            tokens = [self.tokens[i] for i in who]
+            rows = make_rows(tokens, [0] * who.size, self.seen[who].tolist(), self.tables[who], np.zeros(0, np.int64))
+            hidden = None
+            for segment in range(runner.num_segments):
+                hidden = runner.run_segment(segment, rows, hidden)
+
+    def rows(self):
+        last = np.cumsum(self.num_rows) - 1
+        return make_rows(self.tokens, self.seen.tolist(), self.num_rows.tolist(), self.tables, last)
+
+
+def in_turn(runner: CudaRunner, sampler: TorchSampler, drafting: Drafting, num_candidates: int) -> DraftTokens:
+    """The definition: a call and a draw per step, for the chains that go on."""
+    starts, size = drafting.seen + drafting.num_rows, drafting.slots.size
+    width = int(drafting.lengths.max())
+    tokens, margins = np.zeros((size, width), np.int64), np.zeros((size, width), np.float32)
+    candidates = np.zeros((size, width, num_candidates), np.int64)
+    rows, active = drafting.rows(), np.arange(size)
+    for step in range(width):
+        hidden = None
+        for segment in range(runner.num_segments):
+            hidden = runner.run_segment(segment, rows, hidden)
+        assert hidden is not None
+        drawing = SamplingRows(drafting.slots[active], starts[active] + step, active, active * 0 + step, tokens)
+        drawn = sampler.sample_draft(hidden, drawing, num_candidates)
+        tokens[active, step], margins[active, step] = drawn.tokens, drawn.margins
+        if drawn.candidates is not None:
+            candidates[active, step] = drawn.candidates
+        active = np.flatnonzero(drafting.lengths > step + 1)
+        places = (starts[active] + step).tolist()
+        padded = [
+            np.append(np.zeros(place, np.int64), tokens[i, step]) for i, place in zip(active, places, strict=True)
+        ]
+        if active.size:
+            rows = make_rows(padded, places, [1] * active.size, drafting.tables[active])
+    return DraftTokens(tokens, margins, candidates if num_candidates else None)
+
+
+def assert_equal_chains(drawn: DraftTokens, expected: DraftTokens, lengths: np.ndarray) -> None:
+    is_token = np.arange(expected.tokens.shape[1]) < lengths[:, None]
+    assert drawn.tokens.shape == expected.tokens.shape
+    assert np.array_equal(drawn.tokens[is_token], expected.tokens[is_token])
+    np.testing.assert_allclose(drawn.margins[is_token], expected.margins[is_token], atol=1e-3)
+    assert (drawn.candidates is None) == (expected.candidates is None)
+    if drawn.candidates is not None and expected.candidates is not None:
+        assert np.array_equal(drawn.candidates[is_token], expected.candidates[is_token])
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 4])
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[:2], KINDS], ids=["greedy", "temperature", "filters"])
+def test_chains_are_those_of_calls_in_turn(built, kinds: list[SamplingParams], num_candidates: int) -> None:
+    runner, host = open_runner(built), open_runner(built)
+    sampler = open_sampler((kinds * MAX_SEQS)[:MAX_SEQS])
+    loop = TorchDraftLoop(runner, sampler)
+    for seed in range(5):
+        drafting = Drafting(seed, size=1 + (seed * 7) % MAX_SEQS, most_tokens=1 + seed)
+        for each in (runner, host):
+            each.pool.storage.zero_()
+            drafting.prefill(each)
+        assert loop.can_draft(drafting.slots)
+        drawn = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
+        assert_equal_chains(drawn, in_turn(host, sampler, drafting, num_candidates), drafting.lengths)
+        torch.testing.assert_close(
+            runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0, msg="K/V of other places was written"
+        )
+        again = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
+        assert_equal_chains(again, drawn, drafting.lengths)
+
+
+def test_shapes_are_prepared_once(built, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = open_runner(built)
+    loop = TorchDraftLoop(runner, open_sampler(KINDS[:1] * MAX_SEQS))
+    prepared, prepare = [], runner.prepare_decode
+    monkeypatch.setattr(runner, "prepare_decode", lambda *counts: prepared.append(counts) or prepare(*counts))
+    for size in (5, 7, 6, 3):
+        drafting = Drafting(0, size)
+        drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 3
+        loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+    assert prepared == [(8, 8), (4, 8)]
+
+
+def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:
+    runner = open_runner(built, CallBounds(64, 6, 8, 10, 6, 0))
+    prepared, prepare = [], runner.prepare_decode
+    runner.prepare_decode = lambda *counts: prepared.append(counts) or prepare(*counts)  # type: ignore[method-assign]
+    drafting = Drafting(1, size=5)
+    drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 30
+    drafting.tables = np.arange(50).reshape(5, 10)
+    loop = TorchDraftLoop(runner, open_sampler(KINDS[:1] * MAX_SEQS))
+    loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+    assert prepared == [(6, 8)]
+    drafting.lengths[:] = 39
+    loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+    assert prepared == [(6, 8), (6, 10)]
+
+
+def test_rules_are_left_to_the_host(built) -> None:
+    kinds = [*KINDS[:3], SamplingParams(temperature=1.0, repetition_penalty=1.2)]
+    loop = TorchDraftLoop(open_runner(built), open_sampler(kinds))
+    assert loop.can_draft(np.array([0, 1, 2]))
+    assert not loop.can_draft(np.array([0, 3]))
+
+
+def with_nan(runner: CudaRunner, row: int, at_launch: int) -> CudaRunner:
+    """Logits of `row` become NaN behind one launch of each chain of four tokens."""
+    prepare = runner.prepare_decode
+
+    def prepare_decode(num_sequences: int, num_blocks: int) -> PreparedCall:
+        call, launches = prepare(num_sequences, num_blocks), itertools.cycle([1, 2, 3])
+
+        def launch() -> None:
+            call.launch()
+            if next(launches) == at_launch:
+                call.tensors["logits"][row] = torch.nan
+
+        return replace(call, launch=launch)
+
+    runner.prepare_decode = prepare_decode  # type: ignore[method-assign]
+    return runner
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_unusable_logits_name_their_slot_and_position(built, kind: int) -> None:
+    drafting = Drafting(3, size=4)
+    drafting.seen[1], drafting.num_rows[1] = 7, 1
+    drafting.tokens[1] = np.arange(8)
+    drafting.tables = np.arange(4 * 12).reshape(4, 12)
+    drafting.lengths[:] = 4
+    sampler = open_sampler(KINDS[kind : kind + 1] * MAX_SEQS)
+
+    def draft(runner: CudaRunner) -> None:
+        TorchDraftLoop(runner, sampler).draft(drafting.rows(), drafting.slots, drafting.lengths, 2)
+
+    slot = drafting.slots[1]
+    for step in (1, 3):
+        with pytest.raises(FaserError, match=rf"slot {slot}, position {8 + step}\) hold NaN"):
+            draft(with_nan(open_runner(built), 1, step))
+    drafting.lengths[1] = 3
+    draft(with_nan(open_runner(built), 1, 3))  # nobody's token
+    poisoned = open_runner(built)
+    poisoned.pool.storage[:, :, :, drafting.tables[1, 0], 2] = torch.nan
+    with pytest.raises(FaserError, match=rf"row 1 \(slot {slot}, position 8\) hold NaN"):
+        draft(poisoned)
+
+
+# -- whole engines ---------------------------------------------------------------------------------------
+
+
+class LoopRuntime(TorchCpuRuntime):
+    """Samples in torch, and drafts whole chains where `has_loops`."""
+
+    has_loops = True
+
+    def open_sampler(self, vocab_size: int, max_num_seqs: int) -> TorchSampler:  # type: ignore[override]
+        return TorchSampler(vocab_size, max_num_seqs, CPU)
+
+    def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
+        assert isinstance(runner, CudaRunner) and isinstance(sampler, TorchSampler)
+        return TorchDraftLoop(runner, sampler) if self.has_loops else None
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoopRuntime, ModelPair]:
+    directory = tmp_path_factory.mktemp("torch_engine")
+    models = ModelPair(
+        write_torch_engine(DEMO_PAIR / "target", directory, name="target", exit_layers=(4,)),
+        write_torch_engine(DEMO_PAIR / "draft", directory, name="draft"),
+    )
+    return LoopRuntime(directory, models, kv_block_size=16), models
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Of every kind but those with rules, and one of those, which ends first."""
+    directory = demo_engine_dir()
+    made = make_requests(directory, 3, MAX_TOKENS, 0.0) + make_requests(directory, 3, MAX_TOKENS, 0.8)
+    made = [replace(r, request_id=f"r{i}") for i, r in enumerate(made)]
+    made[4] = replace(made[4], sampling=replace(made[4].sampling, top_p=0.9, top_k=50))
+    made[5] = replace(made[5], sampling=replace(made[5].sampling, repetition_penalty=1.2), max_tokens=5)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request]) -> dict[str, list[int]]:
+    """What ONNX Runtime and NumpySampler decode plainly."""
+    directory = demo_engine_dir()
+    manifest = EngineManifest.load(directory)
+    models = ModelPair(manifest.target, manifest.draft)
+    runtime = OrtRuntime(directory, models, manifest.kv_block_size)
+    engine = assemble(runtime, models, parse_policy("none", guessed), CONFIG)
+    tokens = drive(engine, requests).tokens
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("has_trim", [False, True])
+@pytest.mark.parametrize("mode", PipelineMode)
+def test_engines_with_and_without_loops(demo, requests, expected, mode: PipelineMode, has_trim: bool) -> None:
+    runtime, models = demo
+    split = split_name(*runtime.splits[0]) if runtime.splits else ""
+    if mode is not PipelineMode.SERIAL and not split:
+        pytest.skip("needs two cores")
+    name = "whole" if mode is PipelineMode.SERIAL else split
+    trim = random_rule(np.random.default_rng(4)) if has_trim else None
+    seen = []
+    for has_loops in (False, True):
+        runtime.has_loops = has_loops
+        pruner = at_random(np.random.default_rng(0), exits=(0,)) if has_trim else None
+        forced = {"mode": mode, "partition": name, "trim": trim, "pruner": pruner}
+        policy = Forced(parse_policy("fixed:4", guessed), lambda decision, forced=forced: replace(decision, **forced))
+        policy.partitions = ("whole", name)
+        engine = assemble(runtime, models, policy, CONFIG)
+        frontiers = recorded_frontiers(engine.stepper)
+        assert drive(engine, requests).tokens == expected
+        engine.close()
+        seen.append(frontiers)
+    for without, with_loops in zip(*seen, strict=True):
+        drafted, num_drafted, num_rows, _, candidates = zip(without, with_loops, strict=True)
+        assert np.array_equal(*num_drafted) and np.array_equal(*num_rows)
+        assert np.array_equal(*drafted) and (candidates[0] is None or np.array_equal(*candidates))
