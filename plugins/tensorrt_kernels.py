@@ -110,6 +110,30 @@ def combine_parts_kernel(
     )
 
 
+def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
+    """What the first kernel is compiled for."""
+    return {
+        "NUM_KV_HEADS": geometry.num_kv_heads,
+        "HEAD_DIM": geometry.head_dim,
+        "GROUP": geometry.group,
+        "KV_BLOCK_SIZE": geometry.kv_block_size,
+        "SCALE_LOG2": geometry.head_dim**-0.5 * math.log2(math.e),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_c,
+        "BLOCK_D": padded_head_dim(geometry.head_dim),
+    }
+
+
+def combine_constants(geometry: Geometry) -> dict[str, int]:
+    """What the second kernel is compiled for."""
+    return {
+        "HEAD_DIM": geometry.head_dim,
+        "BLOCK_S": triton.next_power_of_2(MAX_SPLITS),
+        "BLOCK_D": padded_head_dim(geometry.head_dim),
+    }
+
+
 @cache
 def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None = None) -> Compiled:
     """The first kernel for tensors of a type, "fp32", "fp16" or "bf16". Every layer of a model shares one.
@@ -134,21 +158,10 @@ def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Com
     signature = {name: indices if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
     signature |= dict.fromkeys(("num_rows", "num_blocks", "num_columns", "num_splits"), "i32")
     signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
-    constants = {
-        "NUM_KV_HEADS": geometry.num_kv_heads,
-        "HEAD_DIM": geometry.head_dim,
-        "GROUP": geometry.group,
-        "KV_BLOCK_SIZE": geometry.kv_block_size,
-        "SCALE_LOG2": geometry.head_dim**-0.5 * math.log2(math.e),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_C": config.block_c,
-        "BLOCK_D": padded_head_dim(geometry.head_dim),
-    }
     return compile_kernel(
         attend_splits_kernel,
         signature,
-        constants,
+        attend_constants(geometry, config),
         geometry.capability,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -162,9 +175,5 @@ def compile_combine(geometry: Geometry, dtype: str) -> Compiled:
     signature = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "q": floats}
     signature |= {"block_table": "*i32:16", "cu_rows": "*i32:16", "num_sequences": "i32", "num_splits": "i32"}
     signature |= {"attended": floats}
-    constants = {
-        "HEAD_DIM": geometry.head_dim,
-        "BLOCK_S": triton.next_power_of_2(MAX_SPLITS),
-        "BLOCK_D": padded_head_dim(geometry.head_dim),
-    }
+    constants = combine_constants(geometry)
     return compile_kernel(combine_parts_kernel, signature, constants, geometry.capability, num_warps=COMBINE_WARPS)
