@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.request import Request
 from faser_backend.device.cpu_runtime import OrtRuntime
+from faser_backend.device.cuda.programs import TorchPrograms
+from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
@@ -21,7 +24,7 @@ from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from scripts.check_equality import make_requests
 from tests.forcing import Forced, at_random, forced
 from tests.harness import Driven, drive, guessed
-from tests.torch_engines import TorchCpuRuntime, write_torch_engine
+from tests.torch_engines import CPU
 
 MAX_TOKENS, EXIT_LAYERS = 24, (2, 4)
 
@@ -42,13 +45,14 @@ def expected(requests: list[Request]) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchCpuRuntime, ModelPair]:
-    directory = tmp_path_factory.mktemp("torch_engine")
-    models = ModelPair(
-        write_torch_engine(DEMO_PAIR / "target", directory, name="target", exit_layers=EXIT_LAYERS),
-        write_torch_engine(DEMO_PAIR / "draft", directory, name="draft"),
-    )
-    return TorchCpuRuntime(directory, models, kv_block_size=16), models
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaRuntime, ModelPair]:
+    directory = tmp_path_factory.mktemp("torch_engine") / "engine"
+    build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", directory, runtime="torch", exit_layers=EXIT_LAYERS)
+    manifest = EngineManifest.load(directory)
+    models = ModelPair(manifest.target, manifest.draft)
+    programs = TorchPrograms.of_directory(directory, manifest.dtype, CPU)
+    runtime = CudaRuntime(CPU, programs, models, manifest.kv_block_size, dtype=manifest.dtype, shares=None)
+    return runtime, models
 
 
 def config() -> EngineConfig:
