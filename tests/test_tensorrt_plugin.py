@@ -1,0 +1,268 @@
+"""The attention plugin without a GPU: its contract in numbers, and both forms of it up to the border of TensorRT.
+
+The form that bakes kernels in is registered with a recording fake, as full TensorRT cannot be installed here; the
+other one subclasses the real plugin classes, which the bindings of TensorRT-RTX have too.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import numpy as np
+import pytest
+
+from plugins.attention_config import MAX_SPLITS, choose_num_splits
+from plugins.compile import Compiled
+from plugins.tensorrt_aot import MAX_SHARED_BYTES, register_aot_plugins
+from plugins.tensorrt_contract import (
+    ATTENTION_INPUTS,
+    ATTENTION_OP,
+    ATTENTION_OUTPUTS,
+    GEOMETRY_FIELDS,
+    NAMESPACE,
+    VERSION,
+    WHOLE_NUMBERS,
+    Geometry,
+    aliased_input,
+    attend_launch,
+    check_shapes,
+    is_supported,
+    num_splits,
+    part_rows,
+    workspace_bytes,
+)
+from plugins.tensorrt_import import import_tensorrt
+from plugins.tensorrt_kernels import compile_attend, compile_combine
+from plugins.tensorrt_v3 import AttentionKernels, loaded_kernels, plugin_classes, register_v3_plugin
+from tests.fake_tensorrt_plugin import DataType, FakeTensorRt, TensorDesc
+
+GEOMETRY = Geometry(
+    num_heads=8, num_kv_heads=2, head_dim=64, kv_block_size=16, max_rows=256, tile_rows=8, num_sms=132, capability=90
+)
+SHAPES = [("T", 8, 64), *[("T", 2, 64)] * 2, *[(2, "NB", 16, 64)] * 2, ("B", "MB"), ("B + 1",), ("B",), ("T",)]
+SIZES = {"T": 20, "B": 4, "B + 1": 5, "NB": 900, "MB": 64}
+FLOATS, INTS = ["BF16"] * 5, ["INT32"] * 4
+
+
+def test_attributes_go_round_and_are_checked() -> None:
+    assert Geometry.from_fields(GEOMETRY.as_fields()) == GEOMETRY
+    assert tuple(GEOMETRY.as_fields()) == GEOMETRY_FIELDS
+    with pytest.raises(ValueError, match="attributes max_rows, pages: missing or unknown"):
+        Geometry.from_fields({**{k: v for k, v in GEOMETRY.as_fields().items() if k != "max_rows"}, "pages": 1})
+    with pytest.raises(ValueError, match=r"\.num_heads = 8: must be a multiple of 3 KV heads"):
+        Geometry.from_fields({**GEOMETRY.as_fields(), "num_kv_heads": 3})
+    with pytest.raises(ValueError, match=r"\.head_dim = 0: must be a whole number of at least 1"):
+        Geometry.from_fields({**GEOMETRY.as_fields(), "head_dim": 0})
+
+
+def test_only_the_pools_share_memory() -> None:
+    aliases = [aliased_input(output) for output in range(len(ATTENTION_OUTPUTS))]
+    assert [ATTENTION_INPUTS[alias] if alias >= 0 else None for alias in aliases] == [None, "k_pool", "v_pool"]
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT", "HALF", "BF16"])
+def test_one_float_type_and_row_by_row(dtype: str) -> None:
+    fine = [dtype] * 5 + INTS + [dtype] * 3
+    linear = [True] * 12
+    assert all(is_supported(position, fine, linear) for position in range(12))
+    other = "HALF" if dtype != "HALF" else "BF16"
+    for position in range(12):
+        wrong = [*fine]
+        wrong[position] = "INT64" if 5 <= position < 9 else other
+        refuses = position > 0 or dtype == other  # position 0 sets the type
+        assert is_supported(position, wrong, linear) is not refuses
+        assert not is_supported(position, fine, [index != position for index in range(12)])
+    assert not is_supported(0, ["INT8"], [True])
+
+
+def test_shapes_have_to_be_those_of_the_attributes() -> None:
+    known = [[SIZES.get(size, size) for size in shape] for shape in SHAPES]
+    check_shapes(GEOMETRY, known)
+    check_shapes(GEOMETRY, [[-1 if isinstance(size, str) else size for size in shape] for shape in SHAPES])
+    known[3] = [2, 900, 8, 64]
+    with pytest.raises(ValueError, match=r"k_pool has shape \[2, 900, 8, 64\], its attributes say \[2, -1, 16, 64\]"):
+        check_shapes(GEOMETRY, known)
+
+
+def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
+    rng = np.random.default_rng(0)
+    config = GEOMETRY.launch_config("bf16")
+    num_limited = 0
+    for _ in range(400):
+        num_sequences, num_columns = int(rng.integers(1, 65)), int(2 ** rng.integers(0, 10))
+        num_rows = num_sequences * int(rng.integers(1, 20))
+        splits = num_splits(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (num_sequences, num_columns))
+        assert 1 <= splits <= MAX_SPLITS and num_rows * splits <= part_rows(num_rows)
+        tiles = -(-(num_rows // num_sequences) // (config.block_m // GEOMETRY.group))
+        wanted = choose_num_splits(num_sequences, GEOMETRY.num_kv_heads, 16 * num_columns, GEOMETRY.num_sms, tiles)
+        assert splits == min(wanted, part_rows(num_rows) // num_rows)
+        num_limited += splits < wanted
+    assert 0 < num_limited < 200
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 256, 300])
+def test_the_grid_has_a_tile_for_every_row_of_the_longest_chunk(num_rows: int) -> None:
+    config = GEOMETRY.launch_config("fp16")
+    launch = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (3, 100), num_blocks=50)
+    rows_per_tile = config.block_m // GEOMETRY.group
+    tiles = launch.grid[0] // launch.scalars[-1]
+    assert launch.grid == (tiles * launch.scalars[-1], 2, 3)
+    assert tiles * rows_per_tile >= min(num_rows, GEOMETRY.max_rows) > (tiles - 1) * rows_per_tile
+    assert launch.scalars[:3] == (num_rows, 50, 100)
+
+
+@pytest.fixture(scope="module")
+def registered() -> FakeTensorRt:
+    fake = FakeTensorRt()
+    register_aot_plugins("fake_tensorrt")
+    register_aot_plugins("fake_tensorrt")  # the fake refuses a second definition
+    return fake
+
+
+def described(fake: FakeTensorRt, op: str, tensors: list[TensorDesc]):
+    return fake.functions[f"{NAMESPACE}::{op}"]["describe"](*tensors, **GEOMETRY.as_fields())
+
+
+def implemented(fake: FakeTensorRt, op: str, tensors: list[TensorDesc], outputs: tuple[TensorDesc, ...]):
+    attributes = GEOMETRY.as_fields().values()
+    return fake.functions[f"{NAMESPACE}::{op}"]["implement"](*tensors, *attributes, outputs, 0)
+
+
+def attention_tensors() -> list[TensorDesc]:
+    return [TensorDesc(shape, DataType[dtype]) for shape, dtype in zip(SHAPES, FLOATS + INTS, strict=True)]
+
+
+def launch_at(launched: tuple) -> tuple[tuple[int, ...], list[int]]:
+    """Grid and whole numbers for SIZES."""
+    params, numbers = launched[2:]
+    grid = (params.grid_x, params.grid_y, params.grid_z)
+    return tuple(size if isinstance(size, int) else size.at(SIZES) for size in grid), [n.at(SIZES) for n in numbers]
+
+
+def check_passed(compiled: Compiled, tensors: list[TensorDesc], launched: tuple, outputs: list[TensorDesc]) -> None:
+    """What TensorRT passes - inputs, whole numbers, outputs - is what the kernel takes, by type."""
+    types = {DataType.FLOAT: "*fp32", DataType.BF16: "*bf16", DataType.INT32: "*i32"}
+    passed = [*(types[t.dtype] for t in tensors), *["i32"] * len(launched[3]), *(types[t.dtype] for t in outputs)]
+    assert [kind for _, kind in compiled.parameters] == passed
+    params = launched[2]
+    assert launched[:2] == (compiled.name, compiled.ptx)
+    assert (params.block_x, params.block_y, params.shared_mem) == (compiled.num_warps * 32, 1, compiled.shared_bytes)
+
+
+def test_both_halves_are_baked_in(registered: FakeTensorRt) -> None:
+    tensors = attention_tensors()
+    outputs = described(registered, "AttendSplits", tensors)
+    assert [output.shape_at(SIZES) for output in outputs[:2]] == [[532, 8, 64], [532, 8, 2]]
+    assert [output.source for output in outputs] == [None, None, tensors[3], tensors[4]]
+    launched = implemented(registered, "AttendSplits", tensors, outputs)
+    check_passed(compile_attend(GEOMETRY, "bf16", MAX_SHARED_BYTES), tensors, launched, list(outputs))
+    config = GEOMETRY.launch_config("bf16")
+    wanted = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, 20, (4, 64), num_blocks=900)
+    assert launch_at(launched) == (wanted.grid, list(wanted.scalars))
+
+    by_name = dict(zip(ATTENTION_INPUTS, tensors, strict=True))
+    halves = [*outputs[:2], by_name["q"], by_name["block_table"], by_name["cu_rows"]]
+    combined = described(registered, "CombineSplits", halves)
+    assert combined.shape_at(SIZES) == [20, 8, 64] and combined.source is None
+    launched = implemented(registered, "CombineSplits", halves, (combined,))
+    check_passed(compile_combine(GEOMETRY, "bf16"), halves, launched, [combined])
+    assert launch_at(launched) == ((20, 8, 1), [4, wanted.scalars[-1]])
+
+
+def test_signatures_are_classes_that_tensorrt_can_read(registered: FakeTensorRt) -> None:
+    for op, num_tensors in (("AttendSplits", 9), ("CombineSplits", 5)):
+        functions = registered.functions[f"{NAMESPACE}::{op}"]
+        parameters = signature(functions["describe"]).parameters
+        assert tuple(parameters)[num_tensors:] == GEOMETRY_FIELDS
+        annotations = [parameter.annotation for parameter in parameters.values()]
+        assert annotations == [TensorDesc] * num_tensors + [int] * len(GEOMETRY_FIELDS)
+        assert tuple(signature(functions["implement"]).parameters) == (*parameters, "outputs", "tactic")
+
+
+@pytest.fixture(scope="module")
+def trt():
+    return import_tensorrt("rtx").module
+
+
+def plugin_inputs(trt, sizes=None) -> list:
+    types = [trt.bfloat16] * 5 + [trt.int32] * 4
+    described = []
+    for shape, dtype in zip(SHAPES, types, strict=True):
+        tensor = trt.DynamicPluginTensorDesc()
+        tensor.desc.dims = [(sizes or {}).get(size, -1) if isinstance(size, str) else size for size in shape]
+        tensor.desc.type, tensor.desc.format = dtype, trt.TensorFormat.LINEAR
+        tensor.max = [SIZES.get(size, size) for size in shape]
+        described.append(tensor)
+    return described
+
+
+def test_the_python_plugin_is_found_made_and_serialised(trt) -> None:
+    register_v3_plugin(trt)
+    register_v3_plugin(trt)
+    creator = trt.get_plugin_registry().get_creator(ATTENTION_OP, VERSION, NAMESPACE)
+    assert tuple(field.name for field in creator.field_names) == GEOMETRY_FIELDS
+    made = plugin_classes(trt)[0](GEOMETRY, True)
+    again = creator.create_plugin("layer", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
+    for plugin, is_build in ((made, True), (again, False), (again.clone(), False)):
+        assert (plugin.geometry, plugin.is_build, plugin.num_outputs) == (GEOMETRY, is_build, 3)
+        assert (plugin.plugin_name, plugin.plugin_namespace, plugin.plugin_version) == (
+            ATTENTION_OP,
+            NAMESPACE,
+            VERSION,
+        )
+
+
+def test_the_python_plugin_describes_itself(trt) -> None:
+    plugin = plugin_classes(trt)[0](GEOMETRY, True)
+    inputs = plugin_inputs(trt)
+    assert plugin.get_output_data_types([tensor.desc.type for tensor in inputs]) == [trt.bfloat16] * 3
+    plugin.configure_plugin(inputs, [])
+    assert plugin.get_workspace_size(inputs, []) == sum(workspace_bytes(GEOMETRY, 20)) == 532 * 8 * (64 + 2) * 4
+    in_out = [*inputs, inputs[0], inputs[3], inputs[4]]
+    assert all(plugin.supports_format_combination(position, in_out, 9) for position in range(12))
+    in_out[5].desc.type = trt.int64
+    assert not plugin.supports_format_combination(5, in_out, 9)
+    shapes = plugin.get_output_shapes([trt.DimsExprs(len(shape)) for shape in SHAPES], [], None)
+    assert [len(shape) for shape in shapes] == [3, 4, 4]
+
+
+class RecordingKernel:
+    """Takes the place of a kernel on a GPU, and of what loads it."""
+
+    def __init__(self, compiled: Compiled, launches: list) -> None:
+        self.compiled = compiled
+        self._launches = launches
+
+    def launch(self, grid, stream, values) -> None:
+        names = [name for name, _ in self.compiled.parameters]
+        self._launches.append((self.compiled.name, grid, stream, dict(zip(names, values, strict=True))))
+
+
+def test_both_kernels_are_launched_on_the_stream_in_the_workspace() -> None:
+    launches: list = []
+    kernels = AttentionKernels(GEOMETRY, "bf16", lambda compiled: RecordingKernel(compiled, launches))
+    addresses = {name: 4096 * (index + 1) for index, name in enumerate((*ATTENTION_INPUTS, *ATTENTION_OUTPUTS))}
+    inputs = [addresses[name] for name in ATTENTION_INPUTS]
+    outputs = [addresses[name] for name in ATTENTION_OUTPUTS]
+    shapes = [[SIZES.get(size, size) for size in shape] for shape in SHAPES]
+    kernels.launch(shapes, inputs, outputs, workspace=1 << 20, stream=7)
+    (first, grid, stream, values), (second, combine_grid, combine_stream, combined) = launches
+    assert (first, second) == ("attend_splits_kernel", "combine_parts_kernel")
+    assert (stream, combine_stream, combine_grid) == (7, 7, (20, 8, 1))
+    parts = {"mixed_parts": 1 << 20, "stat_parts": (1 << 20) + workspace_bytes(GEOMETRY, 20)[0]}
+    passed = {**addresses, **parts}
+    numbers = {"num_rows": 20, "num_blocks": 900, "num_columns": 64, "num_splits": values["num_splits"]}
+    assert values == {**{name: passed[name] for name in values if name in passed}, **numbers}
+    numbers = {"num_sequences": 4, "num_splits": values["num_splits"]}
+    assert combined == {**{name: passed[name] for name in combined if name in passed}, **numbers}
+    assert grid[0] % values["num_splits"] == 0
+
+
+def test_nothing_is_loaded_or_launched_while_an_engine_is_built(trt) -> None:
+    """A driver that is missing would show: loading needs one."""
+    plugin = plugin_classes(trt)[0](GEOMETRY, True)
+    described = [tensor.desc for tensor in plugin_inputs(trt, SIZES)]
+    loaded_kernels.cache_clear()
+    plugin.on_shape_change(described, [])
+    plugin.enqueue(described, [], [0] * 9, [0] * 3, 0, 0)
+    assert loaded_kernels.cache_info().currsize == 0
