@@ -14,14 +14,14 @@ import triton.language as tl
 from plugins.launch import on_grid
 
 
-@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["cu_rows"])
+@triton.jit(do_not_specialize=["num_sequences", "num_splits"], do_not_specialize_on_alignment=["cu_rows"])
 def combine_splits_kernel(
-    mixed_parts,  # [T, H, NUM_SPLITS, HEAD_DIM] float32
-    stat_parts,  # [T, H, NUM_SPLITS, 2] float32: maximum (base 2), sum
+    mixed_parts,  # [T, H, num_splits, HEAD_DIM] float32
+    stat_parts,  # [T, H, num_splits, 2] float32: maximum (base 2), sum
     cu_rows,  # [num_sequences + 1]
     num_sequences,
     out,  # [T, H, HEAD_DIM]
-    NUM_SPLITS: tl.constexpr,
+    num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -32,13 +32,13 @@ def combine_splits_kernel(
         return
     pair = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     part = tl.arange(0, BLOCK_S)
-    stat = stat_parts + (pair * NUM_SPLITS + part) * 2
-    part_max = tl.load(stat, mask=part < NUM_SPLITS, other=float("-inf"))
+    stat = stat_parts + (pair * num_splits + part) * 2
+    part_max = tl.load(stat, mask=part < num_splits, other=float("-inf"))
     is_used = part_max > float("-inf")
     weight = tl.exp2(part_max - tl.max(part_max, 0))  # the last part always has a row to attend to: its own
     total = tl.sum(weight * tl.load(stat + 1, mask=is_used, other=0.0), 0)
     dims = tl.arange(0, BLOCK_D)
-    cells = mixed_parts + (pair * NUM_SPLITS + part)[:, None] * HEAD_DIM + dims[None, :]
+    cells = mixed_parts + (pair * num_splits + part)[:, None] * HEAD_DIM + dims[None, :]
     mixed = tl.load(cells, mask=is_used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     result = tl.sum(mixed * weight[:, None], 0) / total
     tl.store(out + pair * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -53,7 +53,7 @@ def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows:
         cu_rows,
         cu_rows.shape[0] - 1,
         out,
-        NUM_SPLITS=num_splits,
+        num_splits=num_splits,
         HEAD_DIM=head_dim,
         BLOCK_S=triton.next_power_of_2(num_splits),
         BLOCK_D=triton.next_power_of_2(head_dim),

@@ -1,0 +1,181 @@
+"""Kernels of verification: numerics in the interpreter (processes of their own), launchers without a GPU, configs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugins import reference
+from plugins.attention_config import (
+    FLOAT_TILES,
+    HALF_TILES,
+    MAX_SPLITS,
+    SHARED_LIMITS,
+    WIDE_HALF_TILES,
+    choose_num_splits,
+    launch_config,
+    padded_head_dim,
+    shared_bytes,
+    shared_limit,
+)
+from plugins.exit_scores import exit_scores
+from plugins.kv_write import write_kv
+from plugins.launch import runs_kernel
+from plugins.pruned_chunk_attention import pruned_chunk_attention, pruned_chunk_attention_kernel
+from plugins.row_compaction import compact_rows
+from tests.kernel_cases import Call, Shape, check, make_call
+
+ROOT = Path(__file__).resolve().parents[1]
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    ["random_ragged_calls and fp32", "random_ragged_calls and not fp32", "not random_ragged_calls"],
+)
+def test_interpreted_kernels_match_their_references(selection):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-W", "ignore", "tests/interpreted_kernels.py", "-k", selection]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def run(call: Call, **options) -> None:
+    pruned_chunk_attention(*call, max_rows=max(1, int(call.cu_rows.diff().max())), **options)
+
+
+def dense_attention(call: Call) -> torch.Tensor:
+    """Row by row from each sequence's tokens in a line: an independent statement of what the reference says."""
+    out = call.out.clone()
+    num_kv_heads, _, kv_block_size, head_dim = call.k_pool.shape
+    group = call.q.shape[1] // num_kv_heads
+    for b, context in enumerate(call.context_lens.tolist()):
+        begin, end = call.cu_rows[b].item(), call.cu_rows[b + 1].item()
+        for row in range(begin, end):
+            for head in range(call.q.shape[1]):
+                kv = head // group
+                cells = [(call.block_table[b, p // kv_block_size], p % kv_block_size) for p in range(context)]
+                own = range(begin, row + 1)
+                keys = [call.k_pool[kv, block, offset] for block, offset in cells] + [call.k_new[r, kv] for r in own]
+                values = [call.v_pool[kv, block, offset] for block, offset in cells] + [call.v_new[r, kv] for r in own]
+                scores = torch.stack([call.q[row, head] @ key for key in keys]) / head_dim**0.5
+                out[row, head] = scores.softmax(0) @ torch.stack(values)
+    return out
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_reference_says_what_attention_is(group):
+    shape = Shape(rows=(3, 0, 1), contexts=(9, 5, 0), group=group, head_dim=16, num_padding_rows=1, is_fused=True)
+    call = make_call(shape, 0)
+    expected = dense_attention(call)
+    run(call)
+    torch.testing.assert_close(call.out, expected, atol=1e-6, rtol=0)
+    first_slots = call.slot_mapping[:3].long()
+    for new, pool in ((call.k_new, call.k_pool), (call.v_new, call.v_pool)):
+        assert torch.equal(pool.flatten(1, 2)[:, first_slots], new[:3].transpose(0, 1))
+
+
+def test_launchers_run_references_on_the_cpu():
+    assert not runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1))
+    check(make_call(Shape(rows=(2, 5), contexts=(8, 3)), 1), lambda call: run(call, num_splits=2))
+    hidden, head = torch.randn(3, 8), torch.randn(20, 8)
+    candidates, scores, kept = torch.tensor([[1, 2], [3, 4], [19, 0]]), torch.zeros(3, 2), torch.zeros(2, 8)
+    exit_scores(hidden, head, candidates, scores)
+    torch.testing.assert_close(scores, (hidden @ head.T).gather(1, candidates))
+    compact_rows(hidden, torch.tensor([2, 0]), kept)
+    assert torch.equal(kept, hidden[[2, 0]])
+
+
+def test_a_write_of_no_row_writes_nothing():
+    pools = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)
+    write_kv(torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.tensor([-1, -1], dtype=torch.int32), *pools)
+    reference.write_kv(torch.ones(0, 1, 16), torch.ones(0, 1, 16), torch.zeros(0, dtype=torch.int32), *pools)
+    assert not any(pool.any() for pool in pools)
+
+
+@pytest.mark.parametrize(
+    ("field", "replace", "message"),
+    [
+        ("context_lens", lambda t: t.long(), r"context_lens: dtype torch.int64, expected torch.int32"),
+        ("v_new", lambda t: t[:, :1], r"v_new: shape \[3, 1, 32\], expected \[3, 2, 32\]"),
+        ("k_new", lambda t: t.half(), r"k_new: dtype torch.float16, expected torch.float32"),
+        ("q", lambda t: t[:, :3], r"q: 3 heads, not a multiple of the pool's 2"),
+        ("k_pool", lambda t: t.mT, r"k_pool: shape"),
+        ("out", lambda t: t.mT.contiguous().mT, r"out: strides .*must be contiguous"),
+        ("cu_rows", lambda t: t[:-1], r"cu_rows: shape \[2\], expected \[3\]"),
+    ],
+)
+def test_bad_tensors_are_named(field, replace, message):
+    call = make_call(Shape(rows=(2, 1), contexts=(4, 4)), 0)
+    with pytest.raises(ValueError, match=message):
+        pruned_chunk_attention(*call._replace(**{field: replace(getattr(call, field))}), max_rows=2)
+    with pytest.raises(ValueError, match="max_rows = 0"):
+        pruned_chunk_attention(*call, max_rows=0)
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMITS)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
+def test_launches_fit_their_device(capability, element_bytes, head_dim):
+    for group in range(1, 17):
+        for max_rows in (1, 5, 17, 512):
+            config = launch_config(element_bytes, head_dim, group, max_rows, capability)
+            row_bytes = padded_head_dim(head_dim) * element_bytes
+            used = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
+            assert config.num_stages >= 2 and used <= shared_limit(capability) + 7_000  # what is really used is less
+            assert config.block_m >= max(16, group)
+            assert 16 <= config.block_c <= config.block_n <= 128
+            assert all(n & (n - 1) == 0 for n in config[:3])
+
+
+def test_tables_end_with_a_line_for_everything():
+    for tiles in (HALF_TILES, WIDE_HALF_TILES, FLOAT_TILES):
+        pairs = [tile.num_pairs for tile in tiles]
+        assert pairs == sorted(pairs) and pairs[-1] >= 128 * 8192
+        assert all(tile.num_pairs <= tile.block_m or tile.block_m >= 32 for tile in tiles)
+
+
+def test_decoding_and_verification_are_one_tile():
+    for group in (1, 2, 4, 8):
+        for max_rows in (1, 5):
+            assert launch_config(2, 128, group, max_rows).block_m >= group * max_rows
+
+
+@pytest.mark.parametrize(("head_dim", "group", "name"), [(0, 1, "head_dim"), (257, 1, "head_dim"), (64, 33, "query")])
+def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
+    with pytest.raises(ValueError, match=name):
+        launch_config(4, head_dim, group, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_kv_heads", "max_context", "num_sms", "expected"),
+    [
+        (32, 8, 1024, 132, 1),  # enough programs
+        (1, 8, 1024, 132, 4),  # as many parts as are worth their while
+        (1, 8, 16_384, 132, 33 if MAX_SPLITS >= 33 else MAX_SPLITS),
+        (16, 8, 4096, 132, 2),
+        (4, 2, 200, 132, 1),  # too short to cut
+        (1, 8, 1024, 8, 2),  # a small partition
+        (0, 8, 1024, 132, 4),
+    ],
+)
+def test_contexts_are_split_to_fill_the_device(num_sequences, num_kv_heads, max_context, num_sms, expected):
+    assert choose_num_splits(num_sequences, num_kv_heads, max_context, num_sms) == expected
+
+
+def test_row_tiles_need_no_splits():
+    assert choose_num_splits(1, 8, 8192, 132, num_tiles=64) == 1

@@ -1,0 +1,161 @@
+"""Every kernel compiles to a cubin for the three architectures, as it is launched, and fits them; no GPU is needed."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import triton
+import triton.language as tl
+
+from plugins.attention_config import launch_config, padded_head_dim, shared_bytes, shared_limit
+from plugins.compile import CAPABILITIES, Compiled, compile_kernel, without_scratch_parameters
+from plugins.exit_scores import BLOCK_C, exit_scores_kernel
+from plugins.exit_scores import BLOCK_D as SCORE_BLOCK_D
+from plugins.kv_write import write_kv_kernel
+from plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
+from plugins.row_compaction import BLOCK_D as ROW_BLOCK_D
+from plugins.row_compaction import compact_rows_kernel
+from plugins.split_combine import combine_splits_kernel
+
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+STARTS_OF_CUBINS = b"\x7fELF"
+
+
+def compile_attention(
+    dtype: str, head_dim: int, group: int, max_rows: int, capability: int, *, is_split: bool = False
+) -> Compiled:
+    """The kernel as the launcher runs it for such a call."""
+    config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
+    signature = dict.fromkeys(("q", "k_new", "v_new", "k_pool", "v_pool"), f"*{dtype}:16")
+    signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping"), "*i32")
+    signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
+    signature |= dict.fromkeys(("num_blocks", "table_stride", "num_splits"), "i32")
+    constants = {
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "KV_BLOCK_SIZE": 16,
+        "SCALE_LOG2": head_dim**-0.5 * math.log2(math.e),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_c,
+        "BLOCK_D": padded_head_dim(head_dim),
+    }
+    results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
+    constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
+    return compile_kernel(
+        pruned_chunk_attention_kernel,
+        signature | results,
+        constants,
+        capability,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+SMALL_KERNELS = {
+    "combine_splits_kernel": (
+        combine_splits_kernel,
+        {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "cu_rows": "*i32", "num_sequences": "i32"}
+        | {"out": "*bf16:16", "num_splits": "i32"},
+        {"HEAD_DIM": 128, "BLOCK_S": 4, "BLOCK_D": 128},
+    ),
+    "exit_scores_kernel": (
+        exit_scores_kernel,
+        {"hidden": "*fp32:16", "head": "*bf16:16", "candidates": "*i64:16", "hidden_size": "i32:16"}
+        | {"num_candidates": "i32", "out": "*fp32:16"},
+        {"BLOCK_C": BLOCK_C, "BLOCK_D": SCORE_BLOCK_D},
+    ),
+    "compact_rows_kernel": (
+        compact_rows_kernel,
+        {"hidden": "*bf16:16", "kept": "*i64:16", "hidden_size": "i32:16", "out": "*bf16:16"},
+        {"BLOCK_D": ROW_BLOCK_D},
+    ),
+    "write_kv_kernel": (
+        write_kv_kernel,
+        {"k_new": "*fp16:16", "v_new": "*fp16:16", "slot_mapping": "*i32", "k_stride": "i32:16"}
+        | {"v_stride": "i32:16", "num_slots": "i32", "k_pool": "*fp16:16", "v_pool": "*fp16:16"},
+        {"HEAD_DIM": 128, "BLOCK_D": 128},
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ("bf16", 128, 4, 1, False),  # decoding
+        ("bf16", 128, 4, 1, True),
+        ("bf16", 128, 4, 5, False),  # verification
+        ("fp16", 128, 8, 5, True),
+        ("fp16", 64, 7, 17, False),
+        ("bf16", 80, 1, 5, False),
+        ("bf16", 256, 2, 5, False),
+        ("bf16", 128, 4, 512, False),  # a prompt's chunk
+        ("fp32", 32, 2, 5, False),
+        ("fp32", 128, 4, 1, False),
+    ],
+)
+def test_attention_compiles_within_its_device(capability, variant):
+    dtype, head_dim, group, max_rows, is_split = variant
+    compiled = compile_attention(dtype, head_dim, group, max_rows, capability, is_split=is_split)
+    assert compiled.cubin.startswith(STARTS_OF_CUBINS) and compiled.name == "pruned_chunk_attention_kernel"
+    config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
+    row_bytes = padded_head_dim(head_dim) * ELEMENT_BYTES[dtype]
+    bound = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
+    assert compiled.shared_bytes <= min(bound, shared_limit(capability))
+    assert compiled.spill_bytes <= 32
+    assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
+    assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # and never less
+    tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
+    assert max(tiles_ahead) >= 2 * (config.num_stages - 2), "keys and values are not loaded ahead"
+    products = "fma" if dtype == "fp32" else "mma"
+    assert products in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", SMALL_KERNELS)
+def test_small_kernels_compile(capability, name):
+    kernel, signature, constants = SMALL_KERNELS[name]
+    compiled = compile_kernel(kernel, signature, constants, capability)
+    assert compiled.cubin.startswith(STARTS_OF_CUBINS) and compiled.name == name
+    assert compiled.spill_bytes == 0 and compiled.shared_bytes <= 48 * 1024
+    assert "v4" in compiled.ptx or name == "write_kv_kernel", "wide loads"
+
+
+def test_parameters_are_those_that_a_launch_passes():
+    compiled = compile_attention("bf16", 64, 4, 1, 90)
+    assert [name for name, _ in compiled.parameters] == [
+        *("q", "k_new", "v_new", "k_pool", "v_pool", "block_table", "cu_rows", "context_lens", "slot_mapping"),
+        *("q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_splits", "out"),
+    ]
+    entry = re.search(r"\.entry \w+\(([^)]*)\)", compiled.ptx)
+    assert entry is not None and entry[1].count(".param") == len(compiled.parameters)
+    kinds = [("u64" if kind.startswith("*") else "u32") for _, kind in compiled.parameters]
+    assert re.findall(r"\.param \.(\w+)", entry[1]) == kinds
+
+
+def test_a_kernel_that_reads_its_scratch_keeps_it():
+    ptx = ".visible .entry k(.param .u64 k_param_0, .param .u64 k_param_1, .param .u64 k_param_2)\n{ ld [k_param_%d]; }"
+    assert "k_param_1" not in without_scratch_parameters(ptx % 0, 1)
+    with pytest.raises(ValueError, match="k: reads k_param_2"):
+        without_scratch_parameters(ptx % 2, 1)
+    with pytest.raises(ValueError, match="3 PTX parameters, expected 2 and scratch"):
+        without_scratch_parameters(ptx % 0, 2)
+
+
+@triton.jit
+def add_one_kernel(x, count, y, BLOCK: tl.constexpr):
+    cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + cells, tl.load(x + cells, mask=cells < count) + 1, mask=cells < count)
+
+
+def test_signature_and_constants_name_every_parameter():
+    pointers = {"x": "*fp32:16", "y": "*fp32:16"}
+    assert compile_kernel(add_one_kernel, pointers | {"count": "i32"}, {"BLOCK": 128}, 80).num_registers > 0
+    assert len(compile_kernel(add_one_kernel, pointers, {"BLOCK": 128, "count": 1024}, 80).parameters) == 2
+    with pytest.raises(
+        ValueError, match="add_one_kernel: signature and constants must together name x, count, y, BLOCK"
+    ):
+        compile_kernel(add_one_kernel, pointers, {"BLOCK": 128}, 80)
