@@ -165,6 +165,16 @@ def test_filters_are_the_hosts() -> None:
         assert np.array_equal(kept.numpy(), expected)
 
 
+def test_a_nucleus_ends_where_it_holds_its_share() -> None:
+    """Different logits of equal weight, so that shares are exact: half of four tokens are two."""
+    scores = torch.tensor([[0.0, -1e-9, -2e-9, -3e-9]])
+    kept = keep_top(scores, torch.tensor([4]), torch.tensor([0.5], dtype=torch.float64))
+    assert torch.isfinite(kept).tolist() == [[True, True, False, False]]
+    expected = scores.numpy().copy()
+    numpy_keep_top(expected, np.array([4]), np.array([0.5]))
+    assert np.array_equal(kept.numpy(), expected)
+
+
 def test_a_token_without_rivals() -> None:
     logits = np.array([[-np.inf, 3.0, -np.inf, -np.inf], [1e30, -1e30, -np.inf, 1e38]], np.float32)
     for sampling in (SamplingParams(), SamplingParams(temperature=0.5, seed=2)):
