@@ -57,6 +57,11 @@ class TensorRt:
         numbers = sorted(int(name[2:]) for name in self.module.ComputeCapability.__members__ if name.startswith("SM"))
         return tuple(f"{number // 10}.{number % 10}" for number in numbers)
 
+    def check_built_by(self, compiler: str) -> None:
+        """compiler: title of the TensorRT that built an engine, which no other can load. Raises TensorRtError."""
+        if compiler != self.title:
+            raise TensorRtError(f"engines were built by {compiler or 'nobody known'}, here is {self.title}: build again")
+
     def error_log(self) -> ErrorLog:
         """A logger that collects errors. Builders and runtimes keep a reference: one log may serve several."""
         return ErrorLog(self)

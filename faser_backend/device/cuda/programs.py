@@ -78,13 +78,15 @@ class TorchPrograms:
 class TensorRtPrograms:
     """Programs of the runtimes "tensorrt" and "tensorrt_rtx"."""
 
-    def __init__(self, engine_dir: Path, runtime: str, device: torch.device) -> None:
-        """Raises TensorRtError where the runtime's TensorRT is not installed."""
+    def __init__(self, engine_dir: Path, runtime: str, device: torch.device, compiler: str) -> None:
+        """compiler: of the manifest. Raises TensorRtError where the runtime's TensorRT is not installed, or is not
+        the one that built the engines."""
         from faser_backend.device.cuda.tensorrt_engine import EngineStore
 
         self._engine_dir = engine_dir
         self._device = device
         self._store: EngineStore = EngineStore(runtime)
+        self._store.tensorrt.check_built_by(compiler)
         self._opened: set[tuple[FileSpec, ...]] = set()
 
     def open(self, model: ModelEngine, split: str, num_sms: int) -> Sequence[SegmentProgram]:

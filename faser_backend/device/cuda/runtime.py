@@ -146,7 +146,7 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime
     if manifest.runtime == "torch":
         programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device)
     else:
-        programs = TensorRtPrograms(engine_dir, manifest.runtime, device)
+        programs = TensorRtPrograms(engine_dir, manifest.runtime, device, manifest.compiler)
     models = ModelPair(manifest.target, manifest.draft)
     return open_on_device(programs, models, manifest.kv_block_size, dtype=manifest.dtype)
 
