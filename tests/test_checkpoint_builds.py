@@ -98,6 +98,7 @@ def test_sharded_checkpoints_give_the_same_engine(source: Path, tmp_path: Path) 
 def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files of arrays that are written row by row, some rows at a time, or whole."""
     monkeypatch.setattr("engines.arrays.BLOCK_ELEMENTS", block)
+    monkeypatch.setattr("engines.arrays.TURNED_COLUMNS", 3)
     rng = np.random.default_rng(0)
     arrays = {
         "matrix": rng.standard_normal((5, 3)).astype(np.float32),
