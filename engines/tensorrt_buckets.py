@@ -98,6 +98,11 @@ def narrowed(bucket: BucketSpec, inputs: Sequence[TensorSpec]) -> BucketSpec:
     return replace(bucket, ranges={name: sizes for name, sizes in bucket.ranges.items() if name in used})
 
 
+def with_free_rows(buckets: Sequence[BucketSpec]) -> tuple[BucketSpec, ...]:
+    """For attention that is given packed rows alone: any number of a call's rows may be of one sequence."""
+    return tuple(replace(bucket, ranges={**bucket.ranges, "Q": bucket.ranges["T"]}) for bucket in buckets)
+
+
 def shapes_of(tensor: TensorSpec, bucket: BucketSpec) -> tuple[Shape, Shape, Shape]:
     """Least, usual and most shape of an input."""
     sizes = [bucket.ranges[size] if isinstance(size, str) else (size,) * 3 for size in tensor.shape]

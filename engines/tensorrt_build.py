@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engines.checkpoint import CheckpointError
-from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
+from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of, with_free_rows
 from engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
 from engines.tensorrt_progress import BuildMonitor
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
-from plugins.tensorrt_import import Flavour, TensorRt, TensorRtError, import_tensorrt
+from plugins.tensorrt_import import ErrorLog, Flavour, TensorRt, TensorRtError, import_tensorrt
 
 FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
 
@@ -66,7 +66,7 @@ class TensorRtCompiler:
             begin(f"{path.stem}: compile layers {segment.first_layer} to {segment.last_layer}")
             onnx_path = onnx_dir / segment.file.name
             if self.tensorrt.has_plugins:
-                geometry = plugin_geometry(model.spec, kv_block_size, buckets)
+                geometry = plugin_geometry(model.spec, kv_block_size, with_free_rows(buckets))
                 onnx_path = write_plugin_network(self.tensorrt, onnx_path, geometry)
             self.compile_segment(onnx_path, segment, used, path)
             segments.append(replace(segment, file=FileSpec.of(path), buckets=used))
@@ -78,12 +78,10 @@ class TensorRtCompiler:
         """Writes the engine of one ONNX file. Raises TensorRtError naming segment, stage and what was logged."""
         module, log = self.tensorrt.module, self.tensorrt.error_log()
         builder = module.Builder(log.logger)
-        network = _parse(self.tensorrt, builder, log, onnx_path)
-        if not self.tensorrt.has_plugins:
-            _let_attention_decompose(module, network)
+        network = parse_network(self.tensorrt, builder, log, onnx_path)
         config = self._config(builder)
         for bucket in buckets:
-            config.add_optimization_profile(self._profile(builder, segment, bucket))
+            config.add_optimization_profile(self.make_profile(builder, segment, bucket))
         log.check(f"{onnx_path.name}: options and profiles")
         monitor = BuildMonitor(module, lambda phase: self._report(f"{path.stem}: {phase}"))
         config.progress_monitor = monitor.monitor
@@ -110,7 +108,8 @@ class TensorRtCompiler:
                 config.set_compute_capability(capability, index)
         return config
 
-    def _profile(self, builder: Any, segment: SegmentSpec, bucket: BucketSpec) -> Any:
+    def make_profile(self, builder: Any, segment: SegmentSpec, bucket: BucketSpec) -> Any:
+        """The optimisation profile of a bucket of calls."""
         profile = builder.create_optimization_profile()
         for tensor in segment.inputs:
             profile.set_shape(tensor.name, *shapes_of(tensor, bucket))
@@ -120,8 +119,8 @@ class TensorRtCompiler:
         return profile
 
 
-def _parse(tensorrt: TensorRt, builder: Any, log: Any, onnx_path: Path) -> Any:
-    """The network of an ONNX file, whose weights lie beside it."""
+def parse_network(tensorrt: TensorRt, builder: Any, log: ErrorLog, onnx_path: Path) -> Any:
+    """The network of an ONNX file, whose weights lie beside it. Raises TensorRtError naming the nodes it refuses."""
     module = tensorrt.module
     strongly_typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # later the only kind
     network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
@@ -132,11 +131,12 @@ def _parse(tensorrt: TensorRt, builder: Any, log: Any, onnx_path: Path) -> Any:
         reasons = "; ".join(f"{error.node_operator()} {error.node_name()}: {error.desc()}" for error in errors)
         raise TensorRtError(f"{onnx_path.name}: parse: {reasons or 'TensorRT gave no reason'}")
     log.check(f"{onnx_path.name}: parse")
+    _let_attention_decompose(module, network)
     return network
 
 
 def _let_attention_decompose(module: Any, network: Any) -> None:
-    """Lets TensorRT take attention apart where no fused kernel has its shapes."""
+    """Lets TensorRT take attention apart where no fused kernel has its type and shapes, as for fp32."""
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == module.LayerType.ATTENTION_OUTPUT:

@@ -60,7 +60,7 @@ class TensorRt:
     def check_built_by(self, compiler: str) -> None:
         """compiler: title of the TensorRT that built an engine, which no other can load. Raises TensorRtError."""
         if compiler != self.title:
-            raise TensorRtError(f"engines were built by {compiler or 'nobody known'}, here is {self.title}: build again")
+            raise TensorRtError(f"engines were built by {compiler or 'no TensorRT'}, here is {self.title}: build again")
 
     def error_log(self) -> ErrorLog:
         """A logger that collects errors. Builders and runtimes keep a reference: one log may serve several."""
