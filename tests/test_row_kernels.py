@@ -63,6 +63,24 @@ def test_kernels_compile_without_spills(capability: int, dtype: str):
         assert "ld.global.v" in compiled.ptx, f"{compiled.name} loads several values at once"
 
 
+def test_kernels_compile_without_what_is_optional():
+    """The first norm of a model has nothing to add, and most models do not norm their heads."""
+    norm = {"weight": "*fp32:16", "eps": "fp32", "hidden_size": "i32:16", "hidden": "*bf16:16", "out": "*bf16:16"}
+    assert compile_kernel(add_rms_norm_kernel, norm, {"delta": None, "summed": None, "BLOCK_D": 1024}, 90).cubin
+    rotation = {
+        "qkv": "*bf16:16",
+        "positions": "*i64:16",
+        "cos": "*fp32:16",
+        "sin": "*fp32:16",
+        "eps": "fp32",
+        "row_stride": "i32:16",
+        "num_heads": "i32",
+        "out": "*bf16:16",
+    }
+    constants = {"q_norm": None, "k_norm": None, "HALF": 32, "BLOCK_H": 32}
+    assert compile_kernel(rotate_heads_kernel, rotation, constants, 90, num_warps=1).cubin
+
+
 def test_shapes_and_types_that_do_not_fit_are_refused():
     rows, weight = torch.zeros(2, 8), torch.ones(8)
     with pytest.raises(ValueError, match="weight: dtype"):

@@ -145,7 +145,7 @@ def test_inputs_that_nobody_fills_are_refused() -> None:
 
 def test_staging_areas_take_turns_and_grow() -> None:
     ring, seen = StagingRing(CPU), []
-    blocks = [torch.zeros(size, dtype=torch.uint8) for size in (8, 8, 8, 8, 8, 64, 8)]
+    blocks = [torch.zeros(size, dtype=torch.uint8) for size in (8, 8, 8, 8, 8, 1 << 20, 8)]
     for index, block in enumerate(blocks):
 
         def fill(area: np.ndarray, index: int = index) -> None:

@@ -19,6 +19,7 @@ from faser_backend.manifest import TensorSpec
 
 ALIGNMENT = 256  # bytes: what compiled engines ask of an address
 NUM_AREAS = 4
+MIN_AREA_BYTES = 1 << 16
 NO_SLOT = -1  # of a row that writes no key and value
 TENSOR_DTYPES = {
     "float32": torch.float32,
@@ -139,7 +140,9 @@ class StagingRing:
             self._copied[index].synchronize()  # at once where it was never recorded
         num_bytes = block.numel()
         if self._areas[index].numel() < num_bytes:
-            self._areas[index] = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+            self._areas[index] = torch.empty(
+                max(2 * num_bytes, MIN_AREA_BYTES), dtype=torch.uint8, pin_memory=self._is_cuda
+            )
         area = self._areas[index][:num_bytes]
         fill(area.numpy())
         block.copy_(area, non_blocking=True)
