@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,8 @@ from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.core.request import Request
 from faser_backend.device.cpu_runtime import OrtRuntime
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
-from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.programs import TorchPrograms
+from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
@@ -22,36 +24,38 @@ from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from scripts.check_equality import make_requests
-from tests.forcing import Forced, at_random, random_rule
+from tests.fakes import CountingClock, SequentialLanes
+from tests.forced_engine import both_partitions
+from tests.forcing import Change, Forced, at_random, random_rule
 from tests.harness import drive, guessed
 from tests.test_draft_loop import recorded_frontiers
-from tests.torch_engines import CPU, TorchCpuRuntime, write_torch_engine
+from tests.test_pipeline_modes import POLICIES
+from tests.torch_engines import CPU, write_torch_engine
 
-MAX_TOKENS = 24
+MAX_TOKENS = 14
 CONFIG = EngineConfig(max_num_seqs=6, num_kv_blocks=96, max_prefill_tokens=64)
 
 
-class LoopRuntime(TorchCpuRuntime):
-    """Samples in torch, and drafts whole chains where `has_loops`."""
+class SwitchedRuntime(CudaRuntime):
+    """Drafts whole chains where `has_loops`, else token by token."""
 
     has_loops = True
 
-    def open_sampler(self, vocab_size: int, max_num_seqs: int) -> TorchSampler:  # type: ignore[override]
-        return TorchSampler(vocab_size, max_num_seqs, CPU)
-
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
-        assert isinstance(runner, CudaRunner) and isinstance(sampler, TorchSampler)
-        return TorchDraftLoop(runner, sampler) if self.has_loops else None
+        loop = super().open_draft_loop(runner, sampler)
+        assert isinstance(loop, TorchDraftLoop) and isinstance(sampler, TorchSampler)
+        return loop if self.has_loops else None
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoopRuntime, ModelPair]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[SwitchedRuntime, ModelPair]:
     directory = tmp_path_factory.mktemp("torch_engine")
     models = ModelPair(
         write_torch_engine(DEMO_PAIR / "target", directory, name="target", exit_layers=(4,)),
         write_torch_engine(DEMO_PAIR / "draft", directory, name="draft"),
     )
-    return LoopRuntime(directory, models, kv_block_size=16), models
+    programs = TorchPrograms.of_directory(directory, "fp32", CPU)
+    return SwitchedRuntime(CPU, programs, models, 16, dtype="fp32", shares=None), models
 
 
 @pytest.fixture(scope="module")
@@ -78,26 +82,45 @@ def expected(requests: list[Request]) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("has_trim", [False, True])
-@pytest.mark.parametrize("mode", PipelineMode)
-def test_engines_with_and_without_loops(demo, requests, expected, mode: PipelineMode, has_trim: bool) -> None:
+def run(demo, requests: list[Request], policy: str, change: Change, split: str) -> tuple[dict[str, list[int]], list]:
+    """Tokens and frontiers. A clock that counts its readings, and lanes in turn: no decision is a matter of time."""
     runtime, models = demo
-    split = split_name(*runtime.splits[0]) if runtime.splits else ""
+    forced = Forced(parse_policy(policy, both_partitions), change)
+    forced.partitions = ("whole", split)
+    engine = assemble(runtime, models, forced, CONFIG)
+    stepper = engine.stepper
+    stepper.clock = CountingClock()
+    assert isinstance(stepper.partitions, dict)
+    if split in stepper.partitions:
+        lanes = SequentialLanes(verifies_first=True)
+        stepper.partitions[split] = replace(stepper.partitions[split], lanes=lanes)
+    frontiers = recorded_frontiers(stepper)
+    tokens = drive(engine, requests).tokens
+    engine.close()
+    return tokens, frontiers
+
+
+# Every policy and every mode; each with each is in test_draft_loop.py.
+CASES = [(policy, mode, False) for policy, mode in zip(POLICIES, itertools.cycle(PipelineMode), strict=False)]
+CASES += [("fixed:4", mode, True) for mode in PipelineMode]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_engines_with_and_without_loops(demo, requests, expected, case: tuple[str, PipelineMode, bool]) -> None:
+    """The last of a case: with a trim rule and exits as well."""
+    policy, mode, has_trim = case
+    split = split_name(*demo[0].splits[0]) if demo[0].splits else ""
     if mode is not PipelineMode.SERIAL and not split:
         pytest.skip("needs two cores")
-    name = "whole" if mode is PipelineMode.SERIAL else split
-    trim = random_rule(np.random.default_rng(4)) if has_trim else None
+    fields: dict = {"mode": mode, "partition": "whole" if mode is PipelineMode.SERIAL else split}
     seen = []
     for has_loops in (False, True):
-        runtime.has_loops = has_loops
-        pruner = at_random(np.random.default_rng(0), exits=(0,)) if has_trim else None
-        forced = {"mode": mode, "partition": name, "trim": trim, "pruner": pruner}
-        policy = Forced(parse_policy("fixed:4", guessed), lambda decision, forced=forced: replace(decision, **forced))
-        policy.partitions = ("whole", name)
-        engine = assemble(runtime, models, policy, CONFIG)
-        frontiers = recorded_frontiers(engine.stepper)
-        assert drive(engine, requests).tokens == expected
-        engine.close()
+        demo[0].has_loops = has_loops
+        if has_trim:
+            fields["trim"] = random_rule(np.random.default_rng(4))
+            fields["pruner"] = at_random(np.random.default_rng(0), exits=(0,))
+        tokens, frontiers = run(demo, requests, policy, lambda decision: replace(decision, **fields), split)
+        assert tokens == expected
         seen.append(frontiers)
     for without, with_loops in zip(*seen, strict=True):
         drafted, num_drafted, num_rows, _, candidates = zip(without, with_loops, strict=True)
