@@ -64,6 +64,7 @@ def pruned_chunk_attention_kernel(
     sequence = tl.program_id(2)
     first_row = tl.load(cu_rows + sequence)
     num_rows = tl.load(cu_rows + sequence + 1) - first_row
+    context = tl.load(context_lens + sequence)
     if tile_start >= num_rows:
         return
 
@@ -79,7 +80,6 @@ def pruned_chunk_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    context = tl.load(context_lens + sequence)
     part_len = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits) * BLOCK_N
     part_end = tl.minimum(context, (part + 1) * part_len)
     pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)

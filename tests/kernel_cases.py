@@ -63,22 +63,22 @@ def make_call(shape: Shape, seed: int) -> Call:
     total_rows = num_rows + shape.num_padding_rows
     heads = (num_kv * shape.group, num_kv, num_kv)
     if shape.is_fused:
-        new = list(torch.randn(total_rows, sum(heads), hd, dtype=shape.dtype).split(heads, dim=1))
+        q, k_new, v_new = torch.randn(total_rows, sum(heads), hd, dtype=shape.dtype).split(heads, dim=1)
     else:
-        new = [torch.randn(total_rows, n, hd, dtype=shape.dtype) for n in heads]
-    for tensor in new:
+        q, k_new, v_new = (torch.randn(total_rows, n, hd, dtype=shape.dtype) for n in heads)
+    for tensor in (q, k_new, v_new):
         tensor[num_rows:] = NAN
 
     num_columns = max(-(-(c + r) // bs) for c, r in zip(shape.contexts, shape.rows, strict=True)) + 1
     num_blocks = len(shape.rows) * num_columns + 3
     table = rng.permutation(num_blocks)[: len(shape.rows) * num_columns].reshape(-1, num_columns)
-    pools = [torch.full((num_kv, num_blocks, bs, hd), NAN, dtype=shape.dtype) for _ in range(2)]
+    k_pool, v_pool = torch.full((2, num_kv, num_blocks, bs, hd), NAN, dtype=shape.dtype)
     slots = np.full(total_rows, -1)
     first = 0
     for blocks, context, rows in zip(table, shape.contexts, shape.rows, strict=True):
         positions = np.arange(context + rows)
         cells = blocks[positions // bs] * bs + positions % bs
-        for pool in pools:
+        for pool in (k_pool, v_pool):
             pool.view(num_kv, -1, hd)[:, cells[:context]] = torch.randn(num_kv, context, hd, dtype=shape.dtype)
         slots[first : first + rows] = np.where(rng.random(rows) < shape.pruned_writes, -1, cells[context:])
         first += rows
@@ -88,7 +88,8 @@ def make_call(shape: Shape, seed: int) -> Call:
 
     cu_rows = int32(np.cumsum([0, *shape.rows]))
     out = torch.full((total_rows, heads[0], hd), SENTINEL, dtype=shape.dtype)
-    return Call(*new, *pools, int32(table), cu_rows, int32(shape.contexts), int32(slots), out)
+    lists = int32(table), cu_rows, int32(shape.contexts), int32(slots)
+    return Call(q, k_new, v_new, k_pool, v_pool, *lists, out)
 
 
 def random_shape(rng: np.random.Generator, dtype: torch.dtype) -> Shape:

@@ -64,7 +64,7 @@ def dense_attention(call: Call) -> torch.Tensor:
     num_kv_heads, _, kv_block_size, head_dim = call.k_pool.shape
     group = call.q.shape[1] // num_kv_heads
     for b, context in enumerate(call.context_lens.tolist()):
-        begin, end = call.cu_rows[b].item(), call.cu_rows[b + 1].item()
+        begin, end = call.cu_rows[b : b + 2].tolist()
         for row in range(begin, end):
             for head in range(call.q.shape[1]):
                 kv = head // group
