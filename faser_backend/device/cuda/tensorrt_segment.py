@@ -7,7 +7,7 @@ share one. All contexts work in one activation memory, since calls are serial. K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,6 @@ class TensorRtSegment:
         file: EngineFile,
         memory: torch.Tensor,
         profiles: Sequence[int] | None = None,
-        *,
-        stream: Callable[[], int] = current_stream,
     ) -> None:
         """memory: uint8, for activations; whoever shares it is never at work at the same time."""
         self.spec = spec
@@ -69,7 +67,6 @@ class TensorRtSegment:
         self._file = file
         self._memory = memory
         self._profiles = profiles_of_share(file.profiles, profiles)
-        self._stream = stream
         self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in spec.outputs)
         self._large_calls: Any = None  # their context
 
@@ -80,7 +77,7 @@ class TensorRtSegment:
         shapes = {name: tuple(bound[name].shape) for name in self._file.inputs}
         profile = choose_profile(self._profiles, shapes, str(self._file.path))
         context = self._context(is_captured=bounds.num_rows <= MAX_GRAPH_ROWS)
-        self._check(context.set_optimization_profile_async(profile.index, self._stream()), f"profile {profile.index}")
+        self._check(context.set_optimization_profile_async(profile.index, current_stream()), f"profile {profile.index}")
         for name, shape in shapes.items():
             self._check(context.set_input_shape(name, shape), f"{name} {list(shape)}")
         if missing := context.infer_shapes():
@@ -110,7 +107,7 @@ class TensorRtSegment:
         layers = () if self._writes_pool else range(self.spec.first_layer, self.spec.last_layer)
 
         def launch() -> None:
-            if not context.execute_async_v3(self._stream()):
+            if not context.execute_async_v3(current_stream()):
                 raise self._store.log.fail(f"{self._file.path}: execute", "TensorRT refused the call")
             for layer in layers:
                 k_new, v_new, k_pool, v_pool = (

@@ -1,0 +1,172 @@
+"""TensorRT-RTX segments whose engines are ONNX Runtime sessions behind TensorRT's interface, on the CPU.
+
+An engine cannot be loaded without a GPU. So that all around it is tested - profiles, shapes, addresses, dtypes,
+what is written to the pool afterwards - these contexts read their inputs from the addresses that were set, as
+TensorRT would, run the segment's own graph, and write results to addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
+import numpy as np
+import onnxruntime as ort
+
+from engines.checkpoint import open_checkpoint
+from engines.decoder import build_segment
+from engines.families import read_spec
+from engines.graph import WeightStore
+from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
+from engines.weights import ModelWeights
+from faser_backend.device.cuda.tensorrt_engine import EngineFile
+from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
+from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
+from plugins.tensorrt_import import ErrorLog, import_tensorrt
+
+ACTIVATION_BYTES = 4096
+LIMITS = CallLimits(max_num_seqs=8, max_context=160, max_prefill_tokens=32)
+
+
+class DataType(Enum):
+    FLOAT = "float32"
+    HALF = "float16"
+    INT32 = "int32"
+    INT64 = "int64"
+
+
+def write_rtx_model(
+    source: Path, directory: Path, *, exit_layers: tuple[int, ...] = (), kv_block_size: int = 4, dtype: str = "fp32"
+) -> ModelEngine:
+    """The graphs of a model's segments in the place of its engines, with the buckets of a build."""
+    checkpoint = open_checkpoint(source)
+    spec = read_spec(checkpoint)
+    directory.mkdir(parents=True, exist_ok=True)
+    store = WeightStore(directory / "weights")
+    buckets = call_buckets(LIMITS.apply(spec), kv_block_size, LIMITS)
+    segments = []
+    for index, (first, last) in enumerate(pairwise((0, *exit_layers, spec.num_layers))):
+        graph = build_segment(
+            spec,
+            ModelWeights(checkpoint, spec),
+            store,
+            first,
+            last,
+            kv_block_size=kv_block_size,
+            has_exit_scores=last < spec.num_layers,
+            runtime="tensorrt_rtx",
+            dtype=dtype,
+        )
+        path = directory / f"target.{index}.engine"
+        path.write_bytes(graph.model.SerializeToString())
+        segment = SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs)
+        segments.append(replace(segment, buckets=tuple(narrowed(bucket, graph.inputs) for bucket in buckets)))
+    store.close()
+    return ModelEngine(spec, None, tuple(segments))
+
+
+class OrtEngine:
+    """What programs ask of an ICudaEngine."""
+
+    device_memory_size_v2 = ACTIVATION_BYTES
+
+    def __init__(self, path: Path, segment: SegmentSpec) -> None:
+        self.session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self.dtypes = {tensor.name: tensor.dtype for tensor in (*segment.inputs, *segment.outputs)}
+
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return DataType(self.dtypes[name])
+
+
+class OrtContext:
+    """What programs do with an IExecutionContext; `calls` records what was set."""
+
+    def __init__(self, engine: OrtEngine, output_names: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._outputs = output_names
+        self.calls: list[tuple[Any, ...]] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.profile = -1
+        self.num_runs = 0
+
+    def set_device_memory(self, address: int, num_bytes: int) -> None:
+        assert address and num_bytes >= ACTIVATION_BYTES and self.profile < 0
+        self.calls.append(("memory", address))
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        assert stream
+        self.profile = index
+        self.shapes.clear()
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        assert self.profile >= 0
+        self.shapes[name] = shape
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        """Runs the graph on nothing in particular, for its results' shapes."""
+        feeds = {name: np.zeros(shape, self._engine.dtypes[name]) for name, shape in self.shapes.items()}
+        results = self._engine.session.run(list(self._outputs), feeds)
+        self.shapes |= {name: result.shape for name, result in zip(self._outputs, results, strict=True)}
+        return []
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert address
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream and set(self.addresses) == set(self.shapes)
+        inputs = [node.name for node in self._engine.session.get_inputs()]
+        results = self._engine.session.run(list(self._outputs), {name: self._at(name) for name in inputs})
+        for name, result in zip(self._outputs, results, strict=True):
+            self._at(name)[...] = result
+        self.num_runs += 1
+        return True
+
+    def _at(self, name: str) -> np.ndarray:
+        """What lies at the address of a tensor; a view."""
+        dtype = np.dtype(self._engine.dtypes[name])
+        num_bytes = int(np.prod(self.shapes[name])) * dtype.itemsize
+        memory = (ctypes.c_uint8 * num_bytes).from_address(self.addresses[name])
+        return np.frombuffer(memory, dtype).reshape(self.shapes[name])
+
+
+class OrtStore:
+    """Has what programs use of an EngineStore."""
+
+    def __init__(self, directory: Path, model: ModelEngine) -> None:
+        self.log: ErrorLog = import_tensorrt("rtx").error_log()
+        self.contexts: list[OrtContext] = []
+        self.is_captured: list[bool] = []
+        self._segments = {directory / segment.file.name: segment for segment in model.segments}
+        self._files: dict[Path, EngineFile] = {}
+
+    def open(self, path: Path) -> EngineFile:
+        if path not in self._files:
+            segment = self._segments[path]
+            inputs, outputs = ([tensor.name for tensor in side] for side in (segment.inputs, segment.outputs))
+            profiles = []
+            for index, bucket in enumerate(segment.buckets):
+                ranges = {tensor.name: shapes_of(tensor, bucket) for tensor in segment.inputs}
+                smallest, largest = ({name: shapes[end] for name, shapes in ranges.items()} for end in (0, 2))
+                profiles.append(ProfileRange(index, smallest, largest))
+            engine = OrtEngine(path, segment)
+            self._files[path] = EngineFile(path, engine, tuple(inputs), tuple(outputs), tuple(profiles))
+        return self._files[path]
+
+    def new_context(self, file: EngineFile, *, is_captured: bool) -> OrtContext:
+        context = OrtContext(file.engine, file.outputs)
+        self.contexts.append(context)
+        self.is_captured.append(is_captured)
+        return context
