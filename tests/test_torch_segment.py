@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,14 @@ def test_cut_models_give_the_same_logits(exit_layers: tuple[int, ...], tmp_path:
     pair = Pair(tmp_path, exit_layers)
     assert pair.torch.num_layers == pair.ort.num_layers and pair.torch.exits == pair.ort.exits
     check_ragged_run(pair, 7, MAX_ERROR)
+
+
+def test_interpreted_kernels_give_the_same_logits() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_segment.py"]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
