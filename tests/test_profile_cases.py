@@ -10,6 +10,7 @@ from faser_backend.device.partition import core_partitions
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
 from faser_backend.serving.profiling.measure import shares_of
+from faser_backend.serving.profiling.timed_calls import chain_case, is_chain
 
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT])
@@ -39,3 +40,13 @@ def test_one_core_is_measured_whole_and_more_as_splits_in_company() -> None:
     assert [(s.model, s.partition, s.part.size) for s in shares[2:4]] == [(TARGET, "1/3", 3), (DRAFT, "1/3", 1)]
     for share in shares[2:]:
         assert share.company is not None and not set(share.company.cores) & set(share.part.cores)
+
+
+def test_a_batch_has_blocks_for_the_chain_behind_it() -> None:
+    """And the chain ends where the model's context does."""
+    case = chain_case(Case((1, 1), 126, 2, is_held_out=True), 4, 128)
+    assert case == Case((1, 1), 124, 2, is_held_out=True)
+    batch = make_batch(case, 97, 4, 80, np.random.default_rng(0), room=4)
+    assert batch.block_tables.shape == (2, 33) and batch.context_lens.tolist() == [124, 124]
+    assert is_chain(case.counts, case.num_logit_rows)
+    assert not is_chain((1, 2), 2) and not is_chain((1, 1), 0)

@@ -19,7 +19,7 @@ from faser_backend.policy.cost_fit import fit_non_negative
 from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
 from faser_backend.serving.profiling.cases import Case, make_batch
 from faser_backend.serving.profiling.chains import ProbePolicy
-from faser_backend.serving.profiling.overhead import LOADS, MakeEngine, phases_of_steps
+from faser_backend.serving.profiling.overhead import LOADS, MakeEngine, phases_of_steps, wait_for_calls
 from faser_backend.serving.runtimes import AnyRuntime
 
 NUM_DRAFT_TOKENS = 4
@@ -43,7 +43,7 @@ def measure_exits(
     rng = np.random.default_rng(seed)
     num_repeats = 9 if is_quick else 25
     scores_us = _scores_us(runtime, models.target, num_repeats, rng)
-    host_us = _host_us(models.target, make_engine, num_repeats, rng)
+    host_us = _host_us(runtime, models.target, make_engine, num_repeats, rng)
     rows = [size * (NUM_DRAFT_TOKENS + 1) for size in LOADS]
     samples = [ExitSample(*sample) for sample in zip(rows, scores_us, host_us, strict=True)]
     total = np.maximum(np.array(scores_us) + np.array(host_us), _LEAST_US)
@@ -85,7 +85,9 @@ def _scores_us(runtime: AnyRuntime, model: ModelEngine, num_repeats: int, rng: n
     return added
 
 
-def _host_us(model: ModelEngine, make_engine: MakeEngine, num_steps: int, rng: np.random.Generator) -> list[float]:
+def _host_us(
+    runtime: AnyRuntime, model: ModelEngine, make_engine: MakeEngine, num_steps: int, rng: np.random.Generator
+) -> list[float]:
     """Per load, what one exit adds to the phases of a step outside the model."""
     segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
     layer = model.segments[segment].last_layer
@@ -93,6 +95,7 @@ def _host_us(model: ModelEngine, make_engine: MakeEngine, num_steps: int, rng: n
     halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
     pruner = EarlyExit((halving,), MatchCalibration(None))
     engine = make_engine(EngineConfig.from_options(policy=f"fixed:{NUM_DRAFT_TOKENS}"))
+    wait_for_calls(engine, runtime)
     added = []
     try:
         for size in LOADS:

@@ -30,10 +30,12 @@ from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.profiling.cases import Case, make_batch
+from faser_backend.serving.profiling.timed_calls import TimedRunner, chain_case, is_chain, open_loop
 from faser_backend.serving.runtimes import AnyRuntime
 
 MAX_POOL_BYTES = 512 << 20
 CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner keeps
+MIN_CASES = 6  # of a group, measured whatever they cost, to fit and held out each
 DRAFT_RUN = 4  # a draft sample is the mean of so many calls in a row
 TARGET_WARM_US = 4000.0  # a target sample follows calls of its own shape for so long
 
@@ -86,6 +88,7 @@ class Bench:
     def __init__(self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], seed: int) -> None:
         self._runtime = runtime
         self._models: dict[str, ModelEngine] = {TARGET: models.target, DRAFT: models.draft}
+        self._max_context = models.max_context
         self._rng = np.random.default_rng(seed)
         runtime.bind_step_thread()
         self._pools = {model: self._filled_pool(model, cases[model]) for model in cases}
@@ -93,16 +96,18 @@ class Bench:
         self._cases = cases
 
     def measure(self, share: Share, effort: Effort, progress: Progress) -> list[Sampled]:
-        """Medians of the model's cases; cases that are too dear for the budget are left out."""
+        """Medians of the model's cases; most of those that are too dear for the budget are left out."""
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
-            runner = on_share.submit(self._open, share.model, share.part, opened).result()
+            runner = on_share.submit(self._open_timed, share.model, share.part, opened).result()
             before: Work = _nothing
             if share.company is None:
                 before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
             with self._company(share):
                 return on_share.submit(self._sweep, share.model, runner, before, effort, progress).result()
 
-    def _sweep(self, model: str, runner: OpenRunner, before: Work, effort: Effort, progress: Progress) -> list[Sampled]:
+    def _sweep(
+        self, model: str, runner: TimedRunner, before: Work, effort: Effort, progress: Progress
+    ) -> list[Sampled]:
         cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
         groups = [cases[i : i + CALLS_PER_GROUP] for i in range(0, len(cases), CALLS_PER_GROUP)]
         sampled = []
@@ -113,18 +118,23 @@ class Bench:
         return sampled
 
     def _sweep_group(
-        self, model: str, runner: OpenRunner, before: Work, group: list[Case], effort: Effort
+        self, model: str, runner: TimedRunner, before: Work, group: list[Case], effort: Effort
     ) -> list[Sampled]:
         """before: a call of the other model, untimed, where the two take turns on the same cores."""
         num_calls = DRAFT_RUN if model == DRAFT else 1
-        calls = [(case, self._batch(model, case)) for case in group]
+        calls = self._calls(model, runner, group)
+        num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
         deadline = time.perf_counter() + effort.budget_s
-        first_us = [float(self._timed_run(runner, batch, 1).sum()) for _, batch in calls]
-        warm = np.array([self._timed_run(runner, batch, 1).sum() for _, batch in calls])
+        first_us = [float(runner.time(batch, num_first).sum()) for _, batch in calls]
+        for _, batch in calls:
+            runner.time(batch, num_first)  # the second call, at which a GPU's is captured as a graph
+        warm = np.array([runner.time(batch, num_first).sum() for _, batch in calls])
         cheap_first = warm.argsort()
         sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
         is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= effort.budget_s * 1e6
-        is_affordable[:8] = True
+        is_held_out = np.array([calls[index][0].is_held_out for index in cheap_first])
+        for kind in (is_held_out, ~is_held_out):  # a fit needs some of both
+            is_affordable[np.flatnonzero(kind)[:MIN_CASES]] = True
         kept = cheap_first[is_affordable]
         samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
         for sweep in range(effort.max_sweeps):
@@ -133,15 +143,31 @@ class Bench:
             for index in self._rng.permutation(kept):
                 case, batch = calls[index]
                 if model == TARGET:
-                    self._warm_up(runner, batch)
+                    runner.warm_up(batch, TARGET_WARM_US)
                 if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
                     before()
-                samples[int(index)].append(self._timed_run(runner, batch, num_calls))
+                samples[int(index)].append(runner.time(batch, num_calls))
         return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
 
-    def _batch(self, model: str, case: Case) -> RowBatch:
-        pool = self._pools[model]
-        return make_batch(case, self._models[model].spec.vocab_size, pool.kv_block_size, pool.num_blocks, self._rng)
+    def _calls(self, model: str, runner: TimedRunner, group: list[Case]) -> list[tuple[Case, RowBatch]]:
+        """Each case with its batch; where chains are drafted at once, with room for the chain behind it."""
+        calls = []
+        for case in group:
+            room = 0
+            if runner.loop is not None and is_chain(case.counts, case.num_logit_rows):
+                room = DRAFT_RUN
+                case = chain_case(case, room, self._max_context)  # noqa: PLW2901
+            calls.append((case, self._batch(model, case, room)))
+        return calls
+
+    def _batch(self, model: str, case: Case, room: int = 0) -> RowBatch:
+        pool, vocab_size = self._pools[model], self._models[model].spec.vocab_size
+        return make_batch(case, vocab_size, pool.kv_block_size, pool.num_blocks, self._rng, room=room)
+
+    def _open_timed(self, model: str, share: ComputePartition, opened: ExitStack) -> TimedRunner:
+        runner = self._open(model, share, opened)
+        loop = open_loop(self._runtime, runner, self._max_context) if model == DRAFT else None
+        return TimedRunner(self._runtime, runner, loop)
 
     def _open(self, model: str, share: ComputePartition, opened: ExitStack) -> OpenRunner:
         runner = self._runtime.open_runner(self._models[model], share, self._pools[model])
@@ -159,35 +185,15 @@ class Bench:
 
     def _other_work(self, model: str, share: ComputePartition, opened: ExitStack) -> Work:
         """Opens a runner; each call of the result runs one call of middling size on it, in turn."""
-        runner = self._open(model, share, opened)
+        runner = TimedRunner(self._runtime, self._open(model, share, opened))
         cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
         middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
         batches = itertools.cycle([self._batch(model, case) for case in middling])
 
         def work() -> None:
-            self._timed_run(runner, next(batches), 1)
+            runner.time(next(batches), 1)
 
         return work
-
-    def _warm_up(self, runner: OpenRunner, batch: RowBatch) -> None:
-        until = time.perf_counter() + TARGET_WARM_US / 1e6
-        while True:
-            self._timed_run(runner, batch, 1)
-            if time.perf_counter() >= until:
-                return
-
-    def _timed_run(self, runner: OpenRunner, batch: RowBatch, num_calls: int) -> np.ndarray:
-        """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row, no exit
-        asked."""
-        total_ns = np.zeros(runner.num_segments)
-        for _ in range(num_calls):
-            hidden = None
-            for segment in range(runner.num_segments):
-                start = time.perf_counter_ns()
-                hidden = runner.run_segment(segment, batch, hidden)
-                self._runtime.synchronize()
-                total_ns[segment] += time.perf_counter_ns() - start
-        return total_ns / (1e3 * num_calls)
 
     @contextmanager
     def _company(self, share: Share) -> Iterator[None]:

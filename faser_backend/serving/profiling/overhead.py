@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_fit import fit_overhead
 from faser_backend.policy.cost_model import OverheadCost
+from faser_backend.serving.profiling.timed_calls import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
@@ -34,13 +36,16 @@ class StepSample(NamedTuple):
     draft_call_us: float  # packing and sampling, per draft call
 
 
-def measure_overhead(make_engine: MakeEngine, *, is_quick: bool, seed: int) -> tuple[OverheadCost, list[StepSample]]:
+def measure_overhead(
+    runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int
+) -> tuple[OverheadCost, list[StepSample]]:
     """Sampling at temperature 1, in one thread, with 1 and 4 drafted tokens per request. Exits and lanes are
     measured elsewhere: the result has their guesses."""
     rng = np.random.default_rng(seed)
     samples = []
     for num_draft_tokens in (1, 4):
         engine = make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
+        wait_for_calls(engine, runtime)
         try:
             for num_sequences in LOADS:
                 samples.append(_sample(engine, num_sequences, num_draft_tokens, 8 if is_quick else 16, rng))
@@ -48,6 +53,18 @@ def measure_overhead(make_engine: MakeEngine, *, is_quick: bool, seed: int) -> t
             engine.close()
     columns = np.array(samples, np.float64).T
     return fit_overhead(*columns), samples
+
+
+def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
+    """From now on the phases of model calls end when the device is done with them."""
+    engine.stepper.partitions = {
+        name: replace(
+            partition,
+            target=WaitingRunner(partition.target, runtime),
+            draft=None if partition.draft is None else WaitingRunner(partition.draft, runtime),
+        )
+        for name, partition in engine.stepper.partitions.items()
+    }
 
 
 def measure_lanes(runtime: AnyRuntime) -> float | None:

@@ -140,7 +140,7 @@ class _Profiler:
 
     def _measure_overhead(self) -> tuple[OverheadCost, list[StepSample], list[ExitSample]]:
         self._report("step overhead", (self._num_parts - 1) / self._num_parts)
-        overhead, samples = measure_overhead(self._make_engine, is_quick=self._is_quick, seed=self._seed)
+        overhead, samples = measure_overhead(self._runtime, self._make_engine, is_quick=self._is_quick, seed=self._seed)
         exit_samples: list[ExitSample] = []
         if self._manifest.exit_layers:
             exit_us, exit_row_us, exit_samples = measure_exits(
