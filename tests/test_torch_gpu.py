@@ -22,7 +22,7 @@ from tests.torch_engines import open_torch_runner, write_torch_engine
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
 
 NUM_BLOCKS, BLOCK_SIZE = 80, 16
-MAX_ERROR = {"fp32": 2e-4, "bf16": 0.6}  # of logits of about 10; tests/test_torch_segment.py has the same for a CPU
+MAX_ERROR = {"fp32": 2e-4, "bf16": 0.6}  # tests/test_torch_segment.py has the same for a CPU
 SLEEP_CYCLES = 50_000_000  # some 30 ms
 
 
