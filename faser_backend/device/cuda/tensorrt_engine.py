@@ -63,7 +63,8 @@ class EngineStore:
             register_v3_plugin(self.tensorrt.module)  # an engine whose kernels are not baked in calls it
         self._runtime = self.tensorrt.module.Runtime(self.log.logger)
         self._files: dict[Path, EngineFile] = {}
-        self._caches: dict[Path, Any] = {}  # RTX alone
+        self._caches: dict[Path, Any] = {}  # RTX alone, as the next
+        self._configs: dict[tuple[Path, bool], Any] = {}  # of contexts that are captured, or not
         self._lock = Lock()  # two lanes may open at once
 
     def open(self, path: Path) -> EngineFile:
@@ -84,7 +85,10 @@ class EngineStore:
         strategy = module.ExecutionContextAllocationStrategy.USER_MANAGED
         with self._lock:
             if self.tensorrt.has_runtime_cache:
-                context = engine.create_execution_context(self._rtx_config(file, strategy, is_captured))
+                key = (file.path, is_captured)
+                if key not in self._configs:
+                    self._configs[key] = self._rtx_config(file, strategy, is_captured)
+                context = engine.create_execution_context(self._configs[key])
             else:
                 context = engine.create_execution_context(strategy)
         if context is None:
@@ -105,6 +109,7 @@ class EngineStore:
     def close(self) -> None:
         """Keeps the caches and frees the engines; contexts must have gone before."""
         self.save_caches()
+        self._configs.clear()
         self._caches.clear()
         self._files.clear()
 
