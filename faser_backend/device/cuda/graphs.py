@@ -16,7 +16,7 @@ import torch
 from faser_backend.core.errors import FaserError
 from faser_backend.device.cuda.segment import Launch
 
-MAX_CALLS = 256  # of one segment; a steady load has some dozens
+MAX_CALLS = 512  # of one segment; loads whose lengths vary have some hundreds, and to capture again is dear
 
 # A device that has a stream under capture may not be waited for as a whole, and another capture's first
 # allocations can do that: one capture at a time.
