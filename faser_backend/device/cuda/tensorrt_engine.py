@@ -16,11 +16,11 @@ from typing import Any
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
-from plugins.tensorrt_import import ErrorLog, TensorRt, import_tensorrt
+from plugins.tensorrt_import import ErrorLog, Flavour, TensorRt, import_tensorrt
 
 logger = logging.getLogger(__name__)
 
-FLAVOURS = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
+FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
 # What `get_engine_validity` says of a file, in the order in which it is worth saying.
 DIAGNOSTICS = {
     "MALFORMED_ENGINE": "is damaged, or no engine of this flavour of TensorRT; build it again",
@@ -55,7 +55,7 @@ class EngineStore:
 
     def __init__(self, runtime: str) -> None:
         """Raises TensorRtError where the runtime's TensorRT is not installed."""
-        self.tensorrt: TensorRt = import_tensorrt(FLAVOURS[runtime])  # type: ignore[arg-type]
+        self.tensorrt: TensorRt = import_tensorrt(FLAVOURS[runtime])
         self.log: ErrorLog = self.tensorrt.error_log()
         if self.tensorrt.has_plugins:
             from plugins.tensorrt_v3 import register_v3_plugin
@@ -72,8 +72,8 @@ class EngineStore:
         with self._lock:
             if path not in self._files:
                 engine = self._deserialize(path)
-                self._files[path] = EngineFile(path, engine, *_tensor_names(self.tensorrt.module, engine), ())
-                self._files[path] = self._with_profiles(self._files[path])
+                inputs, outputs = _tensor_names(self.tensorrt.module, engine)
+                self._files[path] = EngineFile(path, engine, inputs, outputs, _profile_ranges(engine, inputs))
             return self._files[path]
 
     def new_context(self, file: EngineFile, *, is_captured: bool) -> Any:
@@ -140,15 +140,6 @@ class EngineStore:
             return NO_DEVICE
         return DIAGNOSTICS["MALFORMED_ENGINE"] if any("Serialization" in error for error in errors) else "is refused"
 
-    def _with_profiles(self, file: EngineFile) -> EngineFile:
-        engine = file.engine
-        profiles = []
-        for index in range(engine.num_optimization_profiles):
-            ranges = {name: engine.get_tensor_profile_shape(name, index) for name in file.inputs}
-            smallest, largest = ({name: tuple(shapes[end]) for name, shapes in ranges.items()} for end in (0, 2))
-            profiles.append(ProfileRange(index, smallest, largest))
-        return EngineFile(file.path, engine, file.inputs, file.outputs, tuple(profiles))
-
     def _rtx_config(self, file: EngineFile, strategy: Any, is_captured: bool) -> Any:
         """RTX compiles kernels when a context first meets a shape, in the background and with slow kernels until
         then. A captured graph would keep those for good, so its context waits. RTX's own graphs are off."""
@@ -182,3 +173,12 @@ def _tensor_names(module: Any, engine: Any) -> tuple[tuple[str, ...], tuple[str,
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == module.TensorIOMode.INPUT]
     return tuple(inputs), tuple(name for name in names if name not in inputs)
+
+
+def _profile_ranges(engine: Any, inputs: tuple[str, ...]) -> tuple[ProfileRange, ...]:
+    profiles = []
+    for index in range(engine.num_optimization_profiles):
+        ranges = {name: engine.get_tensor_profile_shape(name, index) for name in inputs}
+        smallest, largest = ({name: tuple(shapes[end]) for name, shapes in ranges.items()} for end in (0, 2))
+        profiles.append(ProfileRange(index, smallest, largest))
+    return tuple(profiles)
