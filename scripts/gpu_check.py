@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def main() -> int:
     if options.table is not None:
         print(render(json.loads(options.table.read_text())), end="")
         return 0
+    if options.budget_s <= 0:
+        parser.error(f"--budget-s = {options.budget_s:g}: must be positive")
     try:
         parts = chosen_parts(options.parts)
     except ValueError as error:
@@ -65,7 +68,11 @@ def main() -> int:
             last = outcome.error.splitlines()[-1] if outcome.error else ""
             print(f"{name:12} {outcome.status:10} {outcome.seconds:6.1f} s  {last}", file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a child on the GPU is ended too
     Harness(setting, options.budget_s, FULL_BUDGET_S, record).run(parts)
+    if options.device == "cuda":
+        report.content["meta"]["gpu_at_end"] = query_gpu()
+        report.save()
     print(render(report.content), end="")
     print(f"\nwritten to {report.path}", file=sys.stderr)
     failed = [part for part in report.content["parts"].values() if part["status"] in ("failed", "timed out", "died")]

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from benchmarks.gpu.lent_runtime import LentRuntime
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.ports import Lanes
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
@@ -24,6 +25,7 @@ from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.overlap import Partition
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.profiling.cases import Case, make_batch
+from faser_backend.serving.runtimes import AnyRuntime
 
 Work = Callable[[], object]
 WARMUPS = 2
@@ -52,7 +54,7 @@ class PairCalls:
             sampler.add(slot, SamplingParams(temperature=0.8, seed=slot), np.zeros(8, np.int64), 8, ())
         names = [split_name(*split) for split in runtime.splits]
         partitions, close = open_partitions(
-            runtime, models, sampler, num_blocks=num_blocks, names=names, is_drafting=True
+            cast(AnyRuntime, runtime), models, sampler, num_blocks=num_blocks, names=names, is_drafting=True
         )
         stack.callback(close)
         for model in models:
@@ -167,6 +169,14 @@ class PairCalls:
             return lanes.run_both(measure, keep_busy)[0]
         return lanes.run_both(keep_busy, measure)[1]
 
+    def lanes_us(self, lanes: Lanes, repeats: int) -> float:
+        """Median microseconds in which both lanes run nothing at all."""
+        return float(np.median([self.timed(lambda: lanes.run_both(_nothing, _nothing)) for _ in range(repeats)]))
+
     def _batch(self, model: Any, num_sequences: int, rows: int, context: int) -> RowBatch:
         case = Case((rows,) * num_sequences, context, num_sequences * rows)
         return make_batch(case, model.spec.vocab_size, self.runtime.kv_block_size, self.num_blocks, self.rng)
+
+
+def _nothing() -> None:
+    """The work of a lane that is only handed over."""

@@ -62,7 +62,7 @@ def _properties() -> dict[str, Any]:
         "memory_gib": total / 2**30,
         "free_gib": free / 2**30,
         "cuda": torch.version.cuda,
-        "stream_priorities": list(torch.cuda.Stream.priority_range()),
+        "stream_priorities": list(torch.cuda.Stream().priority_range()),
     }
 
 

@@ -38,25 +38,21 @@ def serial_round(draft_us: float, verify_us: float, accepted: float) -> Round:
     return Round(draft_us + verify_us, accepted + 1.0)
 
 
-def run_ahead_round(
-    draft_us: float, verify_us: float, company_draft_us: float, slowdown: float, accepted: float, whole: float
-) -> Round:
-    """The draft goes on behind the frontier: slowdown max(T_v, T_d') + (1 - a) T_d for E[accepted] + 1 - a tokens.
+def run_ahead_round(draft_us: float, verify_us: float, accepted: float, whole: float) -> Round:
+    """The draft goes on behind the frontier: max(T_v, T_d) + (1 - a) T_d for E[accepted] + 1 - a tokens.
 
-    company_draft_us: drafting on its share of the device; slowdown: the target's on its own share; whole: a, the
-    chance that the whole frontier is accepted, and what was drafted behind it is of use.
+    Times are those on the shares of a split while both work. whole: a, the chance that the whole frontier is
+    accepted, so that what was drafted behind it is of use.
     """
-    us = max(slowdown * verify_us, company_draft_us) + (1.0 - whole) * draft_us
-    return Round(us, accepted + 1.0 - whole)
+    return Round(max(verify_us, draft_us) + (1.0 - whole) * draft_us, accepted + 1.0 - whole)
 
 
-def ping_pong_round(draft_us: float, verify_us: float, company_draft_us: float, slowdown: float, accepted: float) -> Round:
-    """Two cohorts of half the batch; one drafts while the other is verified, so a round of both takes twice the longer.
+def ping_pong_round(draft_us: float, verify_us: float, accepted: float) -> Round:
+    """Two cohorts, one drafting while the other is verified: a round of both takes twice the longer phase.
 
-    All times are those of half the batch.
+    Times are those of half the batch, on the shares of a split while both work.
     """
-    del draft_us  # nothing is drafted but beside a verification
-    return Round(2.0 * max(slowdown * verify_us, company_draft_us), accepted + 1.0)
+    return Round(2.0 * max(verify_us, draft_us), accepted + 1.0)
 
 
 def overlap_share(alone_a_us: float, alone_b_us: float, together_us: float) -> float:

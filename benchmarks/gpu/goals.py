@@ -40,7 +40,7 @@ def row_of(parts: Parts, part: str, policy: str, load: str) -> Row | None:
     return next((row for row in rows if row["policy"] == policy and row["load"] == load), None)
 
 
-def ratio(parts: Parts, part: str, load: str, over: str, under: str, field: str = "tokens_per_s") -> float | None:
+def ratio(parts: Parts, part: str, load: str, over: str, under: str, *, field: str = "tokens_per_s") -> float | None:
     """A field of policy `over` by that of policy `under`."""
     rows = row_of(parts, part, over, load), row_of(parts, part, under, load)
     if rows[0] is None or rows[1] is None or not rows[1][field]:
@@ -120,7 +120,7 @@ GOALS = (
     ),
     Goal(
         "median latency, fixed:4 / faser, bursty (8B pair)", 2.7,
-        lambda parts: ratio(parts, PAIR_PART, "bursty", "fixed:4", "faser", "e2e_ms_p50"), "x",
+        lambda parts: ratio(parts, PAIR_PART, "bursty", "fixed:4", "faser", field="e2e_ms_p50"), "x",
     ),
     Goal("throughput, faser / best other, bursty (8B pair)", 1.55, _rivals, "x"),
     Goal("throughput, faser / none, worst load of all", 1.0, _against_none, "x"),

@@ -27,6 +27,14 @@ class Geometry(NamedTuple):
     kv_block_size: int
 
 
+# Few, because each is compiled anew; tests without a GPU cover many more.
+GEOMETRIES = {
+    "fp32": (Geometry(32, 8, 128, 16), Geometry(4, 2, 64, 16)),
+    "fp16": (Geometry(32, 8, 128, 16), Geometry(5, 1, 96, 8)),
+    "bf16": (Geometry(32, 8, 128, 16), Geometry(16, 8, 128, 16)),
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
     """The tensors of one call, in the launcher's order, and what the host knows of it."""
@@ -38,15 +46,7 @@ class AttentionCall:
     def cloned(self) -> AttentionCall:
         """The same call on pools and an output of its own."""
         q, k_new, v_new, k_pool, v_pool, *rest = self.tensors
-        return AttentionCall(
-            (q, k_new, v_new, k_pool.clone(), v_pool.clone(), *rest), self.out.clone(), self.max_rows
-        )
-
-
-def random_geometry(rng: np.random.Generator) -> Geometry:
-    num_kv_heads = int(rng.choice([1, 2, 4]))
-    group = int(rng.choice([1, 2, 4, 5, 8]))
-    return Geometry(num_kv_heads * group, num_kv_heads, int(rng.choice([32, 64, 96, 128])), int(rng.choice([8, 16, 32])))
+        return AttentionCall((q, k_new, v_new, k_pool.clone(), v_pool.clone(), *rest), self.out.clone(), self.max_rows)
 
 
 def random_call(
@@ -63,19 +63,6 @@ def random_call(
     contexts[snapped] -= contexts[snapped] % size
     num_padding = int(rng.integers(0, 4))
     is_written = rng.random(int(counts.sum())) < 0.8
-    return _call(geometry, counts, contexts, num_padding, is_written, dtype, device, rng)
-
-
-def _call(
-    geometry: Geometry,
-    counts: np.ndarray,
-    contexts: np.ndarray,
-    num_padding: int,
-    is_written: np.ndarray,
-    dtype: torch.dtype,
-    device: str,
-    rng: np.random.Generator,
-) -> AttentionCall:
     heads, kv_heads, head_dim, size = geometry
     cu_rows = np.concatenate([[0], np.cumsum(counts)])
     used, total = int(cu_rows[-1]), int(cu_rows[-1]) + num_padding
@@ -104,7 +91,9 @@ def _call(
     return AttentionCall(tensors, out, max(1, int(counts.max())))
 
 
-def timed_calls(shape: AttentionShape, num_calls: int, dtype: torch.dtype, device: str, seed: int) -> list[AttentionCall]:
+def timed_calls(
+    shape: AttentionShape, num_calls: int, dtype: torch.dtype, device: str, seed: int
+) -> list[AttentionCall]:
     """num_calls uniform calls over one pool, each in blocks of its own."""
     generator = torch.Generator(device).manual_seed(seed)
     b, context, rows, heads, kv_heads, head_dim, size = shape

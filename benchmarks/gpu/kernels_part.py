@@ -1,11 +1,11 @@
-"""Kernels on the device: right first, then how near to the copy bandwidth, then which launches are fastest."""
+"""Kernels on the device: right first, then how near to the copy bandwidth."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,12 @@ import torch
 
 from benchmarks.gpu import byte_model
 from benchmarks.gpu.byte_model import AttentionShape
-from benchmarks.gpu.kernel_cases import DTYPES, TOLERANCES, random_call, random_geometry, timed_calls
+from benchmarks.gpu.kernel_cases import DTYPES, GEOMETRIES, TOLERANCES, AttentionCall, random_call, timed_calls
 from benchmarks.gpu.peaks import copy_bytes_per_s
 from benchmarks.gpu.timing import Timing, as_graph, take_turns
 from benchmarks.gpu.worker import Context, Result
-from plugins import pruned_chunk_attention as attention_module
 from plugins import reference
-from plugins.attention_config import LaunchConfig, choose_num_splits, launch_config
+from plugins.attention_config import choose_num_splits
 from plugins.exit_scores import exit_scores
 from plugins.kv_write import write_kv
 from plugins.pruned_chunk_attention import pruned_chunk_attention
@@ -28,8 +27,9 @@ from plugins.split_combine import workspace_numel
 
 NUM_CASES = 24  # of each type
 ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
-MAX_COPIES = 48
+MAX_COPIES = 128
 REPEATS = 15
+WIDTHS = (64, 1000, 4096)  # of hidden states
 
 
 def correctness(context: Context) -> Result:
@@ -39,7 +39,7 @@ def correctness(context: Context) -> Result:
     for name, dtype in DTYPES.items():
         rng = np.random.default_rng([context.seed, len(name), dtype.itemsize])
         for kernel, check in _CHECKS.items():
-            worst = [check(dtype, context.device, rng) for _ in range(num_cases) if context.has_time()]
+            worst = [check(name, context.device, rng) for _ in range(num_cases) if context.has_time()]
             error = max(worst, default=math.nan)
             found["cases"].append(
                 {
@@ -54,8 +54,8 @@ def correctness(context: Context) -> Result:
     return found
 
 
-def _check_attention(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
-    call = random_call(random_geometry(rng), dtype, device, rng)
+def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
+    call = _random_call(name, device, rng)
     expected = call.cloned()
     scale = call.tensors[0].shape[2] ** -0.5
     pruned_chunk_attention(
@@ -68,9 +68,14 @@ def _check_attention(dtype: torch.dtype, device: str, rng: np.random.Generator) 
     return max(_error(*pair) for pair in pairs)
 
 
-def _check_exit_scores(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
-    num_rows, hidden_size, vocab_size, num_candidates = (int(rng.integers(1, top)) for top in (70, 600, 900, 17))
-    hidden, head = _normal(dtype, device, rng, num_rows, hidden_size), _normal(dtype, device, rng, vocab_size, hidden_size)
+def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype = DTYPES[name]
+    num_rows, vocab_size = (int(rng.integers(1, top)) for top in (70, 900))
+    hidden_size, num_candidates = int(rng.choice(WIDTHS)), int(rng.choice([1, 3, 8]))
+    hidden, head = (
+        _normal(dtype, device, rng, num_rows, hidden_size),
+        _normal(dtype, device, rng, vocab_size, hidden_size),
+    )
     candidates = torch.tensor(rng.integers(0, vocab_size, (num_rows, num_candidates)), device=device)
     out, expected = (torch.full((num_rows, num_candidates), 7.0, device=device) for _ in range(2))
     exit_scores(hidden, head, candidates, out)
@@ -78,8 +83,8 @@ def _check_exit_scores(dtype: torch.dtype, device: str, rng: np.random.Generator
     return _error(out, expected) / math.sqrt(hidden_size)  # of sums of so many products of unit normals
 
 
-def _check_compaction(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
-    num_rows, hidden_size = int(rng.integers(1, 70)), int(rng.integers(1, 600))
+def _check_compaction(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype, num_rows, hidden_size = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
     hidden = _normal(dtype, device, rng, num_rows, hidden_size)
     kept = torch.tensor(np.flatnonzero(rng.random(num_rows) < 0.6), device=device)
     out, expected = (torch.full((kept.numel(), hidden_size), 7.0, dtype=dtype, device=device) for _ in range(2))
@@ -88,8 +93,8 @@ def _check_compaction(dtype: torch.dtype, device: str, rng: np.random.Generator)
     return _error(out, expected)
 
 
-def _check_kv_write(dtype: torch.dtype, device: str, rng: np.random.Generator) -> float:
-    call = random_call(random_geometry(rng), dtype, device, rng)
+def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
+    call = _random_call(name, device, rng)
     expected = call.cloned()
     for tensors, write in ((call.tensors, write_kv), (expected.tensors, reference.write_kv)):
         _, k_new, v_new, k_pool, v_pool, *_, slots = tensors
@@ -97,7 +102,12 @@ def _check_kv_write(dtype: torch.dtype, device: str, rng: np.random.Generator) -
     return max(_error(call.tensors[index], expected.tensors[index]) for index in (3, 4))
 
 
-_CHECKS: dict[str, Callable[[torch.dtype, str, np.random.Generator], float]] = {
+def _random_call(name: str, device: str, rng: np.random.Generator) -> AttentionCall:
+    geometries = GEOMETRIES[name]
+    return random_call(geometries[int(rng.integers(len(geometries)))], DTYPES[name], device, rng)
+
+
+_CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
     "pruned_chunk_attention": _check_attention,
     "exit_scores": _check_exit_scores,
     "compact_rows": _check_compaction,
@@ -113,7 +123,9 @@ def bandwidth(context: Context) -> Result:
     shapes = [AttentionShape(*size) for size in sizes]
     if context.is_tiny:
         shapes = [AttentionShape(2, 40, 5, 4, 2, 32)]
-    for shape in sorted(shapes, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)):  # the goal's first
+    for shape in sorted(
+        shapes, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)
+    ):  # the goal's first
         if not context.has_time(2.0):
             break
         timing, num_splits = time_attention(context, shape)
@@ -124,7 +136,7 @@ def bandwidth(context: Context) -> Result:
                 "context": shape.context,
                 "rows": shape.rows,
                 "num_splits": num_splits,
-                **_timed(timing),
+                **as_fields(timing),
                 "gb_per_s": rate / 1e9,
                 "share_of_copy": rate / copied,
             }
@@ -135,13 +147,20 @@ def bandwidth(context: Context) -> Result:
     return found
 
 
-def time_attention(context: Context, shape: AttentionShape, config: LaunchConfig | None = None) -> tuple[Timing, int]:
-    """Time of one call in bf16, and into how many parts its context was split; config: instead of the table's."""
+def time_attention(
+    context: Context,
+    shape: AttentionShape,
+    *,
+    num_splits: int | None = None,
+    launched_as: AbstractContextManager[None] | None = None,
+) -> tuple[Timing, int]:
+    """Time of one call in bf16, and into how many parts its context was split. launched_as: what holds while it is
+    launched."""
     num_bytes = byte_model.attention_bytes(shape, 2)
     num_copies = min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / num_bytes)))
     calls = timed_calls(shape, 2 if context.is_tiny else num_copies, torch.bfloat16, context.device, context.seed)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
-    num_splits = choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
+    num_splits = num_splits or choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
     numel = workspace_numel(shape.num_sequences * shape.rows, shape.num_heads, shape.head_dim, num_splits)
     workspace = torch.empty(numel, dtype=torch.float32, device=context.device)
 
@@ -151,7 +170,7 @@ def time_attention(context: Context, shape: AttentionShape, config: LaunchConfig
                 *call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, workspace=workspace
             )
 
-    with _launched_as(config):
+    with launched_as or nullcontext():
         work = as_graph(context.device, run)
         timing = take_turns(context.device, {"attention": work}, 2 if context.is_tiny else REPEATS)["attention"]
     return Timing(*(value / len(calls) for value in timing)), num_splits
@@ -194,63 +213,19 @@ def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
         each = Timing(*(value / len(candidates) for value in timing))
         rate = num_bytes[name] / each.median_us * 1e6
         rows.append(
-            {"kernel": name, "rows": num_rows, **_timed(each), "gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+            {
+                "kernel": name,
+                "rows": num_rows,
+                **as_fields(each),
+                "gb_per_s": rate / 1e9,
+                "share_of_copy": rate / copied,
+            }
         )
     return rows
 
 
-def sweep(context: Context) -> Result:
-    """Launches of the attention kernel, one table line at a time: what the fastest would gain over the table's."""
-    sizes = [(1, 1024, 5), (8, 1024, 5), (32, 1024, 1), (32, 1024, 5), (32, 4096, 5), (64, 1024, 5)]
-    shapes = [AttentionShape(2, 40, 5, 4, 2, 32)] if context.is_tiny else [AttentionShape(*size) for size in sizes]
-    found: Result = {"shapes": []}
-    for shape in shapes:
-        group = shape.num_heads // shape.num_kv_heads
-        table = launch_config(2, shape.head_dim, group, shape.rows)
-        tried = []
-        for config in _neighbours(table, group * shape.rows):
-            if not context.has_time(1.0):
-                break
-            try:
-                timing, _ = time_attention(context, shape, config)
-            except Exception as error:  # a launch that asks for more than an SM has
-                tried.append({"config": list(config), "error": f"{type(error).__name__}: {error}"[:120]})
-                continue
-            tried.append({"config": list(config), **_timed(timing)})
-        timed = [row for row in tried if "us" in row]
-        if timed:
-            best = min(timed, key=lambda row: row["us"])
-            gain = timed[0]["us"] / best["us"]
-            found["shapes"].append({"shape": list(shape), "table": list(table), "best": best, "gain": gain, "tried": tried})
-            context.save(found)
-    return found
-
-
-def _neighbours(table: LaunchConfig, num_pairs: int) -> Iterator[LaunchConfig]:
-    """The table's own launch first, then others around it that hold the same rows."""
-    yield table
-    smallest = 16 if num_pairs <= 16 else 32 if num_pairs <= 32 else 64
-    for block_n, num_warps, num_stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4)):
-        config = LaunchConfig(smallest, block_n, min(block_n, max(16, table.block_c)), num_warps, num_stages)
-        if config != table:
-            yield config
-
-
-@contextmanager
-def _launched_as(config: LaunchConfig | None) -> Iterator[None]:
-    """The launcher takes this configuration in place of its table's."""
-    if config is None:
-        yield
-        return
-    table = attention_module.launch_config
-    attention_module.launch_config = lambda *_: config
-    try:
-        yield
-    finally:
-        attention_module.launch_config = table
-
-
-def _timed(timing: Timing) -> dict[str, float]:
+def as_fields(timing: Timing) -> dict[str, float]:
+    """For JSON."""
     return {"us": timing.median_us, "spread": timing.spread}
 
 
@@ -264,4 +239,3 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
         return 0.0
     error = ((found.float() - expected.float()).abs() / (1.0 + expected.float().abs())).nan_to_num(nan=math.inf)
     return float(error.max())
-

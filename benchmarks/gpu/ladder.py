@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from faser_backend.serving.bench.accounting import StepLog
 from faser_backend.serving.bench.in_process import ClosedLoop, Feed, OpenLoop, serve_requests
 from faser_backend.serving.bench.workload import Trace, merge_repeats, summarise, take_turns
 from faser_backend.serving.compose import assemble, choose_policy
+from faser_backend.serving.runtimes import AnyRuntime
 from faser_backend.simulation.trace import Trace as RequestTrace
 from faser_backend.simulation.trace import with_rate_curve
 
@@ -44,13 +45,14 @@ class Contestant:
         return f"{self.policy} ({self.note})" if self.note else self.policy
 
 
+# In the order in which they are measured where time is short.
 CONTESTANTS = (
     Contestant(REFERENCE, is_rival=True),
-    Contestant("fixed:2"),
     Contestant(FIXED, is_rival=True),
-    Contestant("goodput", is_rival=True),
-    Contestant("survival", is_rival=True),
     Contestant(WHOLE_POLICY, is_rival=True),
+    Contestant("survival", is_rival=True),
+    Contestant("goodput", is_rival=True),
+    Contestant("fixed:2"),
     Contestant(WHOLE_POLICY, "no exit", {"early_exit": "off"}),
     Contestant(WHOLE_POLICY, "no pipeline", {"pipeline": "serial"}),
     Contestant(FIXED, "run-ahead", {"pipeline": "run_ahead"}),
@@ -72,6 +74,18 @@ class Sizes:
     temperature: float = 0.8
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What contestants are asked under one load. num_clients: 0 in an open loop."""
+
+    load: str
+    num_clients: int
+    jobs: list[Request]
+    feed: Feed
+    repeats: int
+    warm: list[Request]
+
+
 class Ladder:
     """Engines of all contestants on one lent runtime."""
 
@@ -80,14 +94,17 @@ class Ladder:
         context: Context,
         runtime: LentRuntime,
         models: ModelPair,
+        *,
         max_num_seqs: int,
         num_prefill_tokens: int,
         load_knowledge: Callable[[], Knowledge],
     ) -> None:
         self._context = context
-        self._runtime = runtime
+        self.runtime = runtime
+        self._port = cast(AnyRuntime, runtime)
         self._models = models
         self._load_knowledge = load_knowledge
+        self.max_num_seqs = max_num_seqs
         self._common: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
             "max_queue_size": 0,
@@ -96,7 +113,7 @@ class Ladder:
             "enable_prefix_reuse": False,
         }
         self._engines: dict[str, Engine] = {}
-        self._logs: dict[str, StepLog] = {}
+        self.logs: dict[str, StepLog] = {}
         self.missing: list[str] = []
         self._seed = context.seed
 
@@ -105,19 +122,18 @@ class Ladder:
         name = contestant.name
         if name not in self._engines:
             config = EngineConfig.from_options(policy=contestant.policy, **self._common, **contestant.options)
-            policy = choose_policy(self._runtime, config, self._load_knowledge)
-            self._engines[name] = assemble(self._runtime, self._models, policy, config)
-            self._logs[name] = StepLog(self._engines[name])
+            policy = choose_policy(self._port, config, self._load_knowledge)
+            self._engines[name] = assemble(self._port, self._models, policy, config)
+            self.logs[name] = StepLog(self._engines[name])
         return self._engines[name]
-
-    def log(self, contestant: Contestant) -> StepLog:
-        return self._logs[contestant.name]
 
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
 
-    def requests(self, prompts: Sequence[int], outputs: Sequence[int], temperature: float) -> list[Request]:
+    def requests(
+        self, prompts: Sequence[int] | np.ndarray, outputs: Sequence[int] | np.ndarray, temperature: float
+    ) -> list[Request]:
         """Random prompts; request i draws with a seed of its own, the same for every contestant."""
         rng = np.random.default_rng([self._seed, 7])
         return [
@@ -134,8 +150,8 @@ class Ladder:
         """Rows of one closed loop; every contestant warms up on the same jobs."""
         count = num_clients * sizes.waves
         jobs = self.requests([sizes.prompt_tokens] * count, [sizes.output_tokens] * count, sizes.temperature)
-        load = {"load": f"{num_clients} clients", "num_clients": num_clients}
-        return self._cell(contestants, load, jobs, ClosedLoop(num_clients), sizes.repeats, warm=jobs)
+        cell = Cell(f"{num_clients} clients", num_clients, jobs, ClosedLoop(num_clients), sizes.repeats, jobs)
+        return self._measure(contestants, cell)
 
     def bursty(self, contestants: Sequence[Contestant], sizes: Sizes) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Rows of the open loop, and its arrivals in words."""
@@ -144,7 +160,7 @@ class Ladder:
         def lengths(median: int, count: int) -> np.ndarray:
             return np.clip(rng.lognormal(np.log(median), 0.6, count), 4, 4 * median).astype(np.int64)
 
-        most = self._common["max_num_seqs"]
+        most = self.max_num_seqs
         trial = self.requests(
             lengths(sizes.prompt_tokens, 2 * most), lengths(sizes.output_tokens, 2 * most), sizes.temperature
         )
@@ -164,46 +180,43 @@ class Ladder:
             "median_prompt_tokens": sizes.prompt_tokens,
             "median_output_tokens": sizes.output_tokens,
         }
-        load = {"load": "bursty", "num_clients": 0}
-        return self._cell(contestants, load, jobs, OpenLoop(trace.arrivals_s.tolist()), 1, warm=trial), described
+        cell = Cell("bursty", 0, jobs, OpenLoop(trace.arrivals_s.tolist()), 1, trial)
+        return self._measure(contestants, cell), described
 
-    def _cell(
-        self,
-        contestants: Sequence[Contestant],
-        load: dict[str, Any],
-        jobs: list[Request],
-        feed: Feed,
-        repeats: int,
-        *,
-        warm: list[Request],
-    ) -> list[dict[str, Any]]:
-        by_name = {contestant.name: contestant for contestant in contestants}
-        warm_clients = load["num_clients"] or self._common["max_num_seqs"]
-        for name, contestant in list(by_name.items()):
-            try:
-                serve_requests(self.engine(contestant), warm, ClosedLoop(warm_clients))
-            except Exception as error:  # one contestant that cannot run takes no other with it
-                del by_name[name]
-                self.missing.append(f"{name}, {load['load']}: {type(error).__name__}: {error}"[:300])
-                self._clear(name, warm)
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in by_name}
+    def _measure(self, contestants: Sequence[Contestant], cell: Cell) -> list[dict[str, Any]]:
+        ready = [contestant.name for contestant in contestants if self._warm_up(contestant, cell)]
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
         answers: dict[str, list[Trace]] = {}
-        for name in take_turns(list(by_name), repeats) if by_name else ():
-            if found[name] and not self._context.has_time(1.0):
-                break
-            answers[name], row = self._run(name, jobs, feed)
-            found[name].append(row)
+        for name in take_turns(ready, cell.repeats) if ready else ():
+            if self._context.has_time(1.0):
+                answers[name], row = self._run(name, cell)
+                found[name].append(row)
         return [
             {
                 "policy": name,
-                **load,
-                "num_requests": len(jobs),
+                "load": cell.load,
+                "num_clients": cell.num_clients,
+                "num_requests": len(cell.jobs),
                 **merge_repeats(rows),
                 "num_different": _num_different(answers[name], answers.get(REFERENCE)),
             }
             for name, rows in found.items()
             if rows
         ]
+
+    def _warm_up(self, contestant: Contestant, cell: Cell) -> bool:
+        """Captures and new shapes are not measured. False where the contestant cannot run, or time is over."""
+        name = contestant.name
+        if not self._context.has_time(1.0):
+            self.missing.append(f"{name}, {cell.load}: out of time")
+            return False
+        try:
+            serve_requests(self.engine(contestant), cell.warm, ClosedLoop(cell.num_clients or self.max_num_seqs))
+        except Exception as error:  # one contestant that cannot run takes no other with it
+            self.missing.append(f"{name}, {cell.load}: {type(error).__name__}: {error}"[:300])
+            self._clear(name, cell.warm)
+            return False
+        return True
 
     def _clear(self, name: str, jobs: list[Request]) -> None:
         """Ends what a contestant left behind: slots and blocks are everybody's."""
@@ -214,13 +227,13 @@ class Ladder:
             while engine.has_work:
                 engine.step()
 
-    def _run(self, name: str, jobs: list[Request], feed: Feed) -> tuple[list[Trace], dict[str, float]]:
-        log = self._logs[name]
+    def _run(self, name: str, cell: Cell) -> tuple[list[Trace], dict[str, float]]:
+        log = self.logs[name]
         log.start()
-        for lanes in self._runtime.lanes:
+        for lanes in self.runtime.lanes:
             lanes.forget()
-        traces, seconds = serve_requests(self._engines[name], jobs, feed)
-        spans = [lanes.spans_us() for lanes in self._runtime.lanes]
+        traces, seconds = serve_requests(self._engines[name], cell.jobs, cell.feed)
+        spans = [lanes.spans_us() for lanes in self.runtime.lanes]
         num_layers = self._models.target.spec.num_layers
         row = summarise(traces, seconds) | accounting.figures(log, num_layers)
         return traces, row | overlap_figures(np.concatenate([np.zeros((0, 2, 2)), *spans]))

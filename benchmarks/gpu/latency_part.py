@@ -64,7 +64,7 @@ def latencies(
                     "batch": size,
                     "context": length,
                     **alone,
-                    **_together(calls, runtime, partition, size, length, repeats, alone),
+                    **_together(calls, runtime, partition, size=size, context=length, repeats=repeats, alone=alone),
                 }
             )
             context.save(found)
@@ -92,6 +92,7 @@ def _together(
     calls: PairCalls,
     runtime: LentRuntime,
     partition: str,
+    *,
     size: int,
     context: int,
     repeats: int,
@@ -111,7 +112,6 @@ def _together(
     watched.forget()
     together = float(np.median([calls.timed(both) for _ in range(repeats)]))
     spans = watched.spans_us()
-    nothing = float(np.median([calls.timed(lambda: lanes.run_both(_nothing, _nothing)) for _ in range(5 * repeats)]))
     lengths = np.median(spans[:, :, 1] - spans[:, :, 0], axis=0)
     return {
         "together_us": together,
@@ -119,7 +119,7 @@ def _together(
         **overlap_figures(spans),
         "verify_company_us": float(lengths[0]),
         "draft_company_us": float(lengths[1]),
-        "lanes_us": nothing,
+        "lanes_us": calls.lanes_us(lanes, 5 * repeats),
     }
 
 
@@ -150,12 +150,7 @@ def _floors(context: Context, shape: PairShape, sizes: tuple[int, ...]) -> list[
             "verify_us": byte_model.call_floor_us(
                 shape.target, size * (DRAFT_TOKENS + 1), size, length, itemsize, **speed
             ),
-            "draft_us": DRAFT_TOKENS
-            * byte_model.call_floor_us(shape.draft, size, size, length, itemsize, **speed),
+            "draft_us": DRAFT_TOKENS * byte_model.call_floor_us(shape.draft, size, size, length, itemsize, **speed),
         }
         for size in sizes
     ]
-
-
-def _nothing() -> None:
-    """The work of a lane that is only handed over."""

@@ -51,7 +51,9 @@ def opened_pair(
 def _check_memory(context: Context, shape: PairShape, dtype: str) -> None:
     if not context.is_cuda:
         return
-    needed = SPARE_BYTES + sum(weight_bytes(spec, dtype) + kv_bytes(shape, spec) for spec in (shape.target, shape.draft))
+    needed = SPARE_BYTES + sum(
+        weight_bytes(spec, dtype) + kv_bytes(shape, spec) for spec in (shape.target, shape.draft)
+    )
     free, _ = torch.cuda.mem_get_info()
     if needed > free:
         raise MemoryError(f"{shape.name}: needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")

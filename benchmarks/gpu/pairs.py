@@ -65,7 +65,7 @@ PAIRS = {
     pair.name: pair
     for pair in (
         PairShape("qwen3-8b/0.6b", _QWEN3_8B, _QWEN3_0_6B, 7, 64),
-        PairShape("qwen3-32b/0.6b", _QWEN3_32B, _QWEN3_0_6B, 13, 32),
+        PairShape("qwen3-32b/0.6b", _QWEN3_32B, _QWEN3_0_6B, 13, 24),
         PairShape("tiny", _tiny(3, 64), _tiny(1, 32), 1, 4),
     )
 }

@@ -155,9 +155,7 @@ def _near_ties(texts: list[np.ndarray], reference: Reference, tie: float) -> int
     return count
 
 
-def forced_logits(
-    runtime: AnyRuntime, model: Any, prompts: list[np.ndarray], texts: list[np.ndarray]
-) -> np.ndarray:
+def forced_logits(runtime: AnyRuntime, model: Any, prompts: list[np.ndarray], texts: list[np.ndarray]) -> np.ndarray:
     """[prompts, answer tokens, V]: the rows that yield each answer's tokens, fed in chunks of 1 to 5 rows."""
     runtime.bind_step_thread()
     size, block_size = len(texts), runtime.kv_block_size

@@ -21,5 +21,5 @@ PARTS = (
         "ladder-32b", "ladder, synthetic 32B + 0.6B", "benchmarks.gpu.ladder_part:pair_32b", 70, needs_gpu=True,
         is_fresh=True,
     ),
-    Part("sweep", "launches of the attention kernel", "benchmarks.gpu.kernels_part:sweep", 40, is_fresh=True),
+    Part("sweep", "launches of the attention kernel", "benchmarks.gpu.sweep_part:run", 40, is_fresh=True),
 )  # fmt: skip

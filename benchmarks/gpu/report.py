@@ -36,7 +36,7 @@ class Report:
         """The rename makes the new file appear whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.content, indent=1) + "\n")
+        partial.write_text(without_places(json.dumps(self.content, indent=1)) + "\n")
         os.replace(partial, self.path)
 
 
@@ -66,6 +66,11 @@ def slug(name: str) -> str:
     """For a file name: "NVIDIA H100 80GB HBM3" gives "h100-80gb-hbm3"."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "-".join(word for word in words if word != "nvidia") or "none"
+
+
+def without_places(text: str) -> str:
+    """Absolute paths, which errors are full of, become the names of their files."""
+    return re.sub(r"(?<![\w.~$}/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
 
 
 def query_gpu() -> dict[str, str]:

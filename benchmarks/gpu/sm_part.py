@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,26 +19,30 @@ NUM_TRIALS = 5
 def run(context: Context) -> Result:
     """Every split of the menu: histograms of %smid, eager and replayed, and how long both shares worked together."""
     import torch
-    from cuda.bindings import driver
 
+    from faser_backend.device.cuda.identity import load_driver
+    from faser_backend.device.cuda.runtime import prepare_cuda
     from faser_backend.device.cuda.streams import open_menu
 
-    del context
-    torch.cuda.init()
-    menu = open_menu(torch.cuda, 0, lambda: driver)
+    if not prepare_cuda():
+        raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} sees no GPU")
+    torch.zeros(1, device="cuda")  # the primary context, which green contexts hold on to
+    menu = open_menu(torch.cuda, 0, load_driver)
     found: Result = {"kind": menu.choice.kind, "note": menu.menu.note, "splits": []}
     try:
         found["whole"] = _share_result(menu.menu.whole)
         for draft, target in menu.menu.splits:
             seen = {name: _share_result(share) for name, share in (("draft", draft), ("target", target))}
+            draft_sms, target_sms = (set(map(int, seen[name]["eager"])) for name in ("draft", "target"))
             found["splits"].append(
                 {
                     "split": f"{draft.size}/{target.size}",
                     **seen,
-                    "checks": check_split(*({*map(int, seen[name]["eager"])} for name in ("draft", "target")), draft.size, target.size),
+                    "checks": check_split(draft_sms, target_sms, draft.size, target.size),
                     "together": _together(draft, target),
                 }
             )
+            context.save(found)
     finally:
         torch.cuda.synchronize()
         menu.close()
@@ -117,5 +120,3 @@ def _spans(probe: Any) -> np.ndarray:
     """[1, 2]: from the first program's start to the last one's end."""
     starts, ends = probe.starts.cpu().numpy(), probe.ends.cpu().numpy()
     return np.array([[starts.min(), ends.max()]], np.float64)
-
-
