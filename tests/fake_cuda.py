@@ -155,6 +155,7 @@ class FakeStream:
 
     def __init__(self, handle: int, priority: int = 0) -> None:
         self.cuda_stream = handle
+        self.device_index = 0
         self.priority = priority
         self.past: frozenset[int] = frozenset()
 
@@ -228,6 +229,9 @@ class FakeCuda:
 
     def current_stream(self) -> FakeStream:
         return getattr(self._local, "stream", self._default)
+
+    def set_device(self, device: int) -> None:
+        assert device == 0
 
     def set_stream(self, stream: FakeStream) -> None:
         self._local.stream = stream

@@ -25,6 +25,7 @@ from faser_backend.device.cuda.runtime import CudaRuntime, open_cuda_runtime
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.device.cuda.streams import open_menu
+from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import BucketSpec, EngineManifest, FileSpec, ModelEngine, SegmentSpec
 from faser_backend.pipeline.engine import Engine
@@ -190,11 +191,27 @@ class TestOnSharesOfAFakedGpu:
         runtime.synchronize()
         runtime.close()
 
+    @pytest.mark.parametrize(
+        ("target_mib", "draft_mib", "expected"),
+        [(16_000, 1_200, "32/100"), (64_000, 1_200, "8/124"), (16_000, 8_000, "64/68"), (16_000, 500, "16/116")],
+    )
+    def test_the_split_to_guess_follows_what_the_models_read(self, opened, target_mib, draft_mib, expected) -> None:
+        runtime, _, _, models = opened
+        sized = ModelPair(
+            *(
+                replace(model, weights=FileSpec(name, "0" * 64, mib << 20))
+                for model, name, mib in zip(models, ("t", "d"), (target_mib, draft_mib), strict=True)
+            )
+        )
+        guessing = CudaRuntime(CPU, TorchPrograms(no_weights), sized, BLOCK_SIZE, dtype="fp32", shares=runtime._shares)
+        assert split_name(*guessing.splits[0]) == expected and set(guessing.splits) == set(guessing.menu.splits)
+        runtime.close()
+
     def test_a_runner_knows_the_sms_of_its_share(self, opened) -> None:
         runtime, _, _, models = opened
         pool = runtime.open_pool(models.target, 4)
         sizes = {}
-        for share in (runtime.menu.whole, *runtime.splits[1]):
+        for share in (runtime.menu.whole, *runtime.menu.splits[1]):
             runner: Any = runtime.open_runner(models.target, share, pool)
             sizes[share.name] = {program.num_sms for program in runner.runner._programs}
         assert sizes == {"whole": {132}, "draft": {16}, "target": {116}}

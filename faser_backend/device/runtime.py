@@ -71,7 +71,7 @@ class Runtime(Closable, Protocol[Share, Pool]):
     kv_block_size: int
     kv_memory_share: float  # of free_bytes, that KV pools may take unless somebody says how many blocks
     menu: PartitionMenu[Share]  # what the device offers; `note` says in words what was chosen and why
-    splits: tuple[tuple[Share, Share], ...]  # of the menu, those that are worth opening for these models
+    splits: tuple[tuple[Share, Share], ...]  # of the menu, those worth opening for these models, the best guess first
     splits_note: str  # how many of how many, and why
 
     def free_bytes(self) -> int:

@@ -39,6 +39,7 @@ NUM_CONNECTIONS = "32"  # the most there are
 
 GPU_MEMORY_SHARE = 0.8  # the rest is for activations, graphs and the allocator's fragments
 CPU_MEMORY_SHARE = 0.25
+USUAL_DRAFT_TOKENS = 4  # that a step drafts while it verifies, to guess at splits that nobody measured
 
 Share = SmPartition | CorePartition
 
@@ -65,7 +66,7 @@ class CudaRuntime:
         self._dtype = dtype
         self._shares = shares
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
-        self.splits = self.menu.splits
+        self.splits = tuple(sorted(self.menu.splits, key=lambda split: _imbalance(split, models)))
         self.splits_note = self.menu.note
 
     @property
@@ -132,6 +133,15 @@ class CudaRuntime:
     def _split_of(self, share: Share) -> str:
         """The name of the split that a share is one of; "" for the whole device."""
         return next((split_name(*split) for split in self.menu.splits if share in split), "")
+
+
+def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
+    """How far the draft's share of the SMs is from its share of the bytes that an overlapped step reads: with few
+    rows both models take as long as their weights take to be read, and SMs read in parallel."""
+    draft_bytes = USUAL_DRAFT_TOKENS * models.draft.num_weight_bytes
+    share_of_bytes = draft_bytes / max(draft_bytes + models.target.num_weight_bytes, 1)
+    draft, target = split
+    return abs(draft.size / (draft.size + target.size) - share_of_bytes)
 
 
 def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime:

@@ -40,7 +40,8 @@ class SmPartition:
 
     def bind_current_thread(self) -> None:
         if self.cuda.current_stream() != self.stream:
-            self.cuda.set_stream(self.stream)  # makes its device the current one as well
+            self.cuda.set_device(self.stream.device_index)  # and with it the context that the driver's own calls use
+            self.cuda.set_stream(self.stream)
 
     @contextmanager
     def current(self) -> Iterator[None]:
