@@ -111,7 +111,7 @@ def write_checkpoint(directory: Path, spec: ModelSpec, dtype: str) -> int:
     for shard, formats in shards.items():
         write_safetensors(directory / shard, formats, random_arrays(formats))
     weight_map = {name: shard for shard, formats in shards.items() for name in formats}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = {
         "model_type": "llama",
         "num_hidden_layers": spec.num_layers,
