@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines.build import build_engines
+from engines.tensorrt_buckets import CallLimits
+from engines.tensorrt_build import TensorRtOptions
+from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import RopeScaling
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
 from tests.family_models import EXPERTS, VARIANTS, random_model, write_model
+from tests.gathered_runner import GatheredRunner
 from tests.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
 
 ONE_CORE = CorePartition("test", (0,))
@@ -33,7 +39,7 @@ def open_runner(manifest: EngineManifest, directory: Path) -> OrtRunner:
     return OrtRunner(manifest.target, directory, NUM_BLOCKS, BLOCK_SIZE, ONE_CORE)
 
 
-def largest_error(runner: OrtRunner, reference: PreTrainedModel, seed: int) -> float:
+def largest_error(runner: OrtRunner | GatheredRunner, reference: PreTrainedModel, seed: int) -> float:
     """Of three sequences: ragged prefill in chunks, then ragged decoding; every row is compared."""
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.integers(12, 60, 3)]
@@ -49,7 +55,6 @@ def largest_error(runner: OrtRunner, reference: PreTrainedModel, seed: int) -> f
         errors.append(float(np.abs(run_all(runner, rows) - np.concatenate(wanted)).max()))
         for i, count in zip(live, counts, strict=True):
             starts[i] += count
-    runner.check_integrity()
     return max(errors)
 
 
@@ -62,6 +67,7 @@ def test_logits_equal_those_of_transformers(variant: str, exit_layers: tuple[int
     assert len(manifest.target.segments) == len(exit_layers) + 1
     runner = open_runner(manifest, tmp_path / "engine")
     assert max(largest_error(runner, model, seed) for seed in range(2)) <= MAX_ERROR
+    runner.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,56 @@ def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, t
     with torch.no_grad():
         model.get_parameter(f"model.{parameter}").mul_(-0.5)
     assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=0) > 100 * MAX_ERROR
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "moe" not in name])
+def test_segments_for_tensorrt_rtx_give_the_same_logits(variant: str, tmp_path: Path) -> None:
+    """Their graphs hold standard ops alone, so that ONNX Runtime can run what TensorRT-RTX compiles."""
+    model = random_model(variant)
+    source = write_model(model, tmp_path / "source")
+    runner = GatheredRunner(source, tmp_path / "fp32", exit_layers=(1,), num_blocks=NUM_BLOCKS)
+    assert largest_error(runner, model, seed=4) <= MAX_ERROR
+    half = GatheredRunner(source, tmp_path / "fp16", exit_layers=(1,), num_blocks=NUM_BLOCKS, dtype="fp16")
+    assert MAX_ERROR < largest_error(half, model, seed=4) <= 0.5
+
+
+@pytest.mark.parametrize(("target", "draft"), [("llama_all_biases_tied", "qwen2"), ("qwen3_tied_bias", "mistral")])
+def test_families_compile_with_tensorrt_rtx(target: str, draft: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    narrow = {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    sources = [
+        write_model(random_model(variant, **narrow, num_key_value_heads=1), tmp_path / variant)
+        for variant in (target, draft)
+    ]
+    manifest = build_engines(
+        *sources,
+        tmp_path / "engine",
+        runtime="tensorrt_rtx",
+        dtype="fp16",
+        tensorrt=TensorRtOptions(CallLimits(max_num_seqs=4, max_context=64, max_prefill_tokens=32)),
+    )
+    assert EngineManifest.load(tmp_path / "engine") == manifest
+    assert [model.spec.family for model in (manifest.target, manifest.draft)] == [
+        VARIANTS[target][0],
+        VARIANTS[draft][0],
+    ]
+
+
+def test_manifests_from_before_the_variants_still_load(tmp_path: Path) -> None:
+    manifest = build(write_model(random_model("mistral"), tmp_path / "source"), tmp_path / "engine")
+    path = tmp_path / "engine" / "manifest.json"
+    content = json.loads(path.read_text())
+    new = {field for field in content["target"]["spec"] if field.startswith(("has_", "num_experts"))}
+    new |= {"rope_scaling", "padded_vocab_size", "checkpoint_dtype"}
+    for name in ("target", "draft"):
+        content[name]["spec"] = {k: v for k, v in content[name]["spec"].items() if k not in new}
+    path.write_text(json.dumps(content))
+    old = EngineManifest.load(tmp_path / "engine").target.spec
+    assert old == replace(manifest.target.spec, padded_vocab_size=0, checkpoint_dtype="")
+    content["target"]["spec"]["rope_scaling"] = {"kind": "yarn", "factor": 4.0}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ManifestError, match="yarn"):
+        EngineManifest.load(tmp_path / "engine")
 
 
 def test_dtype_of_the_checkpoint_is_recorded_and_read(tmp_path: Path) -> None:
