@@ -51,29 +51,27 @@ def packed_parameters(known: SlotParameters, slots: np.ndarray, positions: np.nd
     count = slots.shape[0]
     words[0, :count] = known.keys[slots].view(np.int64)
     words[1, :count] = positions
-    scales = words[2].view(np.float32).reshape(num_rows, 2)
-    scales[:, 0] = 1.0
-    scales[:count, 0] = known.inverse_temperature[slots]
-    scales[:count, 1] = known.is_random[slots]
+    inverse_temperature, noise_weight = words[2].view(np.float32).reshape(2, num_rows)
+    inverse_temperature[:] = 1.0
+    inverse_temperature[:count] = known.inverse_temperature[slots]
+    noise_weight[:count] = known.is_random[slots]
     words[3] = 1
     words[3, :count] = known.top_k[slots]
     shares = words[4].view(np.float64)
     shares[:] = 1.0
     shares[:count] = known.top_p[slots]
-    margins = words[5].view(np.float32).reshape(num_rows, 2)
+    margins = words[5].view(np.float32)
     margins[:] = -np.inf
     with np.errstate(divide="ignore"):
-        margins[:count, 0] = np.log(known.min_p[slots].astype(np.float32))
+        margins[:count] = np.log(known.min_p[slots].astype(np.float32))
     return words
 
 
 def unpacked(words: torch.Tensor) -> RowParameters:
     """Views of words [NUM_WORDS, R] int64."""
-    scales = words[2].view(torch.float32).view(-1, 2)
-    margins = words[5].view(torch.float32).view(-1, 2)
-    return RowParameters(
-        words[0], words[1], scales[:, 0], scales[:, 1], words[3], words[4].view(torch.float64), margins[:, 0]
-    )
+    inverse_temperature, noise_weight = words[2].view(torch.float32).view(2, -1)
+    top_p, min_p_margin = words[4].view(torch.float64), words[5].view(torch.float32)[: words.shape[1]]
+    return RowParameters(words[0], words[1], inverse_temperature, noise_weight, words[3], top_p, min_p_margin)
 
 
 def keep_top(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -101,13 +99,14 @@ def perturbed(
     logits: torch.Tensor, rows: RowParameters, noise: TorchNoise, filtered: torch.Tensor | None
 ) -> torch.Tensor:
     """Scores [R, V] of which each row's argmax is its token. filtered: [n] int64, the rows with filters, or None."""
-    scores = logits * rows.inverse_temperature[:, None]
+    scale = rows.inverse_temperature
     if filtered is not None:
         chosen = rows.take(filtered)
-        kept = keep_top(scores.index_select(0, filtered), chosen.top_k, chosen.top_p)
-        scores.index_copy_(0, filtered, keep_min_p(kept, chosen.min_p_margin))
-    # A greedy row keeps its scores: noise is finite, so that 0 times it is 0.
-    return scores.addcmul_(noise.log_exponentials(rows.keys, rows.positions), rows.noise_weight[:, None], value=-1.0)
+        logits = logits * scale[:, None]
+        kept = keep_top(logits.index_select(0, filtered), chosen.top_k, chosen.top_p)
+        logits.index_copy_(0, filtered, keep_min_p(kept, chosen.min_p_margin))
+        scale = torch.ones_like(scale)
+    return noise.perturbed(logits, rows.keys, rows.positions, scale, rows.noise_weight)
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from faser_backend.device import noise
+from plugins.perturb_logits import perturb_logits
 
 _UNIFORM_STEP = 2.0**-24
 
@@ -49,10 +50,10 @@ class TorchNoise:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         """Raises ValueError for a vocabulary of more than 2^20 tokens."""
-        log2_size = noise.noise_table(vocab_size)[1]
-        table = _device_table(vocab_size, device)
+        self._log2_size = log2_size = noise.noise_table(vocab_size)[1]
+        self._table = _device_table(vocab_size, device)
         # Row i is the window that starts at entry i: a view of the table that takes no memory.
-        self._windows = table.as_strided((1 << log2_size, vocab_size), (1, 1))
+        self._windows = self._table.as_strided((1 << log2_size, vocab_size), (1, 1))
         self._mask = (1 << log2_size) - 1
         self._shift = 64 - log2_size
 
@@ -69,3 +70,20 @@ class TorchNoise:
         # A sum is C 2^9 + 2^8: its upper 24 bits are 2 C + 1, which float32 holds exactly.
         odd = (self.sums(keys, positions) >> 8) & 0xFFFFFF
         return odd.to(torch.float32).mul_(_UNIFORM_STEP).log_().neg_().log_()
+
+    def perturbed(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """[R, V]: logits [R, V] float32 times scale [R], less log_exponentials times weight [R], which is 1 or 0:
+        noise is finite, so that a row of weight 0 has none. On a GPU one kernel, of which this is the definition."""
+        if logits.is_cuda:
+            out = torch.empty_like(logits)
+            perturb_logits(logits, self._table, self._log2_size, keys, positions, scale, weight, out)
+            return out
+        scores = logits * scale[:, None]
+        return scores.addcmul_(self.log_exponentials(keys, positions), weight[:, None], value=-1.0)
