@@ -1,10 +1,14 @@
 """The graph that full TensorRT's parser reads: attributes, two nodes for one, and the same results as before.
 
 ONNX's reference evaluator runs both forms with stand-ins for the ops; a dense run of the model is the reference.
+The parser of TensorRT-RTX is that of full TensorRT as far as making the plugin.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +29,7 @@ from plugins import reference
 from plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, Geometry
 from tests.tiny_models import reference_logits, reference_model, write_checkpoint
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 GEOMETRY = Geometry(
     num_heads=4,
@@ -108,6 +113,17 @@ def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelPr
     for part in ("input", "output", "initializer"):
         assert getattr(changed.graph, part) == getattr(model.graph, part)
     assert [op.domain for op in changed.opset_import] == [op.domain for op in model.opset_import]
+
+
+def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:
+    """It finds the op by name and namespace, and hands the node's attributes over as fields."""
+    path = source / "parsed.onnx"
+    path.write_bytes(plugin_network(model, GEOMETRY, is_split=False).SerializeToString())
+    command = [sys.executable, "-m", "tests.parse_plugin_network", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip(), done.stderr
+    made = json.loads(done.stdout)
+    assert made == {"name": made["name"], "is_build": True, **GEOMETRY.as_fields()}
 
 
 @pytest.mark.parametrize("is_split", [False, True])
