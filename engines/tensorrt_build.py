@@ -98,8 +98,9 @@ class TensorRtCompiler:
             config.clear_flag(module.BuilderFlag.TF32)  # half-precision operands are exact in it, these are not
         if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
             config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it RTX may not be captured in graphs
-        if self.tensorrt.has_plugins:
-            config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        aliased = getattr(module.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
+        if self.tensorrt.has_plugins and aliased is not None:  # ours writes the pools in place
+            config.set_preview_feature(aliased, True)
         targets = self._options.compute_capabilities
         if targets:
             config.num_compute_capabilities = len(targets)

@@ -132,13 +132,15 @@ def _tensorrt_options(
 
 
 def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
-    """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts or GPU."""
+    """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts, where
+    there is no GPU, or where TensorRT cannot build for a split."""
     from engines.tensorrt_build import SplitStreams
     from faser_backend.device.cuda.identity import load_driver
     from faser_backend.device.partition import split_name
     from plugins.tensorrt_import import import_tensorrt
 
-    import_tensorrt("full")  # where it is missing, its error says more than torch's
+    if not import_tensorrt("full").has_profile_streams:  # older than 11
+        return {}
     try:
         import torch
 
