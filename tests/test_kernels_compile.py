@@ -6,9 +6,14 @@ import math
 import re
 
 import pytest
+import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
+from plugins import pruned_chunk_attention as attention
+from plugins import split_combine
 from plugins.attention_config import launch_config, padded_head_dim, shared_bytes, shared_limit
 from plugins.compile import CAPABILITIES, Compiled, compile_kernel, without_scratch_parameters
 from plugins.exit_scores import BLOCK_C, exit_scores_kernel
@@ -18,6 +23,7 @@ from plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from plugins.row_compaction import BLOCK_D as ROW_BLOCK_D
 from plugins.row_compaction import compact_rows_kernel
 from plugins.split_combine import combine_splits_kernel
+from tests.kernel_cases import Shape, make_call
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 STARTS_OF_CUBINS = b"\x7fELF"
@@ -134,6 +140,52 @@ def test_parameters_are_those_that_a_launch_passes():
     assert entry is not None and entry[1].count(".param") == len(compiled.parameters)
     kinds = [("u64" if kind.startswith("*") else "u32") for _, kind in compiled.parameters]
     assert re.findall(r"\.param \.(\w+)", entry[1]) == kinds
+
+
+class DriverOfNoDevice:
+    """What the compiler asks of a GPU's driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 99  # binaries are cached by device: none that is there
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[str, tuple[int, ...], str]]:
+    """(kernel, grid, hash of its binary) of what launchers launch: arguments are bound and compiled, nothing runs."""
+    launched = []
+
+    def on_grid(kernel, *grid):
+        def bind(*arguments, **constants):
+            compiled = kernel.warmup(*arguments, grid=grid, **constants)
+            launched.append((kernel.__name__, grid, compiled.hash))
+
+        return bind
+
+    for module in (attention, split_combine):
+        monkeypatch.setattr(module, "on_grid", on_grid)
+    monkeypatch.setattr(attention, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(driver, "_active", DriverOfNoDevice())
+    return launched
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_one_binary_serves_calls_of_other_lengths(launches, num_splits):
+    small = make_call(Shape(rows=(3, 1), contexts=(8, 8), dtype=torch.bfloat16), 0)
+    large = make_call(Shape(rows=(2, 3, 1, 1, 0), contexts=(80, 8, 1, 0, 7), dtype=torch.bfloat16), 1)
+    shifted = torch.cat([large.slot_mapping[:1], large.slot_mapping])[1:]  # not at a multiple of 16 bytes
+    for call, parts in ((small, num_splits), (large._replace(slot_mapping=shifted), 2 * num_splits - 1)):
+        attention.pruned_chunk_attention(*call, max_rows=3, num_splits=parts)
+    attends = [launch for launch in launches if launch[0] == "pruned_chunk_attention_kernel"]
+    joins = [launch for launch in launches if launch[0] == "combine_splits_kernel"]
+    assert [grid for _, grid, _ in attends] == [(num_splits, 2, 2), (2 * num_splits - 1, 2, 5)]
+    assert [grid for _, grid, _ in joins] == ([(4, 4), (7, 4)] if num_splits > 1 else [])
+    assert len({binary for _, _, binary in attends}) == 1
 
 
 def test_a_kernel_that_reads_its_scratch_keeps_it():
