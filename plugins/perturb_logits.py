@@ -25,7 +25,9 @@ def mixed(word):
     return word ^ (word >> 31)
 
 
-@triton.jit
+# Rows of a packed block of parameters start at any multiple of 8 bytes: without this every new alignment of the four
+# would be compiled anew, for single numbers that gain nothing from it.
+@triton.jit(do_not_specialize_on_alignment=["keys", "positions", "scale", "is_random"])
 def perturb_logits_kernel(
     logits,  # [R, vocab_size] float32
     table,  # [2^LOG2_SIZE + vocab_size] int32
