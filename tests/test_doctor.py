@@ -10,6 +10,7 @@ import pytest
 from faser_backend.device.cuda.green_contexts import DriverError
 from faser_backend.device.cuda.identity import GpuFacts, gpu_facts, identity
 from faser_backend.serving import doctor
+from faser_backend.serving.bench import environment
 from faser_backend.serving.doctor import Finding, examine
 from tests.fake_cuda import FakeDriver, Status
 
@@ -80,6 +81,14 @@ def test_cuda_python_is_named_where_it_is_missing() -> None:
 
     found = {finding.name: finding for finding in examine(missing)}
     assert re.search(r"no NVIDIA driver|cuda-python is missing", found["NVIDIA GPU"].detail)
+
+
+def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.describe(0)["gpu"] is None or "SMs" in str(environment.describe(0)["gpu"])
+    monkeypatch.setattr(environment, "load_driver", lambda: FakeDriver(132))
+    meta = environment.describe(0)
+    assert meta["gpu"] == "Faked GPU, 132 SMs, CUDA driver 13000" and "torch" in meta["versions"]  # type: ignore[operator]
+    assert ", Faked GPU, 132 SMs, CUDA driver 13000 (load" in environment.as_lines(meta)[0]
 
 
 class TestIdentity:

@@ -9,24 +9,37 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 from faser_backend.device.cpu_runtime import cpu_name
+from faser_backend.device.cuda.green_contexts import DriverError
+from faser_backend.device.cuda.identity import gpu_facts, load_driver
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 
+GPU_PACKAGES = ("torch", "triton", "cuda-python", "tensorrt-cu13", "tensorrt-rtx-cu13-libs")
 PACKAGES = ("faser-backend", "numpy", "onnxruntime", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
 
 
 def describe(seed: int) -> dict[str, object]:
-    """Meta data of a run: plain values for JSON."""
+    """Meta data of a run: plain values for JSON. gpu: the one that is there, used or not; None without one."""
+    gpu = gpu_name()
     return {
         "device": cpu_name(),
+        "gpu": gpu,
         "num_cores": len(os.sched_getaffinity(0)),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: installed_version(name) for name in PACKAGES},
+        "versions": {name: installed_version(name) for name in PACKAGES + (GPU_PACKAGES if gpu else ())},
         "commit": commit(),
         "seed": seed,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
+
+
+def gpu_name() -> str | None:
+    try:
+        facts = gpu_facts(load_driver())
+    except (DriverError, ImportError):
+        return None
+    return f"{facts.name}, {facts.num_sms} SMs, CUDA driver {facts.driver}"
 
 
 def installed_version(name: str) -> str:
@@ -56,11 +69,12 @@ def commit() -> str:
 
 def as_lines(meta: dict[str, object]) -> list[str]:
     """Two lines for people: what a table's reader must know."""
-    versions = meta["versions"]
+    versions, gpu = meta["versions"], meta.get("gpu")
     assert isinstance(versions, dict)
+    where = f"{meta['device']}, {meta['num_cores']} cores" + (f", {gpu}" if gpu else "")
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     return [
-        f"Measured on {meta['device']}, {meta['num_cores']} cores (load average at the start {meta['load_average']}), "
+        f"Measured on {where} (load average at the start {meta['load_average']}), "
         f"{meta['date']}, commit {meta['commit']}, seed {meta['seed']}.",
         f"Python {meta['python']}; {packages}.",
     ]
