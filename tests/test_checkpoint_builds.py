@@ -94,6 +94,17 @@ def test_sharded_checkpoints_give_the_same_engine(source: Path, tmp_path: Path) 
     assert single == parts
 
 
+def test_checkpoints_of_links_are_followed(source: Path, tmp_path: Path) -> None:
+    """A download cache keeps files elsewhere, under other names, and links to them."""
+    blobs, links = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    links.mkdir()
+    for index, path in enumerate(sorted(source.iterdir())):
+        shutil.copy(path, blobs / f"blob{index}")
+        (links / path.name).symlink_to(Path("..") / "blobs" / f"blob{index}")
+    assert build_engines(links, links, tmp_path / "a") == build_engines(source, source, tmp_path / "b")
+
+
 @pytest.mark.parametrize("block", [1, 7, 1 << 23])
 def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files of arrays that are written row by row, some rows at a time, or whole."""
