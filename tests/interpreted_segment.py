@@ -7,6 +7,7 @@ test_torch_segment.py starts with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ TABLES = np.array([[5], [3]])
 
 def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path) -> None:
     assert runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1, device=CPU)), "kernels are interpreted"
-    reference = random_model("qwen3", num_hidden_layers=2)
+    reference: Any = random_model("qwen3", num_hidden_layers=2)
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=(1,))
     runner = open_torch_runner(model, tmp_path, 10, BLOCK_SIZE)
     rng = np.random.default_rng(3)

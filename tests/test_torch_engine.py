@@ -67,7 +67,8 @@ def run(engine: Engine, requests: list[Request]) -> Driven:
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4"])
 def test_greedy_tokens_are_those_of_onnx_runtime(policy: str, runtime, requests, expected) -> None:
-    engine = assemble(*runtime, parse_policy(policy, guessed), config())
+    opened, models = runtime
+    engine = assemble(opened, models, parse_policy(policy, guessed), config())
     assert run(engine, requests).tokens == expected
     num_drafted = engine.metrics().num_drafted
     assert (num_drafted > 0) == (policy != "none")
@@ -77,7 +78,8 @@ def test_rows_that_leave_at_exits_change_no_token(runtime, requests, expected) -
     pruner = at_random(np.random.default_rng(0), exits=(0, 1))
     policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
     policy.partitions = ("whole",)
-    engine = assemble(*runtime, policy, config())
+    opened, models = runtime
+    engine = assemble(opened, models, policy, config())
     assert run(engine, requests).tokens == expected
     assert engine.metrics().num_pruned > 20
 

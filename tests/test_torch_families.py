@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def run_all(runner: CudaRunner, rows: RowBatch) -> np.ndarray:
 @pytest.mark.parametrize("exit_layers", [(), (1, 2)], ids=["whole", "cut"])
 @pytest.mark.parametrize("variant", DENSE)
 def test_logits_are_those_of_transformers(variant: str, exit_layers: tuple[int, ...], tmp_path: Path) -> None:
-    reference = random_model(variant)
+    reference: Any = random_model(variant)
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=exit_layers)
     runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)
     rng = np.random.default_rng(6)

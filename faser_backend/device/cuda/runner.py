@@ -66,7 +66,7 @@ class CudaRunner:
         self.vocab_size = model.spec.vocab_size
         self.capturer = GraphCapturer() if is_cuda and uses_graphs else None
         self._segments = model.segments
-        self._programs = programs
+        self._programs: Sequence[SegmentProgram] = programs
         self._device = device
         self.limits = limits
         self._staging = StagingRing(device)
