@@ -20,7 +20,6 @@ MODULES = (
     "pydantic",
     "tokenizers",
     "safetensors",
-    "transformers",
     "tritonclient",
     "pytriton",
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
+from benchmarks.gpu.contestants import REFERENCE, Contestant, Sizes
 from benchmarks.gpu.lent_runtime import LentRuntime, overlap_figures
 from benchmarks.gpu.worker import Context
 from faser_backend.config import EngineConfig
@@ -24,54 +25,10 @@ from faser_backend.serving.runtimes import AnyRuntime
 from faser_backend.simulation.trace import Trace as RequestTrace
 from faser_backend.simulation.trace import with_rate_curve
 
-REFERENCE, FIXED, WHOLE_POLICY = "none", "fixed:4", "faser"
 PEAK_TO_TROUGH = 35.0
 # Mean arrival rate over the rate at which the reference answers such requests when saturated. The peak is about three
 # times the mean: bursts are beyond what plain decoding can do, troughs far below it.
 BURSTY_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """A policy, and the fields of EngineConfig that make it an ablation."""
-
-    policy: str
-    note: str = ""
-    options: dict[str, str] = field(default_factory=dict)
-    is_rival: bool = False  # takes part in the bursty load
-
-    @property
-    def name(self) -> str:
-        return f"{self.policy} ({self.note})" if self.note else self.policy
-
-
-# In the order in which they are measured where time is short.
-CONTESTANTS = (
-    Contestant(REFERENCE, is_rival=True),
-    Contestant(FIXED, is_rival=True),
-    Contestant(WHOLE_POLICY, is_rival=True),
-    Contestant("survival", is_rival=True),
-    Contestant("goodput", is_rival=True),
-    Contestant("fixed:2"),
-    Contestant(WHOLE_POLICY, "no exit", {"early_exit": "off"}),
-    Contestant(WHOLE_POLICY, "no pipeline", {"pipeline": "serial"}),
-    Contestant(FIXED, "run-ahead", {"pipeline": "run_ahead"}),
-    Contestant(FIXED, "ping-pong", {"pipeline": "ping_pong"}),
-    Contestant(FIXED, "exits on", {"early_exit": "on"}),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a ladder. Lengths of the bursty load are log-normal around the same medians."""
-
-    clients: tuple[int, ...]
-    prompt_tokens: int
-    output_tokens: int
-    waves: int
-    repeats: int
-    bursty_s: float
-    temperature: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +55,16 @@ class Ladder:
         max_num_seqs: int,
         num_prefill_tokens: int,
         load_knowledge: Callable[[], Knowledge],
+        text: np.ndarray | None = None,
     ) -> None:
+        """text [n]: token ids that prompts are cut from, None for random ones. load_knowledge: for policies that
+        weigh time, which are opened later than the others."""
         self._context = context
         self.runtime = runtime
         self._port = cast(AnyRuntime, runtime)
         self._models = models
         self._load_knowledge = load_knowledge
+        self._text = text
         self.max_num_seqs = max_num_seqs
         self._common: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
@@ -134,17 +95,23 @@ class Ladder:
     def requests(
         self, prompts: Sequence[int] | np.ndarray, outputs: Sequence[int] | np.ndarray, temperature: float
     ) -> list[Request]:
-        """Random prompts; request i draws with a seed of its own, the same for every contestant."""
+        """Request i draws with a seed of its own, the same for every contestant."""
         rng = np.random.default_rng([self._seed, 7])
         return [
             Request(
                 str(index),
-                rng.integers(0, self._models.vocab_size, prompt),
+                self._prompt(int(prompt), rng),
                 output,
                 SamplingParams(temperature=temperature, seed=self._seed * 100_003 + index),
             )
             for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
+
+    def _prompt(self, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
+        if self._text is None:
+            return rng.integers(0, self._models.vocab_size, num_tokens)
+        start = int(rng.integers(0, self._text.size - num_tokens))
+        return self._text[start : start + num_tokens]
 
     def closed(self, contestants: Sequence[Contestant], sizes: Sizes, num_clients: int) -> list[dict[str, Any]]:
         """Rows of one closed loop; every contestant warms up on the same jobs."""

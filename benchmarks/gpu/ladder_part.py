@@ -5,14 +5,18 @@ On synthetic pairs acceptance is planted (planted.py): speed and the cost of eve
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.gpu.calls import PairCalls
-from benchmarks.gpu.ladder import CONTESTANTS, Contestant, Ladder, Sizes
+from benchmarks.gpu.contestants import CONTESTANTS, Contestant, Sizes
+from benchmarks.gpu.ladder import Ladder
 from benchmarks.gpu.ladder_setup import CallCosts, knowledge
 from benchmarks.gpu.lent_runtime import LentRuntime
 from benchmarks.gpu.open_pair import opened_pair
@@ -48,6 +52,7 @@ class Setup:
     process: AcceptanceProcess
     sizes: Sizes
     contestants: Sequence[Contestant]
+    text: np.ndarray | None = None  # that prompts are cut from
 
 
 def pair_8b(context: Context) -> Result:
@@ -84,13 +89,24 @@ def demo(context: Context) -> Result:
         real = stack.enter_context(closing(open_runtime(engine_dir, manifest, EngineConfig())))
         setup = Setup(
             ModelPair(manifest.target, manifest.draft),
-            4 if context.is_tiny else 32,
+            3 if context.is_tiny else 32,
             demo_process("sampled"),
             TINY_SIZES if context.is_tiny else DEMO_SIZES,
-            [each for each in CONTESTANTS if "exit" not in each.note],
+            [each for each in CONTESTANTS if "exit" not in each.note and (each.is_rival or not context.is_tiny)],
+            _held_out_text(engine_dir),
         )
         _run(context, LentRuntime(real), setup, found, stack)
     return found
+
+
+def _held_out_text(engine_dir: Path) -> np.ndarray:
+    """Token ids of the demo pair's held-out prompts, one after the other."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    lines = (DEMO_PAIR / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(json.loads(line)["prompt"] for line in lines)
+    return np.array(tokenizer.encode(text).ids, np.int64)
 
 
 def _run(context: Context, runtime: LentRuntime, setup: Setup, found: Result, stack: ExitStack) -> None:
@@ -107,6 +123,7 @@ def _run(context: Context, runtime: LentRuntime, setup: Setup, found: Result, st
         max_num_seqs=setup.max_num_seqs,
         num_prefill_tokens=PREFILL_TOKENS,
         load_knowledge=lambda: known[0],
+        text=setup.text,
     )
     stack.callback(ladder.close)
     known.append(knowledge(costs, ladder, setup.max_num_seqs, setup.process))

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.calls import PairCalls
+from benchmarks.gpu.contestants import FIXED, Contestant, Sizes
 from benchmarks.gpu.costs import fit_costs, measure_exit, measure_points, with_overhead
-from benchmarks.gpu.ladder import FIXED, Contestant, Ladder, Sizes
+from benchmarks.gpu.ladder import Ladder
 from benchmarks.gpu.predictions import step_us
 from benchmarks.gpu.worker import Context
 from faser_backend.core.decision import WHOLE

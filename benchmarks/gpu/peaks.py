@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.gpu.report import query_gpu
 from benchmarks.gpu.timing import take_turns
 from benchmarks.gpu.worker import Context, Result
 
@@ -26,6 +27,8 @@ def run(context: Context) -> Result:
     for num_rows in rows:
         found["products"].append(_product(context.device, num_rows, depth, 8192 if num_rows == 8192 else width))
         context.save(found)
+    if context.is_cuda:
+        found["clocks"] = query_gpu()  # right after the largest product, before the device rests
     found["copy_gb_per_s"] = max(row["gb_per_s"] for row in found["copies"][-2:])
     found["gemm_tflops"] = max(row["tflops"] for row in found["products"])
     return found

@@ -58,7 +58,8 @@ def _device(result: Result) -> Lines:
 def _peaks(result: Result) -> Lines:
     copies = table(["copied MiB", "GB/s"], [[row["mib"], row["gb_per_s"]] for row in result["copies"]])
     names = ("rows", "us", "tflops", "weight_gb_per_s")
-    return [*copies, "", *table(names, [[row[name] for name in names] for row in result["products"]])]
+    lines = [*copies, "", *table(names, [[row[name] for name in names] for row in result["products"]])]
+    return [*lines, f"nvidia-smi right after: {_pairs(result['clocks'])}"] if result.get("clocks") else lines
 
 
 def _kernels(result: Result) -> Lines:
@@ -179,9 +180,9 @@ def _ladder(result: Result) -> Lines:
         if name in result:
             lines.append(f"{name}: {_pairs(result[name])}")
     names = (
-        "policy", "tokens_per_s", "e2e_ms_p50", "e2e_ms_p99", "ttft_ms_p50", "tpot_ms_p50", "mean_accepted",
-        "mean_length", "rows_trimmed", "rows_pruned", "retention", "share_serial", "overlap_of_either",
-        "overlap_of_shorter", "plan_us_p50", "plan_share", "num_different",
+        "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "e2e_ms_p50", "e2e_ms_p99", "ttft_ms_p50",
+        "tpot_ms_p50", "mean_accepted", "mean_length", "rows_trimmed", "rows_pruned", "retention", "share_serial",
+        "overlap_of_either", "overlap_of_shorter", "plan_us_p50", "plan_share", "num_different",
     )  # fmt: skip
     rows = result.get("rows", [])
     for load in dict.fromkeys(row["load"] for row in rows):
