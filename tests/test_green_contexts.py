@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from ctypes.util import find_library
 from typing import Any
 
 import pytest
 
-from faser_backend.device.cuda.green_contexts import DriverError, GreenSplits, call_driver, draft_groups
+from faser_backend.device.cuda.green_contexts import (
+    DEFAULT_STREAM_FLAG,
+    NO_FLAGS,
+    NON_BLOCKING,
+    DriverError,
+    GreenSplits,
+    call_driver,
+    draft_groups,
+    sm_kind,
+)
 from faser_backend.device.cuda.streams import KINDS, Kind, SmMenu, open_menu
 from faser_backend.device.partition import split_name
 from tests.fake_cuda import FakeCuda, FakeDriver, Status
@@ -218,3 +228,25 @@ def test_the_fake_sees_what_is_not_ordered() -> None:
     cuda.touch("pool")
     with pytest.raises(AssertionError, match="pool"):
         cuda.check_order()
+
+
+@pytest.mark.parametrize(
+    ("name", "make_arguments"),
+    [
+        ("cuInit", lambda driver: (0,)),
+        ("cuDeviceGet", lambda driver: (0,)),
+        ("cuDeviceGetDevResource", lambda driver: (driver.CUdevice(0), sm_kind(driver))),
+        ("cuDevSmResourceSplitByCount", lambda driver: (16, driver.CUdevResource(), NO_FLAGS, 8)),
+        ("cuDevResourceGenerateDesc", lambda driver: ([driver.CUdevResource()] * 2, 2)),
+        ("cuGreenCtxCreate", lambda driver: (driver.CUdevResourceDesc(), driver.CUdevice(0), DEFAULT_STREAM_FLAG)),
+        ("cuGreenCtxGetDevResource", lambda driver: (driver.CUgreenCtx(), sm_kind(driver))),
+        ("cuGreenCtxStreamCreate", lambda driver: (driver.CUgreenCtx(), NON_BLOCKING, 0)),
+    ],
+)
+def test_the_real_bindings_take_what_they_are_given(name: str, make_arguments: Any) -> None:
+    """Without a driver they convert their arguments first, and then say that there is none."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    if find_library("cuda") is not None:
+        pytest.skip("there is a driver, which would act on it: gpu_check.py does")
+    with pytest.raises(DriverError):  # and not TypeError
+        call_driver(driver, name, *make_arguments(driver))

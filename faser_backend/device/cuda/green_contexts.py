@@ -64,7 +64,7 @@ class GreenSplits:
         self._driver = driver
         with ExitStack() as stack:
             self._device = self._open_device(ordinal)
-            whole = self._call("cuDeviceGetDevResource", self._device, _sm_kind(driver))
+            whole = self._call("cuDeviceGetDevResource", self._device, sm_kind(driver))
             self.num_sms = int(whole.sm.smCount)
             groups, rest = self._split(whole)
             self.group_sms = int(groups[0].sm.smCount)
@@ -126,7 +126,7 @@ class GreenSplits:
         description = self._call("cuDevResourceGenerateDesc", resources, len(resources))
         context = self._call("cuGreenCtxCreate", description, self._device, DEFAULT_STREAM_FLAG)
         stack.callback(self._call, "cuGreenCtxDestroy", context)
-        granted = self._call("cuGreenCtxGetDevResource", context, _sm_kind(self._driver))
+        granted = self._call("cuGreenCtxGetDevResource", context, sm_kind(self._driver))
         stream = self._call("cuGreenCtxStreamCreate", context, NON_BLOCKING, 0)
         stack.callback(self._call, "cuStreamDestroy", stream)  # before its context
         return GreenShare(int(granted.sm.smCount), int(stream))
@@ -155,7 +155,7 @@ def draft_groups(num_groups: int) -> list[int]:
     return [1 << power for power in range(num_groups.bit_length()) if 2 << power <= num_groups]
 
 
-def _sm_kind(driver: Any) -> Any:
-    """The bindings insist on their own enumeration."""
+def sm_kind(driver: Any) -> Any:
+    """CU_DEV_RESOURCE_TYPE_SM as the driver's bindings want it: a member of their own enumeration."""
     kinds = getattr(driver, "CUdevResourceType", None)
     return SM_RESOURCE if kinds is None else kinds.CU_DEV_RESOURCE_TYPE_SM

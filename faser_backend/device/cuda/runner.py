@@ -136,6 +136,8 @@ class CudaRunner:
             calls.clear()
         self._programs = ()
         self._store = TensorStore(self._device)
+        # Freeing pinned memory records events on the streams that copied from it: so now, while a share's stream is there.
+        self._staging = StagingRing(self._device)
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
         num_candidates = 0 if candidates is None else candidates.shape[1]

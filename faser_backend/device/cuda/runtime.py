@@ -181,16 +181,14 @@ def current_device() -> torch.device:
 
 def prepare_cuda() -> bool:
     """Opens torch's CUDA context, if there is a GPU, with as many hardware queues as there can be."""
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(MAX_CONNECTIONS, NUM_CONNECTIONS)  # before anything looks at the driver
     if not torch.cuda.is_available():
         return False
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault(MAX_CONNECTIONS, NUM_CONNECTIONS)
-    if os.environ.get(MAX_CONNECTIONS) != NUM_CONNECTIONS:
+    found = os.environ.get(MAX_CONNECTIONS, "unset")
+    if found != NUM_CONNECTIONS:
         _log.warning(
-            "%s = %s: splits overlap best with %s, set before CUDA starts",
-            MAX_CONNECTIONS,
-            os.environ.get(MAX_CONNECTIONS, "unset"),
-            NUM_CONNECTIONS,
+            "%s = %s: %s, set before CUDA starts, lets streams overlap", MAX_CONNECTIONS, found, NUM_CONNECTIONS
         )
     torch.cuda.init()
     return True
