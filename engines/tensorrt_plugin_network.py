@@ -26,7 +26,7 @@ from plugins.tensorrt_contract import (
     VERSION,
     Geometry,
 )
-from plugins.tensorrt_import import TensorRt
+from plugins.tensorrt_import import TensorRt, TensorRtError
 
 # Rows of a sequence that programs are cut for: a verification of some draft tokens. Prompts' chunks use the same.
 TILE_ROWS = 8
@@ -80,7 +80,10 @@ def _parts(node: onnx.NodeProto) -> dict[str, str]:
 
 
 def plugin_geometry(spec: ModelSpec, kv_block_size: int, buckets: Sequence[BucketSpec]) -> Geometry:
-    """For the GPU at hand. buckets: all calls that the engine is for, with their rows per sequence, "Q"."""
+    """For the GPU at hand. buckets: all calls that the engine is for, with their rows per sequence, "Q".
+
+    Raises TensorRtError where there is no GPU.
+    """
     num_sms, capability = _device()
     return Geometry(
         num_heads=spec.num_heads,
@@ -95,8 +98,10 @@ def plugin_geometry(spec: ModelSpec, kv_block_size: int, buckets: Sequence[Bucke
 
 
 def _device() -> tuple[int, int]:
-    """SMs and compute capability of the GPU; full TensorRT compiles for no other."""
+    """SMs and compute capability of the GPU; full TensorRT compiles for no other. Raises TensorRtError without one."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise TensorRtError(f"TensorRT compiles for the GPU at hand, and torch {torch.__version__} sees none")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return properties.multi_processor_count, 10 * properties.major + properties.minor

@@ -129,7 +129,7 @@ def combine_constants(geometry: Geometry) -> dict[str, int]:
     """What the second kernel is compiled for."""
     return {
         "HEAD_DIM": geometry.head_dim,
-        "BLOCK_S": triton.next_power_of_2(MAX_SPLITS),
+        "BLOCK_S": 1 << (MAX_SPLITS - 1).bit_length(),
         "BLOCK_D": padded_head_dim(geometry.head_dim),
     }
 

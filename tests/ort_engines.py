@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
 import numpy as np
 import onnxruntime as ort
+import torch
 
 from engines.checkpoint import open_checkpoint
 from engines.decoder import build_segment
@@ -164,6 +165,10 @@ class OrtStore:
             engine = OrtEngine(path, segment)
             self._files[path] = EngineFile(path, engine, tuple(inputs), tuple(outputs), tuple(profiles))
         return self._files[path]
+
+    def activation_memory(self, files: list[EngineFile], device: torch.device) -> torch.Tensor:
+        assert all(file.activation_bytes == ACTIVATION_BYTES for file in files)
+        return torch.empty(ACTIVATION_BYTES, dtype=torch.uint8, device=device)
 
     def new_context(self, file: EngineFile, *, is_captured: bool) -> OrtContext:
         context = OrtContext(file.engine, file.outputs)

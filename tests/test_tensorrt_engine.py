@@ -55,8 +55,9 @@ class RecordingConfig:
 
 
 class RecordingEngine:
-    def __init__(self, accepts: bool = True, makes_contexts: bool = True) -> None:
+    def __init__(self, accepts: bool = True, makes_contexts: bool = True, num_bytes: int = 0) -> None:
         self.configs: list[RecordingConfig] = []
+        self.device_memory_size_v2 = num_bytes
         self._accepts = accepts
         self._makes_contexts = makes_contexts
 
@@ -128,6 +129,15 @@ def test_a_directory_that_cannot_be_written_is_said(store: EngineStore, tmp_path
     with caplog.at_level(logging.WARNING):
         store.close()
     assert "compiled kernels cannot be kept" in caplog.text
+
+
+def test_all_shares_of_a_model_work_in_one_memory(store: EngineStore, tmp_path: Path) -> None:
+    files = [engine_file(tmp_path / name, RecordingEngine(num_bytes=num)) for name, num in (("a", 300), ("b", 700))]
+    target, device = files[:2], torch.device("cpu")
+    memory = store.activation_memory(target, device)
+    assert memory.numel() == 700 and store.activation_memory(target, device) is memory
+    draft = store.activation_memory([engine_file(tmp_path / "c", RecordingEngine(num_bytes=0))], device)
+    assert draft.numel() == 256 and draft.data_ptr() != memory.data_ptr()
 
 
 def test_a_context_that_is_not_made_is_an_error(store: EngineStore, tmp_path: Path) -> None:

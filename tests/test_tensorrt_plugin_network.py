@@ -23,10 +23,12 @@ from engines.checkpoint import open_checkpoint
 from engines.decoder import build_segment
 from engines.families import read_spec
 from engines.graph import WeightStore
-from engines.tensorrt_plugin_network import plugin_network
+from engines.tensorrt_buckets import CallLimits, call_buckets
+from engines.tensorrt_plugin_network import plugin_geometry, plugin_network
 from engines.weights import ModelWeights
 from plugins import reference
 from plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, Geometry
+from plugins.tensorrt_import import TensorRtError
 from tests.tiny_models import reference_logits, reference_model, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +115,20 @@ def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelPr
     for part in ("input", "output", "initializer"):
         assert getattr(changed.graph, part) == getattr(model.graph, part)
     assert [op.domain for op in changed.opset_import] == [op.domain for op in model.opset_import]
+
+
+def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(open_checkpoint(source))
+    buckets = call_buckets(spec, BLOCK_SIZE, CallLimits(max_prefill_tokens=64))
+    monkeypatch.setattr("engines.tensorrt_plugin_network._device", lambda: (132, 90))
+    assert plugin_geometry(spec, BLOCK_SIZE, buckets) == GEOMETRY
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
+    spec = read_spec(open_checkpoint(source))
+    with pytest.raises(TensorRtError, match="TensorRT compiles for the GPU at hand, and torch .* sees none"):
+        plugin_geometry(spec, BLOCK_SIZE, call_buckets(spec, BLOCK_SIZE, CallLimits()))
 
 
 def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
@@ -20,6 +23,7 @@ from plugins.tensorrt_import import ErrorLog, Flavour, TensorRt, import_tensorrt
 
 logger = logging.getLogger(__name__)
 
+ALIGNMENT = 256  # of the memory that TensorRT works in
 FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
 # What `get_engine_validity` says of a file, in the order in which it is worth saying.
 DIAGNOSTICS = {
@@ -65,6 +69,7 @@ class EngineStore:
         self._files: dict[Path, EngineFile] = {}
         self._caches: dict[Path, Any] = {}  # RTX alone, as the next
         self._configs: dict[tuple[Path, bool], Any] = {}  # of contexts that are captured, or not
+        self._memories: dict[tuple[Path, ...], torch.Tensor] = {}
         self._lock = Lock()  # two lanes may open at once
 
     def open(self, path: Path) -> EngineFile:
@@ -75,6 +80,16 @@ class EngineStore:
                 inputs, outputs = _tensor_names(self.tensorrt.module, engine)
                 self._files[path] = EngineFile(path, engine, inputs, outputs, _profile_ranges(engine, inputs))
             return self._files[path]
+
+    def activation_memory(self, files: Sequence[EngineFile], device: torch.device) -> torch.Tensor:
+        """What the segments of a model work in, uint8. All shares that the model runs on have the same: they never
+        run it at once, and are ordered with each other, as they are for its KV pool."""
+        key = tuple(file.path for file in files)
+        with self._lock:
+            if key not in self._memories:
+                num_bytes = max(ALIGNMENT, *(file.activation_bytes for file in files))
+                self._memories[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return self._memories[key]
 
     def new_context(self, file: EngineFile, *, is_captured: bool) -> Any:
         """An execution context without memory of its own: its user calls set_device_memory before anything else.
@@ -112,6 +127,7 @@ class EngineStore:
         self._configs.clear()
         self._caches.clear()
         self._files.clear()
+        self._memories.clear()
 
     def _deserialize(self, path: Path) -> Any:
         try:

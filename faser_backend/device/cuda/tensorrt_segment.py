@@ -2,7 +2,7 @@
 
 Each prepared call has an execution context of its own, whose shapes and addresses are set once: a captured
 graph stays valid only while nobody changes the context that it was captured from. Calls too large for graphs
-share one. All contexts work in one activation memory, since calls are serial. Knows nothing of batches or shares.
+share one. All contexts of a model work in one memory, since its calls are serial. Knows nothing of batches or shares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from faser_backend.manifest import ModelEngine, SegmentSpec
 from plugins.kv_write import write_kv
 
 TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
-ALIGNMENT = 256  # of the memory that TensorRT works in
 
 
 def open_segments(
@@ -31,14 +30,13 @@ def open_segments(
     device: torch.device,
     profiles: Sequence[int] | None = None,
 ) -> list[TensorRtSegment]:
-    """The segments of a model for one share of the device, in order, with one activation memory.
+    """The segments of a model for one share of the device, in order.
 
     profiles: indices of those that were compiled for this share; None = all.
     Raises ConfigError where an engine cannot be loaded.
     """
     files = [store.open(engine_dir / segment.file.name) for segment in model.segments]
-    num_bytes = max(file.activation_bytes for file in files)
-    memory = torch.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+    memory = store.activation_memory(files, device)
     return [
         TensorRtSegment(segment, store, file, memory, profiles)
         for segment, file in zip(model.segments, files, strict=True)
