@@ -136,7 +136,7 @@ class CudaRunner:
             calls.clear()
         self._programs = ()
         self._store = TensorStore(self._device)
-        # Freeing pinned memory records events on the streams that copied from it: so now, while a share's stream is there.
+        # Freeing pinned memory records events on the streams that copied from it: now, while a share's stream is there.
         self._staging = StagingRing(self._device)
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:

@@ -34,4 +34,7 @@ def to_host(*tensors: torch.Tensor) -> list[np.ndarray]:
         done = torch.cuda.Event()
         done.record()
         done.synchronize()  # without the interpreter lock, so that the other lane goes on
+        # Pinned memory records events on the streams that used it when it is freed: no result may keep it, or it could
+        # outlive the stream of a share.
+        return [copy.numpy().copy() for copy in copies]
     return [copy.numpy() for copy in copies]
