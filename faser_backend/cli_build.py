@@ -27,7 +27,7 @@ TENSORRT = "TensorRT:"
 
 def build(
     *,
-    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face layout.")],
+    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face or TensorRT-LLM layout.")],
     draft: Annotated[Path, typer.Option(help="Draft checkpoint with the same vocabulary.")],
     output: Annotated[Path, typer.Option(help="Engine directory to write.")],
     runtime: Annotated[

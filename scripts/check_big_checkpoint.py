@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Peak memory of building a checkpoint that is larger than it may need: the proof that weights are streamed.
 
-    python scripts/check_big_checkpoint.py [--num-layers N] [--dtype BF16] [--runtime R] [--engine-dtype D]
+    python scripts/check_big_checkpoint.py [--num-layers N] [--dtype BF16] [--ranks N] [--runtime R] [--engine-dtype D]
 
 Writes a random checkpoint (at least 2 GB) in shards to a temporary folder, builds it in a fresh process and
 prints the process's peak resident memory: mapped pages of the checkpoint count, the system's cache does not.
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="F32", help="of the checkpoint")
+    parser.add_argument("--ranks", type=int, default=0, help="of a TensorRT-LLM checkpoint; 0: Hugging Face's layout")
     parser.add_argument("--runtime", choices=["onnxruntime", "torch"], default="onnxruntime")
     parser.add_argument("--engine-dtype", default="fp32")
     args = parser.parse_args()
@@ -59,6 +60,8 @@ def main() -> int:
         target, draft = Path(folder, "target"), Path(folder, "draft")
         started_s = time.perf_counter()
         num_bytes = write_checkpoint(target, spec, args.dtype)
+        if args.ranks:
+            num_bytes = write_ranks(target, spec, args.dtype, args.ranks)
         write_checkpoint(draft, spec_of(1, 64), args.dtype)
         print(f"checkpoint {num_bytes / MIB:.0f} MiB, written in {time.perf_counter() - started_s:.0f} s")
         started_s = time.perf_counter()
@@ -125,6 +128,33 @@ def write_checkpoint(directory: Path, spec: ModelSpec, dtype: str) -> int:
     vocabulary = {f"token{i}": i for i in range(spec.vocab_size)}
     (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     return sum((directory / shard).stat().st_size for shard in shards)
+
+
+def write_ranks(directory: Path, spec: ModelSpec, dtype: str, num_ranks: int) -> int:
+    """Puts TensorRT-LLM's layout in place of the other; returns the bytes of its weights."""
+    hidden, inner, part = spec.hidden_size, spec.intermediate_size, spec.hidden_size // num_ranks
+    layer = {
+        "input_layernorm.weight": (hidden,),
+        "attention.qkv.weight": (3 * part, hidden),
+        "attention.dense.weight": (hidden, part),
+        "post_layernorm.weight": (hidden,),
+        "mlp.fc.weight": (inner // num_ranks, hidden),
+        "mlp.gate.weight": (inner // num_ranks, hidden),
+        "mlp.proj.weight": (hidden, inner // num_ranks),
+    }
+    shapes = {f"transformer.layers.{i}.{name}": shape for i in range(spec.num_layers) for name, shape in layer.items()}
+    shapes |= {"transformer.vocab_embedding.weight": (VOCAB_SIZE, hidden), "transformer.ln_f.weight": (hidden,)}
+    shapes["lm_head.weight"] = (VOCAB_SIZE // num_ranks, hidden)
+    formats = {name: (DTYPES[dtype], shape) for name, shape in shapes.items()}
+    for path in directory.glob("model*"):
+        path.unlink()
+    for rank in range(num_ranks):
+        write_safetensors(directory / f"rank{rank}.safetensors", formats, random_arrays(formats))
+    config = json.loads((directory / "config.json").read_text())
+    del config["model_type"]
+    config |= {"architecture": "LlamaForCausalLM", "mapping": {"world_size": num_ranks, "tp_size": num_ranks}}
+    (directory / "config.json").write_text(json.dumps(config))
+    return sum(path.stat().st_size for path in directory.glob("rank*"))
 
 
 def random_arrays(formats: dict[str, tuple[np.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, np.ndarray]]:

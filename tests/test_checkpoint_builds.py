@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from engines.arrays import BFLOAT16
 from engines.build import build_engines
@@ -92,6 +92,17 @@ def test_sharded_checkpoints_give_the_same_engine(source: Path, tmp_path: Path) 
     assert len(list(sharded.glob("*.safetensors"))) > 2
     single, parts = (build_engines(path, path, tmp_path / f"engine{i}") for i, path in enumerate((source, sharded)))
     assert single == parts
+
+
+def test_tensors_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
+    """Old checkpoints hold rotary buffers, and some a copy of a head that is tied."""
+    plain = write_model(random_model("qwen2_tied"), tmp_path / "plain")
+    laden = shutil.copytree(plain, tmp_path / "laden")
+    tensors = load_file(laden / "model.safetensors")
+    tensors["lm_head.weight"] = np.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, laden / "model.safetensors")
+    assert build_engines(plain, plain, tmp_path / "a") == build_engines(laden, laden, tmp_path / "b")
 
 
 def test_checkpoints_of_links_are_followed(source: Path, tmp_path: Path) -> None:
