@@ -90,7 +90,8 @@ def loaded_kernels(geometry: Geometry, dtype: str) -> AttentionKernels:
 def register_v3_plugin(module: Any) -> None:
     """Makes the op known to a TensorRT that has_plugins: before a network is parsed or an engine is loaded."""
     registry = module.get_plugin_registry()
-    if registry.get_creator(ATTENTION_OP, VERSION, NAMESPACE) is None:
+    known = {(creator.plugin_namespace, creator.name) for creator in registry.all_creators}  # asking logs an error
+    if (NAMESPACE, ATTENTION_OP) not in known:
         registry.register_creator(plugin_classes(module)[1](), NAMESPACE)
 
 

@@ -198,7 +198,9 @@ def plugin_inputs(trt, sizes=None) -> list:
 
 def test_the_python_plugin_is_found_made_and_serialised(trt) -> None:
     register_v3_plugin(trt)
+    num_creators = len(trt.get_plugin_registry().all_creators)
     register_v3_plugin(trt)
+    assert len(trt.get_plugin_registry().all_creators) == num_creators
     creator = trt.get_plugin_registry().get_creator(ATTENTION_OP, VERSION, NAMESPACE)
     assert tuple(field.name for field in creator.field_names) == GEOMETRY_FIELDS
     made = plugin_classes(trt)[0](GEOMETRY, True)
