@@ -147,6 +147,9 @@ def test_shapes_are_prepared_once(built, monkeypatch: pytest.MonkeyPatch) -> Non
         drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 3
         loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
     assert prepared == [(8, 8), (4, 8)]
+    assert len(loop._chains) == 2
+    runner.close()
+    assert len(loop._chains) == 0, "graphs that outlive their runner"
 
 
 def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:

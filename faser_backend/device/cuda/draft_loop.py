@@ -60,6 +60,7 @@ class TorchDraftLoop:
         self._chains = CallCache[ChainShape, _Chain](
             lambda shape: _Chain(shape, runner, sampler.noise), is_cuda=is_cuda, max_calls=MAX_CHAINS
         )
+        runner.clear_at_close(self._chains.clear)
 
     def can_draft(self, slots: np.ndarray) -> bool:
         """See core.ports.DraftLoop: rules need the tokens before each draw on the host."""

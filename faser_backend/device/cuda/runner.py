@@ -7,7 +7,7 @@ TensorRT, but programs; on a torch CPU device it runs the same way without graph
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ class CudaRunner:
             )
             for index in range(self.num_segments)
         ]
+        self._clearing: list[Callable[[], None]] = [calls.clear for calls in self._calls]
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """See core.ports.ModelRunner. The result is on the device, and may not be there yet: it is a buffer that
@@ -125,6 +126,10 @@ class CudaRunner:
 
         return PreparedCall(bounds, {**inputs.tensors, "logits": tensors["logits"]}, launch)
 
+    def clear_at_close(self, clear: Callable[[], None]) -> None:
+        """`clear` frees graphs that somebody captured of prepared calls: they must not outlive a share's stream."""
+        self._clearing.append(clear)
+
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
@@ -132,8 +137,8 @@ class CudaRunner:
         """Frees graphs and buffers when the device has done with them; the runner cannot be used afterwards."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for calls in self._calls:
-            calls.clear()
+        for clear in self._clearing:
+            clear()
         self._programs = ()
         self._store = TensorStore(self._device)
         # Freeing pinned memory records events on the streams that copied from it: now, while a share's stream is there.
