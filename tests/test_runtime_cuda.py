@@ -178,8 +178,13 @@ class TestOnSharesOfAFakedGpu:
         streams = {use.stream for uses in cuda.uses.values() for use in uses}
         assert {use.stream for use in cuda.uses["samples"]} == {runtime.menu.whole.stream.cuda_stream}
         assert len(streams) == 3 and 0 not in streams, "the whole device and two shares, never the default stream"
+        loops = [partition.draft_loop for partition in engine.stepper.partitions.values()]
         engine.close()
         assert not driver.contexts and not driver.streams
+        for loop in loops:
+            assert loop is not None
+            with pytest.raises(AssertionError, match="closed"):  # its graphs went with its runner
+                loop.can_draft(np.zeros(1, np.int64))
 
     def test_memory_that_pools_may_take(self, opened) -> None:
         runtime, _, _, models = opened

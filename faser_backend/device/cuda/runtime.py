@@ -26,7 +26,7 @@ from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.programs import ProgramSource, TensorRtPrograms, TorchPrograms
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
-from faser_backend.device.cuda.share_runner import ShareDraftLoop, ShareRunner
+from faser_backend.device.cuda.share_runner import ShareRunner
 from faser_backend.device.cuda.streams import KINDS, Kind, PartitionChoice, SmMenu, SmPartition, open_menu
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
@@ -114,7 +114,7 @@ class CudaRuntime:
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         assert isinstance(sampler, TorchSampler)
         if isinstance(runner, ShareRunner):
-            return ShareDraftLoop(TorchDraftLoop(runner.runner, sampler), runner.share)
+            return runner.loop(lambda inner: TorchDraftLoop(inner, sampler))
         assert isinstance(runner, CudaRunner)
         return TorchDraftLoop(runner, sampler)
 

@@ -7,6 +7,7 @@ on the share: such a call is queued there, between a fork from and a join to the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from faser_backend.device.runtime import OpenRunner
 
 
 class ShareRunner:
-    """`runner` on `share`; implements core.ports.ModelRunner."""
+    """`runner` on `share`; implements core.ports.ModelRunner. Closes draft loops over it, too: see `loop`."""
 
     def __init__(self, runner: OpenRunner, share: SmPartition) -> None:
         self.runner: Any = runner
+        self._loops: list[ShareDraftLoop] = []
         self.share = share
         self.num_segments = runner.num_segments
         self.num_layers = runner.num_layers
@@ -45,27 +47,42 @@ class ShareRunner:
         with self.share.current():
             return self.runner.take_rows(hidden, kept)
 
+    def loop(self, make: Callable[[Any], DraftLoop]) -> ShareDraftLoop:
+        """A draft loop over the runner, on the share; make: given the runner itself."""
+        with self.share.current():
+            self._loops.append(ShareDraftLoop(make(self.runner), self.share))
+        return self._loops[-1]
+
     def check_integrity(self) -> None:
         self.runner.check_integrity()
 
     def close(self) -> None:
-        """May be called again."""
+        """Waits for the device; then graphs go, the loops' as well, while the stream that they were captured on is
+        there. May be called again."""
         self.runner.close()
+        for loop in self._loops:
+            loop.close()
 
 
 class ShareDraftLoop:
     """`loop` on `share`; implements core.ports.DraftLoop."""
 
     def __init__(self, loop: DraftLoop, share: SmPartition) -> None:
-        self._loop = loop
+        self._loop: DraftLoop | None = loop
         self._share = share
 
     def can_draft(self, slots: np.ndarray) -> bool:
+        assert self._loop is not None, "the draft loop was closed"
         return self._loop.can_draft(slots)
 
     def draft(
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
     ) -> DraftTokens:
         """See core.ports.DraftLoop."""
+        assert self._loop is not None, "the draft loop was closed"
         with self._share.current():
             return self._loop.draft(rows, slots, num_draft_tokens, num_candidates)
+
+    def close(self) -> None:
+        """Lets go of the loop and of its graphs. May be called again."""
+        self._loop = None
