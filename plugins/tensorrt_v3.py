@@ -95,79 +95,91 @@ def register_v3_plugin(module: Any) -> None:
         registry.register_creator(plugin_classes(module)[1](), NAMESPACE)
 
 
+class AttentionMethods:
+    """What TensorRT asks of the plugin; plugin_classes joins it with TensorRT's own classes."""
+
+    def __init__(self, module: Any, geometry: Geometry, is_build: bool) -> None:
+        self.module = module
+        self.geometry = geometry
+        self.is_build = is_build
+        self.num_outputs = len(ATTENTION_OUTPUTS)
+        self.plugin_name, self.plugin_version, self.plugin_namespace = ATTENTION_OP, VERSION, NAMESPACE
+        self.timing_cache_id = ""
+        self._fields = Fields(module, {name: [value] for name, value in geometry.as_fields().items()})
+
+    def get_capability_interface(self, type: Any) -> Any:
+        return self
+
+    def clone(self) -> Any:
+        return plugin_classes(self.module)[0](self.geometry, self.is_build)
+
+    def attach_to_context(self, context: Any) -> Any:
+        return self.clone()
+
+    def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+        return attention_output_dtypes(input_types)
+
+    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], exprs: Any) -> list[Any]:
+        return [self.module.DimsExprs(inputs[source]) for source in attention_output_sources()]
+
+    def get_aliased_input(self, output_index: int) -> int:
+        return aliased_input(output_index)
+
+    def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
+        described = [tensor.desc for tensor in in_out[: pos + 1]]
+        is_linear = [tensor.format == self.module.TensorFormat.LINEAR for tensor in described]
+        return is_supported(pos, [tensor.type.name for tensor in described], is_linear)
+
+    def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        check_shapes(self.geometry, [tuple(tensor.desc.dims) for tensor in inputs])
+
+    def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        return sum(workspace_bytes(self.geometry, inputs[Q].max[0]))
+
+    def get_valid_tactics(self) -> list[int]:
+        return []
+
+    def set_tactic(self, tactic: int) -> None:
+        pass  # there is one way
+
+    def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        check_shapes(self.geometry, [tuple(tensor.dims) for tensor in inputs])
+        if not self.is_build:
+            loaded_kernels(self.geometry, FLOAT_DTYPES[inputs[Q].type.name])
+
+    def enqueue(  # noqa: PLR0917
+        self,
+        input_desc: Sequence[Any],
+        output_desc: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        if not self.is_build:
+            kernels = loaded_kernels(self.geometry, FLOAT_DTYPES[input_desc[Q].type.name])
+            shapes = [tuple(tensor.dims) for tensor in input_desc]
+            kernels.launch(shapes, inputs, outputs, workspace=workspace, stream=stream)
+
+    def get_fields_to_serialize(self) -> Any:
+        return self._fields.collection
+
+
 @cache
 def plugin_classes(module: Any) -> tuple[type, type]:
     """The plugin and its creator, whose base classes are known only once TensorRT is imported."""
 
     class AttentionPlugin(
-        module.IPluginV3, module.IPluginV3OneCore, module.IPluginV3OneBuildV2, module.IPluginV3OneRuntime
+        AttentionMethods,
+        module.IPluginV3,
+        module.IPluginV3OneCore,
+        module.IPluginV3OneBuildV2,
+        module.IPluginV3OneRuntime,
     ):
         def __init__(self, geometry: Geometry, is_build: bool) -> None:
-            for base in AttentionPlugin.__bases__:
+            for base in AttentionPlugin.__bases__[1:]:
                 base.__init__(self)
-            self.geometry = geometry
-            self.is_build = is_build
-            self.num_outputs = len(ATTENTION_OUTPUTS)
-            self.plugin_name, self.plugin_version, self.plugin_namespace = ATTENTION_OP, VERSION, NAMESPACE
-            self.timing_cache_id = ""
-            self._fields = Fields(module, {name: [value] for name, value in geometry.as_fields().items()})
-
-        def get_capability_interface(self, type: Any) -> Any:
-            return self
-
-        def clone(self) -> Any:
-            return AttentionPlugin(self.geometry, self.is_build)
-
-        def attach_to_context(self, context: Any) -> Any:
-            return self.clone()
-
-        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-            return attention_output_dtypes(input_types)
-
-        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], exprs: Any) -> list[Any]:
-            return [module.DimsExprs(inputs[source]) for source in attention_output_sources()]
-
-        def get_aliased_input(self, output_index: int) -> int:
-            return aliased_input(output_index)
-
-        def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-            described = [tensor.desc for tensor in in_out[: pos + 1]]
-            is_linear = [tensor.format == module.TensorFormat.LINEAR for tensor in described]
-            return is_supported(pos, [tensor.type.name for tensor in described], is_linear)
-
-        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            check_shapes(self.geometry, [tuple(tensor.desc.dims) for tensor in inputs])
-
-        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            return sum(workspace_bytes(self.geometry, inputs[Q].max[0]))
-
-        def get_valid_tactics(self) -> list[int]:
-            return []
-
-        def set_tactic(self, tactic: int) -> None:
-            pass  # there is one way
-
-        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            check_shapes(self.geometry, [tuple(tensor.dims) for tensor in inputs])
-            if not self.is_build:
-                loaded_kernels(self.geometry, FLOAT_DTYPES[inputs[Q].type.name])
-
-        def enqueue(  # noqa: PLR0917
-            self,
-            input_desc: Sequence[Any],
-            output_desc: Sequence[Any],
-            inputs: Sequence[int],
-            outputs: Sequence[int],
-            workspace: int,
-            stream: int,
-        ) -> None:
-            if not self.is_build:
-                kernels = loaded_kernels(self.geometry, FLOAT_DTYPES[input_desc[Q].type.name])
-                shapes = [tuple(tensor.dims) for tensor in input_desc]
-                kernels.launch(shapes, inputs, outputs, workspace=workspace, stream=stream)
-
-        def get_fields_to_serialize(self) -> Any:
-            return self._fields.collection
+            AttentionMethods.__init__(self, module, geometry, is_build)
 
     class AttentionCreator(module.IPluginCreatorV3One):
         def __init__(self) -> None:
