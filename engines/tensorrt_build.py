@@ -45,9 +45,11 @@ class TensorRtCompiler:
     """Compiles the segments of one engine directory."""
 
     def __init__(self, runtime: str, dtype: str, options: TensorRtOptions, report: Callable[[str], None]) -> None:
-        """report: called with what TensorRT does now. Raises TensorRtError where it is not installed, and
-        CheckpointError for options that it cannot take."""
+        """report: called with what TensorRT does now. Raises TensorRtError where it is not installed or lacks the
+        GPU that it needs, and CheckpointError for options that it cannot take."""
         self.tensorrt: TensorRt = import_tensorrt(FLAVOURS[runtime])
+        if self.tensorrt.flavour == "full":
+            require_gpu(self.tensorrt.title)
         self._dtype = dtype
         self._options = options
         self._report = report
@@ -143,6 +145,16 @@ def _let_attention_decompose(module: Any, network: Any) -> None:
         if layer.type == module.LayerType.ATTENTION_OUTPUT:
             layer.__class__ = module.IAttentionOutputLayer
             layer.attention.decomposable = True
+
+
+def require_gpu(title: str) -> None:
+    """For a TensorRT that times kernels while it builds. Raises TensorRtError where torch finds no GPU."""
+    try:
+        import torch
+    except ImportError as error:
+        raise TensorRtError(f"{title}: {error}; install it with pip install 'faser-backend[tensorrt]'") from None
+    if not torch.cuda.is_available():
+        raise TensorRtError(f"{title} builds on the GPU that its engines are for, and torch finds none here")
 
 
 def _check_options(tensorrt: TensorRt, options: TensorRtOptions) -> None:

@@ -132,23 +132,21 @@ def _tensorrt_options(
 
 
 def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
-    """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts, where
-    there is no GPU, or where TensorRT cannot build for a split."""
-    from engines.tensorrt_build import SplitStreams
+    """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts or where
+    TensorRT cannot build for a split. Raises TensorRtError where TensorRT or a GPU is missing."""
+    from engines.tensorrt_build import SplitStreams, require_gpu
     from faser_backend.device.cuda.identity import load_driver
     from faser_backend.device.partition import split_name
     from plugins.tensorrt_import import import_tensorrt
 
-    if not import_tensorrt("full").has_profile_streams:  # older than 11
+    tensorrt = import_tensorrt("full")
+    require_gpu(tensorrt.title)
+    if not tensorrt.has_profile_streams:  # older than 11
         return {}
-    try:
-        import torch
+    import torch
 
-        from faser_backend.device.cuda.streams import open_menu
-    except ImportError as error:
-        raise ConfigError(f"--runtime tensorrt: {error}; pip install 'faser-backend[tensorrt]'") from None
-    if not torch.cuda.is_available():
-        return {}
+    from faser_backend.device.cuda.streams import open_menu
+
     torch.cuda.init()
     opened = open_menu(torch.cuda, torch.cuda.current_device(), load_driver, kinds=("green_contexts",))
     handles.callback(opened.close)

@@ -12,7 +12,7 @@ import pytest
 from engines.build import build_engines
 from engines.checkpoint import CheckpointError
 from engines.tensorrt_buckets import CallLimits
-from engines.tensorrt_build import SplitStreams, TensorRtOptions, parse_network
+from engines.tensorrt_build import SplitStreams, TensorRtOptions, parse_network, require_gpu
 from faser_backend.core.errors import FaserError
 from plugins.tensorrt_import import TensorRt, TensorRtError, import_tensorrt
 from tests.gathered_runner import GatheredRunner
@@ -157,6 +157,12 @@ def test_a_graph_without_its_weights_names_file_and_stage(rtx: TensorRt, source:
     builder = rtx.module.Builder(log.logger)
     with pytest.raises(TensorRtError, match=r"^0\.onnx: parse: "):
         parse_network(rtx, builder, log, tmp_path / "0.onnx")
+
+
+@pytest.mark.skipif(has_driver(), reason="needs a machine without an NVIDIA driver")
+def test_full_tensorrt_says_that_it_needs_a_gpu() -> None:
+    with pytest.raises(TensorRtError, match=r"TensorRT 11\.4\.0 builds on the GPU .* torch finds none here"):
+        require_gpu("TensorRT 11.4.0")
 
 
 def test_a_setter_that_only_logs_its_refusal_is_noticed(rtx: TensorRt) -> None:
