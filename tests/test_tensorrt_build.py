@@ -12,8 +12,8 @@ import pytest
 
 from engines.build import build_engines
 from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
-from engines.tensorrt_build import TensorRtCompiler, TensorRtOptions, parse_network
-from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
+from engines.tensorrt_build import SplitStreams, TensorRtCompiler, TensorRtOptions, parse_network
+from faser_backend.manifest import BucketSpec, EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
 from plugins.tensorrt_import import import_tensorrt
 from tests.gathered_runner import GatheredRunner
 from tests.tiny_models import write_checkpoint
@@ -122,6 +122,16 @@ def test_networks_have_the_tensors_and_profiles_of_the_manifest(dtype: str, tmp_
             layer.__class__ = tensorrt.module.IAttentionOutputLayer
             assert layer.attention.decomposable
     log.check("networks")
+
+
+def test_profiles_of_a_split_get_the_stream_of_their_models_share() -> None:
+    """TensorRT-RTX has the attribute too, though only full TensorRT is built for splits."""
+    compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), report=print)
+    compiler._options = TensorRtOptions(split_streams={"16/116": SplitStreams(draft=1234, target=5678)})
+    builder = compiler.tensorrt.module.Builder(compiler.tensorrt.error_log().logger)
+    for name, split, stream in (("draft", "16/116", 1234), ("target", "16/116", 5678), ("target", "", 0)):
+        segment = SegmentSpec(FileSpec(f"{name}.0.onnx", "", 0), 0, 1, (), ())
+        assert compiler.make_profile(builder, segment, BucketSpec("decode", {}, split)).profile_stream == stream
 
 
 def without_hashes(manifest: EngineManifest) -> EngineManifest:
