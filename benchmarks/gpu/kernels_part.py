@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 
 from benchmarks.gpu import byte_model
 from benchmarks.gpu.byte_model import AttentionShape
-from benchmarks.gpu.kernel_cases import DTYPES, GEOMETRIES, TOLERANCES, AttentionCall, random_call, timed_calls
+from benchmarks.gpu.kernel_cases import DTYPES, TOLERANCES, timed_calls
+from benchmarks.gpu.kernel_checks import CHECKS, normal
 from benchmarks.gpu.peaks import copy_bytes_per_s
 from benchmarks.gpu.timing import Timing, as_graph, take_turns
 from benchmarks.gpu.worker import Context, Result
-from plugins import reference
 from plugins.attention_config import choose_num_splits
 from plugins.exit_scores import exit_scores
 from plugins.kv_write import write_kv
@@ -29,7 +28,6 @@ NUM_CASES = 24  # of each type
 ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
 MAX_COPIES = 128
 REPEATS = 15
-WIDTHS = (64, 1000, 4096)  # of hidden states
 
 
 def correctness(context: Context) -> Result:
@@ -38,9 +36,11 @@ def correctness(context: Context) -> Result:
     num_cases = 3 if context.is_tiny else NUM_CASES
     for name, dtype in DTYPES.items():
         rng = np.random.default_rng([context.seed, len(name), dtype.itemsize])
-        for kernel, check in _CHECKS.items():
+        for kernel, check in CHECKS.items():
             worst = [check(name, context.device, rng) for _ in range(num_cases) if context.has_time()]
-            error = max(worst, default=math.nan)
+            if not worst:
+                break
+            error = max(worst)
             found["cases"].append(
                 {
                     "kernel": kernel,
@@ -52,67 +52,6 @@ def correctness(context: Context) -> Result:
             )
         context.save(found)
     return found
-
-
-def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
-    call = _random_call(name, device, rng)
-    expected = call.cloned()
-    scale = call.tensors[0].shape[2] ** -0.5
-    pruned_chunk_attention(
-        *call.tensors, call.out, max_rows=call.max_rows, num_splits=int(rng.choice([1, 2, 5])), scale=scale
-    )
-    reference.pruned_chunk_attention(*expected.tensors, expected.out, scale)
-    used = int(call.tensors[6][-1])
-    pairs = [(call.out[:used], expected.out[:used])]
-    pairs += [(call.tensors[index], expected.tensors[index]) for index in (3, 4)]
-    return max(_error(*pair) for pair in pairs)
-
-
-def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype = DTYPES[name]
-    num_rows, vocab_size = (int(rng.integers(1, top)) for top in (70, 900))
-    hidden_size, num_candidates = int(rng.choice(WIDTHS)), int(rng.choice([1, 3, 8]))
-    hidden, head = (
-        _normal(dtype, device, rng, num_rows, hidden_size),
-        _normal(dtype, device, rng, vocab_size, hidden_size),
-    )
-    candidates = torch.tensor(rng.integers(0, vocab_size, (num_rows, num_candidates)), device=device)
-    out, expected = (torch.full((num_rows, num_candidates), 7.0, device=device) for _ in range(2))
-    exit_scores(hidden, head, candidates, out)
-    reference.exit_scores(hidden, head, candidates, expected)
-    return _error(out, expected) / math.sqrt(hidden_size)  # of sums of so many products of unit normals
-
-
-def _check_compaction(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype, num_rows, hidden_size = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
-    hidden = _normal(dtype, device, rng, num_rows, hidden_size)
-    kept = torch.tensor(np.flatnonzero(rng.random(num_rows) < 0.6), device=device)
-    out, expected = (torch.full((kept.numel(), hidden_size), 7.0, dtype=dtype, device=device) for _ in range(2))
-    compact_rows(hidden, kept, out)
-    reference.compact_rows(hidden, kept, expected)
-    return _error(out, expected)
-
-
-def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
-    call = _random_call(name, device, rng)
-    expected = call.cloned()
-    for tensors, write in ((call.tensors, write_kv), (expected.tensors, reference.write_kv)):
-        _, k_new, v_new, k_pool, v_pool, *_, slots = tensors
-        write(k_new, v_new, slots, k_pool, v_pool)
-    return max(_error(call.tensors[index], expected.tensors[index]) for index in (3, 4))
-
-
-def _random_call(name: str, device: str, rng: np.random.Generator) -> AttentionCall:
-    geometries = GEOMETRIES[name]
-    return random_call(geometries[int(rng.integers(len(geometries)))], DTYPES[name], device, rng)
-
-
-_CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
-    "pruned_chunk_attention": _check_attention,
-    "exit_scores": _check_exit_scores,
-    "compact_rows": _check_compaction,
-    "write_kv": _check_kv_write,
-}
 
 
 def bandwidth(context: Context) -> Result:
@@ -181,7 +120,7 @@ def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
     num_rows, hidden_size, vocab_size = (10, 64, 100) if context.is_tiny else (160, 4096, 151_936)
     device, rng = context.device, np.random.default_rng(context.seed)
     head = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=device).normal_()
-    hidden = _normal(torch.bfloat16, device, rng, num_rows, hidden_size)
+    hidden = normal(torch.bfloat16, device, rng, num_rows, hidden_size)
     candidates = [torch.tensor(rng.integers(0, vocab_size, (num_rows, 8)), device=device) for _ in range(8)]
     scores = torch.empty(num_rows, 8, device=device)
     kept = torch.arange(0, num_rows, 2, device=device)
@@ -227,15 +166,3 @@ def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
 def as_fields(timing: Timing) -> dict[str, float]:
     """For JSON."""
     return {"us": timing.median_us, "spread": timing.spread}
-
-
-def _normal(dtype: torch.dtype, device: str, rng: np.random.Generator, *shape: int) -> torch.Tensor:
-    return torch.tensor(rng.standard_normal(shape), dtype=dtype, device=device)
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference relative to 1 + |expected|; NaN counts as infinite."""
-    if not found.numel():
-        return 0.0
-    error = ((found.float() - expected.float()).abs() / (1.0 + expected.float().abs())).nan_to_num(nan=math.inf)
-    return float(error.max())

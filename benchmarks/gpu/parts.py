@@ -8,7 +8,7 @@ FULL_BUDGET_S = 450.0
 PARTS = (
     Part("device", "device and libraries", "benchmarks.gpu.device_part:run", 20),
     Part("peaks", "copy bandwidth and matrix products", "benchmarks.gpu.peaks:run", 15),
-    Part("kernels", "kernels against their references", "benchmarks.gpu.kernels_part:correctness", 40),
+    Part("kernels", "kernels against their references", "benchmarks.gpu.kernels_part:correctness", 45),
     Part("bandwidth", "bandwidth of kernels", "benchmarks.gpu.kernels_part:bandwidth", 35),
     Part("sms", "SM splits", "benchmarks.gpu.sm_part:run", 20, needs_gpu=True, is_fresh=True),
     Part("parity", "runtime torch against ONNX Runtime", "benchmarks.gpu.parity_part:torch_runtime", 40, is_fresh=True),
