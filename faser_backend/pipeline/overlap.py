@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.frontier import Frontier, Verification
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock, DraftLoop, Lanes, ModelRunner
 
@@ -26,12 +27,19 @@ class Partition:
     draft_loop: DraftLoop | None = None  # of the draft, where the device drafts whole chains by itself
 
 
+class Verified(NamedTuple):
+    """The target's view of a frontier, and what is emitted because of it."""
+
+    verification: Verification
+    acceptance: Acceptance
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Phases:
     """What drafting and verification of one step came to."""
 
     frontier: Frontier  # that was verified
-    verification: Verification | None  # None where nothing was in flight yet
+    verified: Verified | None  # None where nothing was in flight yet
     ahead: InFlight  # drafted for later steps
     propose_us: float = 0.0
     verify_us: float = 0.0
@@ -55,11 +63,14 @@ def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
 
 
 def run_overlapped(
-    lanes: Lanes, clock: Clock, frontier: Frontier, verify: Callable[[], Verification], propose: Callable[[], InFlight]
+    lanes: Lanes, clock: Clock, frontier: Frontier, verify: Callable[[], Verified], propose: Callable[[], InFlight]
 ) -> Phases:
-    """Runs both phases at once and measures by how much they overlap."""
+    """Runs both phases at once and measures by how much they overlap.
 
-    def timed_verify() -> tuple[Verification, int, int]:
+    Each phase ends with tokens on the host, so that its time is the device's too, where calls are merely queued.
+    """
+
+    def timed_verify() -> tuple[Verified, int, int]:
         start = clock.now_ns()
         return verify(), start, clock.now_ns()
 
@@ -67,11 +78,11 @@ def run_overlapped(
         start = clock.now_ns()
         return propose(), start, clock.now_ns()
 
-    (verification, *verifying), (ahead, *proposing) = lanes.run_both(timed_verify, timed_propose)
+    (verified, *verifying), (ahead, *proposing) = lanes.run_both(timed_verify, timed_propose)
     overlap_ns = max(0, min(verifying[1], proposing[1]) - max(verifying[0], proposing[0]))
     return Phases(
         frontier,
-        verification,
+        verified,
         ahead,
         propose_us=(proposing[1] - proposing[0]) / 1e3,
         verify_us=(verifying[1] - verifying[0]) / 1e3,

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.frontier import Acceptance, Frontier, Verification
+from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, Sampler
 from faser_backend.core.record import StepRecord
@@ -24,7 +24,7 @@ from faser_backend.pipeline.commit import commit_tokens, final_output, round_cou
 from faser_backend.pipeline.draft import Proposal, Proposer
 from faser_backend.pipeline.in_flight import join, merge, split, surviving
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.overlap import Partition, Phases, run_overlapped, without_bonus
+from faser_backend.pipeline.overlap import Partition, Phases, Verified, run_overlapped, without_bonus
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.verify import Verifier
@@ -84,21 +84,20 @@ class Stepper:
             phases = self._run_phases_at_once(plan, batch, ready)
         else:
             phases = self._run_phases_in_turn(plan, batch, ready)
-        if phases.verification is None:
+        if phases.verified is None:
             drafting_us = plan.in_flight.drafting_us + (self.clock.now_ns() - start_ns) / 1e3
             return [], replace(join(waiting, phases.ahead), drafting_us=drafting_us)
-        acceptance = self.verifier.accept(batch, phases.frontier, phases.verification)
-        self.times.lap("accept")
+        verification, acceptance = phases.verified
         ahead = surviving(phases.ahead, batch.sequences, phases.frontier, acceptance)
         in_flight = join(replace(waiting, drafting_us=0.0), ahead)
         # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
         planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
         num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
-        outputs = self._commit(batch, phases.frontier, phases.verification, acceptance, num_ahead)
+        outputs = self._commit(batch, phases.frontier, phases.verified, num_ahead)
         record = StepRecord(
             plan,
             phases.frontier,
-            phases.verification,
+            verification,
             acceptance,
             batch.num_tokens,
             start_ns,
@@ -158,9 +157,9 @@ class Stepper:
         self.times.start()
         frontier = merge(ready, drafted)
         middle = self.clock.now_ns()
-        verification = self._verify(plan, batch, frontier)
+        verified = self._verify(plan, batch, frontier)
         propose_us, verify_us = (middle - start) / 1e3, (self.clock.now_ns() - middle) / 1e3
-        return Phases(frontier, verification, InFlight.empty(), propose_us, verify_us)
+        return Phases(frontier, verified, InFlight.empty(), propose_us, verify_us)
 
     def _run_phases_at_once(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
         """Verifies what is in flight while the draft works for later steps."""
@@ -197,16 +196,18 @@ class Stepper:
         admitted = admit(trim, frontier) if frontier.draft_probs is None else admit_by_price(trim, frontier)
         return replace(frontier, num_rows=admitted)
 
-    def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> Verification:
+    def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> Verified:
         target = self.partitions[plan.decision.partition].target
-        return self.verifier.verify(target, batch, frontier, plan.decision.pruner)
+        verification = self.verifier.verify(target, batch, frontier, plan.decision.pruner)
+        acceptance = self.verifier.accept(batch, frontier, verification)
+        self.times.lap("accept")
+        return Verified(verification, acceptance)
 
     def _commit(
         self,
         batch: DecodeBatch,
         frontier: Frontier,
-        verification: Verification,
-        acceptance: Acceptance,
+        verified: Verified,
         num_ahead: Mapping[Sequence, int],
     ) -> list[RequestOutput]:
         """Tokens enter their sequences; a finished sequence gives back slot and blocks at once.
@@ -214,6 +215,7 @@ class Stepper:
         num_ahead: positions past its tokens that a sequence keeps blocks for.
         """
         outputs = []
+        verification, acceptance = verified
         blocks = self.scheduler.blocks
         now = self.clock.now_ns()
         emitted = acceptance.tokens.tolist()
