@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import ModelSpec
 from faser_backend.device.cuda.programs import bucket_limits, profiles_of_split
 from faser_backend.device.cuda.segment import CallBounds
-from faser_backend.manifest import BucketSpec, FileSpec, SegmentSpec
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
+from faser_backend.serving.compose import check_call_limits
+
+SPEC = ModelSpec(
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=8,
+    vocab_size=97,
+    max_context=64,
+    rope_theta=1e4,
+    rms_eps=1e-5,
+    tie_word_embeddings=True,
+)
 
 
 def segment(*buckets: BucketSpec) -> SegmentSpec:
@@ -30,3 +51,25 @@ class TestBuckets:
         assert bucket_limits([first, last], "") == CallBounds(128, 8, free, 64, 128, free)
         assert bucket_limits([first, last], "8/124") == CallBounds(16, 2, free, 8, 128, free)
         assert bucket_limits([first, segment()], "") is None
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_num_seqs": 8, "max_prefill_tokens": 256}, None),
+            ({"max_num_seqs": 9}, r"max_num_seqs = 9: target.0.engine was built for at most 8; .* --max-num-seqs 9"),
+            (
+                {"max_num_seqs": 4, "max_prefill_tokens": 257},
+                "max_prefill_tokens = 257: target.0.engine was built for at most 256; .* --max-prefill-tokens 257",
+            ),
+        ],
+    )
+    def test_what_is_served_has_to_lie_within_what_was_built(
+        self, options: dict[str, int], message: str | None
+    ) -> None:
+        model = ModelEngine(SPEC, None, (segment(bucket(T=64, B=8, MB=32), bucket(T=256, B=4, MB=64)),))
+        config = EngineConfig.from_options(**options)
+        if message is None:
+            check_call_limits(ModelPair(model, model), config)
+        else:
+            with pytest.raises(ConfigError, match=message):
+                check_call_limits(ModelPair(model, model), config)

@@ -89,6 +89,7 @@ def assemble(
     on_close: called when the engine closes, after everything that was opened here. Raises ConfigError and leaves
     nothing open.
     """
+    check_call_limits(models, config)
     runtime.bind_step_thread()  # what is loaded here is read by the steps
     num_blocks = choose_num_blocks(runtime, models, config)
     sampler = runtime.open_sampler(models.vocab_size, config.max_num_seqs)
@@ -136,6 +137,21 @@ def _load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     if not knowledge.costs.is_measured:
         _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
     return knowledge
+
+
+def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
+    """Raises ConfigError where the scheduler could make larger calls than engines were compiled for."""
+    for field, dimension, wanted in (
+        ("max_num_seqs", "B", config.max_num_seqs),
+        ("max_prefill_tokens", "T", config.max_prefill_tokens),
+    ):
+        for segment in (segment for model in models for segment in model.segments):
+            known = [bucket.ranges[dimension][2] for bucket in segment.buckets if dimension in bucket.ranges]
+            if known and wanted > max(known):
+                raise ConfigError(
+                    f"{field} = {wanted}: {segment.file.name} was built for at most {max(known)}; "
+                    f"build it again with --{field.replace('_', '-')} {wanted}"
+                )
 
 
 def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig) -> int:
