@@ -42,9 +42,8 @@ class CallCosts:
 
     @staticmethod
     def _measure(calls: PairCalls) -> list[dict[str, Any]]:
-        """A few calls of the whole device and of the middle split."""
-        names = [split_name(*split) for split in calls.runtime.splits]
-        chosen = [WHOLE, *names[len(names) // 2 : len(names) // 2 + 1]]
+        """A few calls of the whole device and of the split that the runtime holds to be the best."""
+        chosen = [WHOLE, *(split_name(*split) for split in calls.runtime.splits[:1])]
         return [point for name in chosen for point in measure_points(calls, name, 2, calls.max_num_seqs)]
 
 
