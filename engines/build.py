@@ -107,7 +107,8 @@ def build_engines(
     written = _Format(runtime, dtype, kv_block_size, compiler)
     if tensorrt is not None and max_context is None:
         max_context = tensorrt.limits.max_context
-    pair = open_pair(Path(target_dir), Path(draft_dir), max_context, on_read=steps.note)
+    has_joined_experts = runtime != "onnxruntime"
+    pair = open_pair(Path(target_dir), Path(draft_dir), max_context, steps.note, joins_experts=has_joined_experts)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
     _check_exit_layers(exit_layers, specs["target"])
@@ -243,8 +244,8 @@ def _check_output(output: Path) -> None:
 
 def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
     for name, spec in specs.items():
-        if spec.num_experts and runtime != "onnxruntime":
-            raise CheckpointError(f"runtime = {runtime!r}: experts ({name}: {spec.family}) need 'onnxruntime'")
+        if spec.num_experts and runtime == "torch":
+            raise CheckpointError(f"runtime = {runtime!r}: has no kernels for experts ({name}: {spec.family})")
 
 
 def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 import onnx
 
 from engines.attention import BODIES, AttentionBody
-from engines.experts import expert_mlp, gated_mlp
+from engines.experts import EXPERT_BODIES, ExpertBody, gated_mlp
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, rotary_tables
@@ -49,14 +49,19 @@ def build_segment(
     """
     graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
     make_attention = partial(BODIES[runtime], graph, spec, kv_block_size)
-    return _SegmentBuilder(spec, graph, make_attention).build(first_layer, last_layer, has_exit_scores)
+    return _SegmentBuilder(spec, graph, make_attention, EXPERT_BODIES[runtime]).build(
+        first_layer, last_layer, has_exit_scores
+    )
 
 
 class _SegmentBuilder:
-    def __init__(self, spec: ModelSpec, graph: GraphBuilder, make_attention: Callable[[], AttentionBody]) -> None:
+    def __init__(
+        self, spec: ModelSpec, graph: GraphBuilder, make_attention: Callable[[], AttentionBody], mix_experts: ExpertBody
+    ) -> None:
         self.spec = spec
         self.graph = graph
         self._make_attention = make_attention
+        self._mix_experts = mix_experts
 
     def build(self, first: int, last: int, has_exit_scores: bool) -> SegmentGraph:
         g, spec = self.graph, self.spec
@@ -102,7 +107,7 @@ class _SegmentBuilder:
         hidden = g.op("Add", hidden, mixed)
         normed = g.narrow(self._norm(hidden, f"{prefix}.mlp_norm"))
         if spec.num_experts:
-            return g.op("Add", hidden, expert_mlp(g, spec, prefix, normed), out=out)
+            return g.op("Add", hidden, self._mix_experts(g, spec, prefix, normed), out=out)
         return g.op("Add", hidden, gated_mlp(g, prefix, normed, has_bias=spec.has_mlp_bias), out=out)
 
     def _attention(self, layer: int, normed: str, *, only_logit_rows: bool) -> str:

@@ -72,7 +72,7 @@ class GraphBuilder:
     `dtype` is what matrices and hidden states have; what needs more is computed between `widen` and `narrow`.
     """
 
-    INT64 = TensorProto.INT64  # for the attribute of a Cast
+    INT64, FLOAT = TensorProto.INT64, TensorProto.FLOAT  # for the attribute of a Cast
 
     def __init__(
         self,

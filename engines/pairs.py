@@ -32,10 +32,18 @@ class CheckpointPair:
     end_ids: tuple[int, ...]
 
 
-def open_pair(target: Path, draft: Path, max_context: int | None, on_read: Callable[[str], object]) -> CheckpointPair:
+def open_pair(
+    target: Path,
+    draft: Path,
+    max_context: int | None,
+    on_read: Callable[[str], object],
+    *,
+    joins_experts: bool = False,
+) -> CheckpointPair:
     """Opens both and checks all that can be checked before a number is read.
 
     max_context: see matched_pair. on_read: called with the model and the name of each weight before it is read.
+    joins_experts: see engines.weights.weight_sources.
     Raises CheckpointError naming file or field and value.
     """
     checkpoints = {"target": open_checkpoint(target), "draft": open_checkpoint(draft)}
@@ -43,7 +51,12 @@ def open_pair(target: Path, draft: Path, max_context: int | None, on_read: Calla
     tokenizers = {side: checkpoint.directory / TOKENIZER_FILE for side, checkpoint in checkpoints.items()}
     specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
     weights = {
-        side: ModelWeights(checkpoint, specs[side], lambda name, side=side: on_read(f"{side}: {name}"))
+        side: ModelWeights(
+            checkpoint,
+            specs[side],
+            lambda name, side=side: on_read(f"{side}: {name}"),
+            joins_experts=joins_experts,
+        )
         for side, checkpoint in checkpoints.items()
     }
     specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in SIDES}

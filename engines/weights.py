@@ -7,7 +7,7 @@ before anything is built. Matrices multiply rows from the right: [in, out].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,17 +21,19 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carr
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Tensors of the checkpoint that make one weight: joined along their first axis, then cut or transposed."""
+    """Tensors of the checkpoint that make one weight: joined along an axis, then cut or transposed."""
 
     parts: tuple[tuple[str, Shape], ...]
+    axis: int = 0
     num_rows: int | None = None  # the first rows alone, of a padded vocabulary
     is_transposed: bool = False
 
     @property
     def shape(self) -> Shape:
-        rows = self.num_rows or sum(shape[0] for _, shape in self.parts)
-        rest = self.parts[0][1][1:]
-        return (*rest, rows) if self.is_transposed else (rows, *rest)
+        joined = list(self.parts[0][1])
+        joined[self.axis] = sum(shape[self.axis] for _, shape in self.parts)
+        joined[0] = self.num_rows or joined[0]
+        return tuple(reversed(joined)) if self.is_transposed else tuple(joined)
 
 
 class ModelWeights(Mapping[str, np.ndarray]):
@@ -41,12 +43,19 @@ class ModelWeights(Mapping[str, np.ndarray]):
     norm, lm_head (absent where it is the embedding).
     """
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, on_read: Callable[[str], object] | None = None) -> None:
-        """on_read: called with the name of each weight before it is read.
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        on_read: Callable[[str], object] | None = None,
+        *,
+        joins_experts: bool = False,
+    ) -> None:
+        """on_read: called with the name of each weight before it is read. joins_experts: see weight_sources.
 
         Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected.
         """
-        self.sources = weight_sources(spec)
+        self.sources = weight_sources(spec, joins_experts=joins_experts)
         self._checkpoint = checkpoint
         self._on_read = on_read
         self.checkpoint_dtype = _check_tensors(checkpoint, self.sources)
@@ -57,7 +66,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         if self._on_read is not None:
             self._on_read(name)
         parts = [self._checkpoint.read(part) for part, _ in source.parts]
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, source.axis)
         array = array[: source.num_rows]
         return array.T if source.is_transposed else array
 
@@ -71,15 +80,18 @@ class ModelWeights(Mapping[str, np.ndarray]):
         return self.sources[name].shape
 
 
-def weight_sources(spec: ModelSpec) -> dict[str, WeightSource]:
-    """What every weight of a decoder is made of."""
+def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str, WeightSource]:
+    """What every weight of a decoder is made of.
+
+    joins_experts: a layer's experts lie side by side in one matrix, for runtimes that compute all of them at once.
+    """
     padded = (spec.padded_vocab_size or spec.vocab_size, spec.hidden_size)
     sources = {"embedding": WeightSource((("model.embed_tokens.weight", padded),), num_rows=spec.vocab_size)}
     for layer in range(spec.num_layers):
-        own = _attention_sources(spec) | (_expert_sources(spec) if spec.num_experts else _mlp_sources(spec))
+        own = _attention_sources(spec) | _feed_forward_sources(spec, joins_experts=joins_experts)
         for name, source in own.items():
             parts = tuple((f"model.layers.{layer}.{part}", shape) for part, shape in source.parts)
-            sources[f"layers.{layer}.{name}"] = WeightSource(parts, is_transposed=source.is_transposed)
+            sources[f"layers.{layer}.{name}"] = replace(source, parts=parts)
     sources["norm"] = _vector(("model.norm", spec.hidden_size))
     if not spec.tie_word_embeddings:
         sources["lm_head"] = WeightSource((("lm_head.weight", padded),), num_rows=spec.vocab_size)
@@ -104,9 +116,17 @@ def _attention_sources(spec: ModelSpec) -> dict[str, WeightSource]:
     return sources
 
 
+def _feed_forward_sources(spec: ModelSpec, *, joins_experts: bool) -> dict[str, WeightSource]:
+    norm = {"mlp_norm": _vector(("post_attention_layernorm", spec.hidden_size))}
+    if not spec.num_experts:
+        return norm | _mlp_sources(spec)
+    router = {"router": _matrix(spec.hidden_size, ("mlp.gate", spec.num_experts))}
+    return norm | router | (_joined_expert_sources if joins_experts else _expert_sources)(spec)
+
+
 def _mlp_sources(spec: ModelSpec) -> dict[str, WeightSource]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    sources = {"mlp_norm": _vector(("post_attention_layernorm", hidden))} | _gated_mlp("", "mlp", hidden, inner)
+    sources = _gated_mlp("", "mlp", hidden, inner)
     if spec.has_mlp_bias:
         for name, out in (("gate", inner), ("up", inner), ("down", hidden)):
             sources[f"{name}_bias"] = _vector((f"mlp.{name}_proj", out), kind="bias")
@@ -114,14 +134,19 @@ def _mlp_sources(spec: ModelSpec) -> dict[str, WeightSource]:
 
 
 def _expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
-    hidden = spec.hidden_size
-    sources = {
-        "mlp_norm": _vector(("post_attention_layernorm", hidden)),
-        "router": _matrix(hidden, ("mlp.gate", spec.num_experts)),
-    }
+    sources = {}
     for expert in range(spec.num_experts):
-        sources |= _gated_mlp(f"experts.{expert}.", f"mlp.experts.{expert}", hidden, spec.intermediate_size)
+        sources |= _gated_mlp(f"experts.{expert}.", f"mlp.experts.{expert}", spec.hidden_size, spec.intermediate_size)
     return sources
+
+
+def _joined_expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
+    """gate and up [hidden_size, E * intermediate_size], down [E * intermediate_size, hidden_size]."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    modules = [f"mlp.experts.{expert}" for expert in range(spec.num_experts)]
+    gate, up = (_matrix(hidden, *((f"{module}.{name}_proj", inner) for module in modules)) for name in ("gate", "up"))
+    down = _matrix(inner, *((f"{module}.down_proj", hidden) for module in modules))
+    return {"experts.gate": gate, "experts.up": up, "experts.down": replace(down, axis=1)}
 
 
 def _gated_mlp(prefix: str, module: str, hidden: int, inner: int) -> dict[str, WeightSource]:

@@ -53,7 +53,7 @@ class GatheredRunner:
         self.graphs = [
             build_segment(
                 self.spec,
-                ModelWeights(checkpoint, self.spec),
+                ModelWeights(checkpoint, self.spec, joins_experts=True),
                 store,
                 first,
                 last,

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from engines.experts import expert_mlp
+from engines.experts import chosen_experts, every_expert
 from engines.graph import GraphBuilder, WeightStore
 from faser_backend.core.model import ModelSpec
 
@@ -50,7 +50,7 @@ class Layer:
         store = WeightStore(directory / "weights")
         graph = GraphBuilder(store, weights=self.weights)
         graph.input("rows", ("T", HIDDEN), "float32")
-        graph.op("Identity", expert_mlp(graph, spec, "x", "rows"), out="mixed")
+        graph.op("Identity", chosen_experts(graph, spec, "x", "rows"), out="mixed")
         graph.output("mixed", ("T", HIDDEN))
         model = graph.model("experts")
         store.close()
@@ -88,13 +88,32 @@ def random_rows(num_rows: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((num_rows, HIDDEN)).astype(np.float32)
 
 
+def run_joined(layer: Layer, directory: Path, rows: np.ndarray) -> np.ndarray:
+    """The same experts side by side, all of them computed."""
+    weights = {"x.router": layer.weights["x.router"]}
+    for name, axis in (("gate", 1), ("up", 1), ("down", 0)):
+        parts = [layer.weights[f"x.experts.{expert}.{name}"] for expert in range(NUM_EXPERTS)]
+        weights[f"x.experts.{name}"] = np.concatenate(parts, axis)
+    store = WeightStore(directory / "joined.weights")
+    graph = GraphBuilder(store, weights=weights)
+    graph.input("rows", ("T", HIDDEN), "float32")
+    graph.op("Identity", every_expert(graph, layer.spec, "x", "rows"), out="mixed")
+    graph.output("mixed", ("T", HIDDEN))
+    onnx.save(graph.model("joined"), directory / "joined.onnx")
+    store.close()
+    session = ort.InferenceSession(directory / "joined.onnx", providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(["mixed"], {"rows": rows})[0])
+
+
 @pytest.mark.parametrize("is_normalized", [True, False])
 @pytest.mark.parametrize("num_chosen", [1, 2, NUM_EXPERTS])
 def test_mixed_outputs_equal_one_row_at_a_time(num_chosen: int, is_normalized: bool, tmp_path: Path) -> None:
     layer = Layer(make_spec(num_chosen, is_normalized=is_normalized), tmp_path)
     for num_rows in (1, 2, 7, 40):
         rows = random_rows(num_rows)
-        np.testing.assert_allclose(layer.run(rows)[0], layer.reference(rows)[0], atol=1e-4)
+        wanted = layer.reference(rows)[0]
+        np.testing.assert_allclose(layer.run(rows)[0], wanted, atol=1e-4)
+        np.testing.assert_allclose(run_joined(layer, tmp_path, rows), wanted, atol=1e-4)
 
 
 def test_an_expert_is_given_the_rows_that_chose_it_and_no_others(tmp_path: Path) -> None:

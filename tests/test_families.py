@@ -93,7 +93,7 @@ def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, t
     assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=0) > 100 * MAX_ERROR
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "moe" not in name])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_segments_for_tensorrt_rtx_give_the_same_logits(variant: str, tmp_path: Path) -> None:
     """Their graphs hold standard ops alone, so that ONNX Runtime can run what TensorRT-RTX compiles."""
     model = random_model(variant)
@@ -101,10 +101,13 @@ def test_segments_for_tensorrt_rtx_give_the_same_logits(variant: str, tmp_path: 
     runner = GatheredRunner(source, tmp_path / "fp32", exit_layers=(1,), num_blocks=NUM_BLOCKS)
     assert largest_error(runner, model, seed=4) <= MAX_ERROR
     half = GatheredRunner(source, tmp_path / "fp16", exit_layers=(1,), num_blocks=NUM_BLOCKS, dtype="fp16")
-    assert MAX_ERROR < largest_error(half, model, seed=4) <= 0.5
+    # rounding can make a row choose another expert, which is a step and no small error
+    assert MAX_ERROR < largest_error(half, model, seed=4) <= (2.0 if "moe" in variant else 0.5)
 
 
-@pytest.mark.parametrize(("target", "draft"), [("llama_all_biases_tied", "qwen2"), ("qwen3_tied_bias", "mistral")])
+@pytest.mark.parametrize(
+    ("target", "draft"), [("llama_all_biases_tied", "qwen2"), ("qwen3_tied_bias", "mistral"), ("qwen3_moe", "qwen3")]
+)
 def test_families_compile_with_tensorrt_rtx(target: str, draft: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
     narrow = {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
