@@ -175,7 +175,8 @@ class TestOnSharesOfAFakedGpu:
         drive_from_two_threads(engine, requests, expected)
         cuda.check_order()
         streams = {use.stream for uses in cuda.uses.values() for use in uses}
-        assert {use.stream for use in cuda.uses["samples"]} == {runtime.menu.whole.stream.cuda_stream}
+        whole, target = runtime.menu.whole.stream.cuda_stream, runtime.menu.splits[1][1].stream.cuda_stream
+        assert {use.stream for use in cuda.uses["samples"]} == {whole, target}, "where the logits were made"
         assert len(streams) == 3 and 0 not in streams, "the whole device and two shares, never the default stream"
         loops = [partition.draft_loop for partition in engine.stepper.partitions.values()]
         engine.close()

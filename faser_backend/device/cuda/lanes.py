@@ -3,8 +3,8 @@
 Who may read what, when: the host takes turns, but streams do not wait for each other by themselves. So a run of
 both lanes is a fork and a join of streams. What the calling thread queued before (prompts in the KV pools, sampling
 parameters, the hidden rows and logits of a step in turn) is ordered before everything on both lanes; everything on
-both lanes is ordered before what the calling thread queues afterwards (sampling the target's logits, the next step
-on the whole device, the next fork). Between fork and join a lane touches the pool of its own model alone.
+both lanes is ordered before what the calling thread queues afterwards (log-probabilities of the target's logits, the
+next step on the whole device, the next fork). Between fork and join a lane touches the pool of its own model alone.
 All other work of an engine is queued by the thread that steps, which is bound to the one stream of the whole device.
 So any two uses of a pool are ordered, on whatever partitions they ran, and memory that torch reuses is no
 exception: it is freed and taken on one side of a fork or join. The host never waits for any of this.
