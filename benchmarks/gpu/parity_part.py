@@ -27,6 +27,7 @@ from faser_backend.pipeline.model_call import run_model
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
+from plugins.tensorrt_import import Flavour, TensorRtError, import_tensorrt
 
 EXIT_LAYERS = (2,)
 # A token that differs where the reference's two best logits are no further apart than this is a near-tie.
@@ -39,11 +40,19 @@ def torch_runtime(context: Context) -> Result:
 
 
 def rtx_runtime(context: Context) -> Result:
-    return _compare(context, "tensorrt_rtx", ("fp16", "fp32"))
+    return _compare_compiled(context, "tensorrt_rtx", "rtx", ("fp16", "fp32"))
 
 
 def tensorrt_runtime(context: Context) -> Result:
-    return _compare(context, "tensorrt", ("fp16",))
+    return _compare_compiled(context, "tensorrt", "full", ("fp16",))
+
+
+def _compare_compiled(context: Context, runtime: str, flavour: Flavour, dtypes: tuple[str, ...]) -> Result:
+    try:
+        title = import_tensorrt(flavour).title
+    except TensorRtError as error:
+        return {"runtime": runtime, "dtypes": [{"dtype": dtypes[0], "stage": "import", "error": str(error)}]}
+    return {"title": title, **_compare(context, runtime, dtypes)}
 
 
 def _compare(context: Context, runtime: str, dtypes: tuple[str, ...]) -> Result:
