@@ -19,7 +19,7 @@ from faser_backend.device.cpu_runtime import OrtRuntime, useful_splits
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import EngineManifest, FileSpec
 from faser_backend.pipeline.overlap import Partition
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.profiling.measure import shares_of
@@ -160,7 +160,7 @@ class TestUsefulSplits:
         manifest = EngineManifest.load(engine)
         sizes = {"target": target, "draft": draft}
         models = {
-            name: dataclasses.replace(model, weights=dataclasses.replace(model.weights, num_bytes=sizes[name]))
+            name: dataclasses.replace(model, weights=FileSpec(name, "0" * 64, sizes[name]))
             for name, model in (("target", manifest.target), ("draft", manifest.draft))
         }
         return dataclasses.replace(manifest, **models)

@@ -203,8 +203,9 @@ def test_a_draft_loop_computes_on_its_share() -> None:
     menu.whole.bind_current_thread()
     cuda.touch("draft pool")
     on_share = ShareDraftLoop(loop, share)
-    rows: Any = "rows"
-    assert on_share.draft(rows, np.arange(2), np.ones(2), 3)[3] == 3
+    given: Any = ("rows", np.arange(2), np.ones(2), 3)
+    answered: Any = on_share.draft(*given)
+    assert answered == given
     assert on_share.can_draft(np.arange(1)) and not on_share.can_draft(np.arange(0))
     cuda.touch("draft pool")
     cuda.check_order()
