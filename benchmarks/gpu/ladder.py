@@ -26,6 +26,7 @@ from faser_backend.simulation.trace import Trace as RequestTrace
 from faser_backend.simulation.trace import with_rate_curve
 
 PEAK_TO_TROUGH = 35.0
+BY_HOST = ("overlap_share", "step_overhead_share")  # laps of a host that merely queues say nothing of the device
 # Mean arrival rate over the rate at which the reference answers such requests when saturated. The peak is about three
 # times the mean: bursts are beyond what plain decoding can do, troughs far below it.
 BURSTY_SHARE = 0.8
@@ -203,6 +204,8 @@ class Ladder:
         spans = [lanes.spans_us() for lanes in self.runtime.lanes]
         num_layers = self._models.target.spec.num_layers
         row = summarise(traces, seconds) | accounting.figures(log, num_layers)
+        for name in BY_HOST:
+            del row[name]
         return traces, row | overlap_figures(np.concatenate([np.zeros((0, 2, 2)), *spans]))
 
 
