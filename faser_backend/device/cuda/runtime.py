@@ -95,7 +95,7 @@ class CudaRuntime:
         return CudaKvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._dtype, device=self.device)
 
     def fill_pool(self, pool: CudaKvPool, numbers: np.ndarray) -> None:
-        pool.storage.copy_(torch.from_numpy(numbers))
+        pool.storage.copy_(torch.from_numpy(numbers).to(pool.storage))  # else the host would spread them out first
 
     def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
         split = self._split_of(share)
