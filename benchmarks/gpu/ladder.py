@@ -204,8 +204,8 @@ class Ladder:
         spans = [lanes.spans_us() for lanes in self.runtime.lanes]
         num_layers = self._models.target.spec.num_layers
         row = summarise(traces, seconds) | accounting.figures(log, num_layers)
-        for name in BY_HOST:
-            del row[name]
+        for figure in BY_HOST:
+            del row[figure]
         return traces, row | overlap_figures(np.concatenate([np.zeros((0, 2, 2)), *spans]))
 
 
