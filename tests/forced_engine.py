@@ -58,7 +58,7 @@ def check_what_is_in_flight(fake: FakeEngine) -> None:
         assert frontier.num_drafted.size == len(in_flight.sequences)
         for sequence, num_drafted in zip(in_flight.sequences, frontier.num_drafted.tolist(), strict=True):
             held = blocks.num_blocks_of(sequence.slot) * blocks.block_size
-            assert sequence.is_ready and num_drafted >= 1
+            assert sequence.is_ready and num_drafted >= bool(fake.drafts)  # n-grams may have no idea
             assert sequence.num_tokens + num_drafted <= held, "a chain past its blocks"
         result = run(plan)
         check_kv(fake)

@@ -10,9 +10,13 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.ports import Lanes
 from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
 from faser_backend.device.sampler import NumpySampler
+from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.cost_model import ModelSize, default_cost_model
 from faser_backend.policy.knowledge import Knowledge
@@ -63,8 +67,9 @@ def open_fake(
     vocab_size: int = VOCAB,
     draft_noise: float = 0.3,
     draft_memory: int = 6,
+    has_ngrams: bool = False,
 ) -> FakeEngine:
-    """As fake_engine, with all parts. num_layers: of the target's segments."""
+    """As fake_engine, with all parts. num_layers: of the target's segments. has_ngrams: they draft, no model does."""
     if isinstance(policy, str):
         policy = parse_policy(policy, guessed)
     num_partitions = 1 if lanes is None else 2
@@ -75,7 +80,7 @@ def open_fake(
         targets.append(HashRunner(num_blocks, BLOCK, vocab_size, num_layers=num_layers, pools=pools))
         pools = drafts[0].pools if drafts else None
         drafts.append(HashRunner(num_blocks, BLOCK, vocab_size, memory=draft_memory, noise=draft_noise, pools=pools))
-    if not policy.is_drafting:
+    if has_ngrams or not policy.is_drafting:
         drafts = []
     blocks = BlockManager(num_blocks, BLOCK, max_num_seqs, CONTEXT, can_reuse=can_reuse)
     scheduler = Scheduler(
@@ -90,7 +95,12 @@ def open_fake(
     partitions = {WHOLE: Partition(targets[0], drafts[0] if drafts else None, None)}
     if lanes is not None:
         partitions[SPLIT] = Partition(targets[1], drafts[1] if drafts else None, lanes)
-    stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=uses_rejection)
+    proposer: Proposer | None = None
+    if has_ngrams:
+        proposer = NgramProposer(PhaseTimes(clock), vocab_size, keeps_probs=uses_rejection)
+    elif policy.is_drafting:
+        proposer = ModelProposer(sampler, PhaseTimes(clock), blocks.block_tables, keeps_probs=uses_rejection)
+    stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
     engine = Engine(stepper, Limits(vocab_size, CONTEXT), clock, max_queue_size=max_queue_size)
     return FakeEngine(engine, targets, drafts, stepper)
 

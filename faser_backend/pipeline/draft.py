@@ -6,16 +6,16 @@ prefix): the first call of a round feeds every token that the draft has not seen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler
+from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.acceptance import draw, rank_drawn
@@ -23,22 +23,11 @@ from faser_backend.policy.randomness import PURPOSE_DRAFT
 from faser_backend.policy.trim import chances, continues
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Proposal:
-    """What to draft for the B sequences of a batch.
+class ModelProposer:
+    """Drafts with the draft model of a partition (pipeline/propose.py).
 
-    behind: uncommitted chains that the new tokens follow (empty ones where they follow the last token).
-    """
-
-    num_draft_tokens: np.ndarray  # [B] int64 >= 0
-    behind: Frontier
-    trim: TrimRule | None = None  # chains that are no longer worth it end early
-    num_candidates: int = 0  # that the draft names per token, for the exit head
-
-
-class Proposer:
-    """Drafts with one runner at a time. `keeps_probs`: rejection sampling, which tests against the draft's
-    processed probabilities and draws with noise of its own; else the target's noise is shared.
+    keeps_probs: rejection sampling, which tests against the draft's processed probabilities and draws with noise of
+    its own; else the target's noise is shared.
     """
 
     def __init__(
@@ -50,16 +39,16 @@ class Proposer:
         keeps_probs: bool,
     ) -> None:
         self._sampler = sampler
-        self._times = times
+        self.times = times
         self._block_tables = block_tables
         self._keeps_probs = keeps_probs
 
-    def propose(
-        self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal, loop: DraftLoop | None = None
-    ) -> Frontier:
-        """Drafts up to num_draft_tokens tokens per sequence. loop: of the runner, where its device can pick tokens
-        itself; else, and where it cannot pick those of this batch, there is one model call per position."""
-        self._times.start()
+    def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
+        """One model call per position, or one for all where the partition's draft loop can pick the batch's tokens
+        itself. A sequence that is asked for tokens gets one at least."""
+        runner, loop = partition.draft, partition.draft_loop
+        assert runner is not None, "drafting needs a draft model"
+        self.times.start()
         chain = _Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
         if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
@@ -76,13 +65,13 @@ class Proposer:
             whole = active.size == len(batch)  # the common case needs no gathering
             tables = batch.block_tables if whole else batch.block_tables[active]
             rows = self._first_rows(chain, active, tables) if step == 0 else chain.next_rows(active, tables)
-            self._times.lap("draft_rows")
+            self.times.lap("draft_rows")
             logits = run_model(runner, rows)
-            self._times.lap("draft_model")
+            self.times.lap("draft_model")
             chain.add(active, step, *self._draw(chain, active, step, logits, num_candidates))
             step += 1
             active = active[chain.wants_more(active, step)]
-            self._times.lap("draft_sample")
+            self.times.lap("draft_sample")
 
     def _draft_at_once(self, loop: DraftLoop, chain: _Chain, active: np.ndarray, proposal: Proposal) -> None:
         """As _draft_in_steps. The device knows no trim rule, so every chain gets its full length and is cut after.
@@ -91,20 +80,22 @@ class Proposer:
         more than what the cut chain ran, and the rows of the next call start there and overwrite it.
         """
         rows = self._first_rows(chain, active, chain.batch.block_tables[active])
-        self._times.lap("draft_rows")
+        self.times.lap("draft_rows")
         lengths = proposal.num_draft_tokens[active]
         tokens, margins, candidates = loop.draft(rows, chain.batch.slots[active], lengths, proposal.num_candidates)
-        self._times.lap("draft_model")
+        self.times.lap("draft_model")
         going, step = np.arange(active.size), 0  # rows of what was drafted
         while going.size:
             named = None if candidates is None else candidates[going, step]
             chain.add(active[going], step, DraftTokens(tokens[going, step], margins[going, step], named), None)
             step += 1
             going = going[chain.wants_more(active[going], step)]
-        self._times.lap("draft_sample")
+        self.times.lap("draft_sample")
 
-    def prefill(self, runner: ModelRunner, chunks: list[PrefillChunk]) -> None:
+    def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         """Feeds what the draft has not seen of each chunk, without logits."""
+        assert partition.draft is not None, "drafting needs a draft model"
+        self.times.start()
         ends = [(chunk.sequence, chunk.start + chunk.num_tokens) for chunk in chunks]
         behind = [(sequence, stop) for sequence, stop in ends if sequence.draft_len < stop]
         if not behind:
@@ -113,11 +104,14 @@ class Proposer:
         tables = self._block_tables[[sequence.slot for sequence in lagging]]
         starts = [sequence.draft_len for sequence in lagging]
         rows = token_range_rows(lagging, starts, [stop for _, stop in behind], tables, with_logits=False)
-        self._times.lap("prefill_rows")
-        run_model(runner, rows)
-        self._times.lap("prefill_model")
+        self.times.lap("prefill_rows")
+        run_model(partition.draft, rows)
+        self.times.lap("prefill_model")
         for sequence, stop in behind:
             sequence.draft_len = stop
+
+    def forget(self, sequence: Sequence) -> None:
+        """What the draft knows of a sequence is KV, which the block manager has taken back."""
 
     def _first_rows(self, chain: _Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         """What the draft has not seen, the anchor or the last uncommitted token at its end."""

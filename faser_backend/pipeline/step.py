@@ -21,10 +21,10 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import commit_tokens, final_output, round_counts
-from faser_backend.pipeline.draft import Proposal, Proposer
 from faser_backend.pipeline.in_flight import join, merge, split, surviving
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.overlap import Partition, Phases, Verified, run_overlapped, without_bonus
+from faser_backend.pipeline.propose import Proposal, Proposer
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.verify import Verifier
@@ -41,18 +41,16 @@ class Stepper:
         partitions: Mapping[str, Partition],  # by name; WHOLE is one of them
         sampler: Sampler,
         clock: Clock,
-        *,
-        uses_rejection: bool,
+        proposer: Proposer | None,  # None: every step decodes plainly
     ) -> None:
         self.scheduler = scheduler
         self.partitions = partitions
         self.sampler = sampler
         self.clock = clock
         self.times = PhaseTimes(clock)  # of the step's own thread and the target's lane
-        self.draft_times = PhaseTimes(clock)
+        self.proposer = proposer
+        self.draft_times = PhaseTimes(clock) if proposer is None else proposer.times
         self.verifier = Verifier(sampler, self.times)
-        tables = scheduler.blocks.block_tables
-        self.proposer = Proposer(sampler, self.draft_times, tables, keeps_probs=uses_rejection)
         self.observers: list[Callable[[StepRecord], None]] = [scheduler.policy.observe]
 
     @property
@@ -64,8 +62,9 @@ class Stepper:
         """Decides the step and moves sampler state along with the slots."""
         self.times.start()
         plan = self.scheduler.schedule(in_flight)
-        for _, slot in plan.preempted:
+        for sequence, slot in plan.preempted:
             self.sampler.remove(slot)
+            self._forget_drafts(sequence)
         for sequence in plan.admitted:
             sequence.stats.first_scheduled_ns = sequence.stats.first_scheduled_ns or self.clock.now_ns()
             request = sequence.request
@@ -121,9 +120,8 @@ class Stepper:
         tables = self.scheduler.blocks.block_tables
         start_ns = self.clock.now_ns()
         if plan.draft_prefills:
-            assert partition.draft is not None
-            self.draft_times.start()
-            self.proposer.prefill(partition.draft, plan.draft_prefills)
+            assert self.proposer is not None
+            self.proposer.prefill(partition, plan.draft_prefills)
             self.times.start()
         caught_up_ns = self.clock.now_ns()
         if not plan.prefills:
@@ -137,9 +135,8 @@ class Stepper:
         run_model(partition.target, rows)
         read_ns = self.clock.now_ns()
         self.times.lap("prefill_model")
-        if partition.draft is not None and plan.decision.prefills_draft:
-            self.draft_times.start()
-            self.proposer.prefill(partition.draft, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
+        if self.proposer is not None and plan.decision.prefills_draft:
+            self.proposer.prefill(partition, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
             self.times.start()
         end_ns = self.clock.now_ns()
         for sequence, stop in zip(sequences, stops, strict=True):
@@ -181,15 +178,13 @@ class Stepper:
         return phases
 
     def _propose(self, plan: StepPlan, batch: DecodeBatch, num_draft_tokens: list[int], behind: Frontier) -> Frontier:
-        partition = self.partitions[plan.decision.partition]
-        draft = partition.draft
-        if draft is None or not any(num_draft_tokens):
+        if self.proposer is None or not any(num_draft_tokens):
             return Frontier.empty(len(batch))
         trim, pruner = plan.decision.trim, plan.decision.pruner
         num_candidates = 0 if pruner is None else pruner.num_candidates
         lengths = np.array(num_draft_tokens, np.int64)
         proposal = Proposal(lengths, behind, trim, num_candidates)
-        frontier = self.proposer.propose(draft, batch, proposal, partition.draft_loop)
+        frontier = self.proposer.propose(self.partitions[plan.decision.partition], batch, proposal)
         if trim is None:
             return frontier
         # Under rejection sampling a row may not be judged by the draft tokens behind it.
@@ -249,7 +244,12 @@ class Stepper:
         if sequence.slot >= 0:
             sequence.stats.num_allocated_blocks = self.scheduler.blocks.num_blocks_of(sequence.slot)
             self.sampler.remove(sequence.slot)
+        self._forget_drafts(sequence)
         self.scheduler.remove(sequence)
+
+    def _forget_drafts(self, sequence: Sequence) -> None:
+        if self.proposer is not None:
+            self.proposer.forget(sequence)
 
 
 def _is_for_draft(chunk: PrefillChunk) -> bool:

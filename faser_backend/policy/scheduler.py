@@ -82,7 +82,7 @@ class Scheduler:
                 wanted = 0
             if mode is PipelineMode.SERIAL:
                 self._plan_decode(plan, sequence, 0 if num_ready else wanted, num_ready)
-            elif not num_ready and wanted:
+            elif wanted and sequence not in in_flight:  # an empty chain in flight has had its try
                 self._plan_draft(plan, sequence, wanted, 0)
             elif not num_ready or most_ready:
                 most_ready -= num_ready > 0

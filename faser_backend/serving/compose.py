@@ -20,8 +20,10 @@ from faser_backend.core.request import Limits
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import make_policy
@@ -116,7 +118,11 @@ def assemble(
         never_evicts=config.admission == "guaranteed_no_evict",
     )
     clock = SystemClock()
-    stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=config.acceptance == "rejection")
+    proposer = None
+    if policy.is_drafting:
+        keeps_probs = config.acceptance == "rejection"
+        proposer = ModelProposer(sampler, PhaseTimes(clock), blocks.block_tables, keeps_probs=keeps_probs)
+    stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
 
     def close() -> None:
         close_partitions()

@@ -10,9 +10,11 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
+from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.knowledge import Knowledge
@@ -88,7 +90,10 @@ def build_sim_engine(
     clock = SimClock()
     sampler = SimSampler(world.process, seed, config.max_num_seqs, max_output_tokens)
     partitions = _partitions(world, clock, is_drafting=policy.is_drafting)
-    stepper = Stepper(scheduler, partitions, sampler, clock, uses_rejection=False)
+    proposer = None
+    if policy.is_drafting:
+        proposer = ModelProposer(sampler, PhaseTimes(clock), blocks.block_tables, keeps_probs=False)
+    stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
     limits = Limits(VOCAB_SIZE, world.max_context + 1)
     engine = Engine(stepper, limits, clock, max_queue_size=config.max_queue_size)
     return SimEngine(engine, clock, stepper.observers)

@@ -1,0 +1,166 @@
+"""Drafting without a draft model: the text so far, continued as it was continued before (prompt lookup).
+
+The longest n-gram that ends the sequence is looked up at its most recent earlier occurrence, and what followed there is
+proposed again. Tokens that are drafted but not committed count as text. A chain depends on the tokens before it alone,
+so under rejection sampling the law that each token was drawn from puts everything on it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.frontier import Frontier
+from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.propose import Proposal
+from faser_backend.pipeline.rows import DecodeBatch
+from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.calibration import MatchCalibration
+
+MIN_MATCH, MAX_MATCH = 1, 3  # tokens that are looked up: the longest n-gram that occurred before
+# In place of a margin: how many tokens before a draft token agree with those before its original. Each number up to the
+# largest has a bin of the calibration to itself, and draws its chance from there.
+_MARGINS = MatchCalibration.margin_knots.astype(np.float32)  # [14] of 1, 2, ... agreeing tokens
+
+
+class NgramIndex:
+    """Where each n-gram of one growing sequence occurred last, but for the one at its end. min_match >= 1."""
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        self._tokens: list[int] = []
+        # By n, longest first: n-gram -> position behind its last occurrence that a token follows.
+        self._followed: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(max_match, min_match - 1, -1)}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Reads on. Time and memory per token do not depend on how many there are."""
+        tokens, old = self._tokens, len(self._tokens)
+        tokens += token_ids
+        for n, followed in self._followed.items():
+            first = max(old, n)  # position behind the first n-gram that has a follower now
+            if first >= len(tokens):
+                continue
+            columns = (tokens[first - n + i : len(tokens) - n + i] for i in range(n))
+            followed.update(zip(zip(*columns, strict=True), range(first, len(tokens)), strict=True))
+
+    def continuation(self, chain: list[int], num_tokens: int) -> tuple[list[int], int]:
+        """What followed the last occurrence of the longest n-gram that ends the sequence with `chain` behind it.
+
+        Returns num_tokens tokens, none where nothing matches, and how many tokens before them agree, of as many as
+        have a margin. A continuation that reaches the end goes on with itself, so a run is continued as a run.
+        """
+        size = len(self._tokens)
+        self._tokens += chain  # for a moment
+        start = self._find(size)
+        found = ([], 0) if start is None else (self._copied(start, num_tokens), self._num_agreeing(start))
+        del self._tokens[size:]
+        return found
+
+    def _copied(self, start: int, num_tokens: int) -> list[int]:
+        copied = self._tokens[start : start + num_tokens]
+        period = len(self._tokens) - start
+        while len(copied) < num_tokens:
+            copied.append(copied[len(copied) - period])
+        return copied
+
+    def _num_agreeing(self, start: int) -> int:
+        """Tokens before position `start` that are those at the end, as many as have a margin."""
+        tokens, count = self._tokens, 1  # a match agrees in one at least
+        most = min(start, _MARGINS.size)
+        while count < most and tokens[start - 1 - count] == tokens[-1 - count]:
+            count += 1
+        return count
+
+    def _find(self, num_indexed: int) -> int | None:
+        """Where the continuation begins; tokens from num_indexed on are in the list alone and are searched here."""
+        tokens, end = self._tokens, len(self._tokens)
+        for n, followed in self._followed.items():
+            if n >= end:
+                continue
+            ngram = tokens[end - n :]
+            for start in range(end - 1, max(num_indexed, n) - 1, -1):
+                if tokens[start - n : start] == ngram:
+                    return start
+            start = followed.get(tuple(ngram))
+            if start is not None:
+                return start
+        return None
+
+
+class NgramProposer:
+    """Drafts for sequences from their own tokens (pipeline/propose.py); `draft_len` counts what it has read of one.
+
+    keeps_probs: rejection sampling. It names no candidates, so verification does not stop at exits, and it looks at no
+    trim rule: tokens cost next to nothing, and the step leaves out the rows that are not worth theirs.
+    """
+
+    def __init__(
+        self,
+        times: PhaseTimes,
+        vocab_size: int,
+        *,
+        keeps_probs: bool,
+        min_match: int = MIN_MATCH,
+        max_match: int = MAX_MATCH,
+    ) -> None:
+        self.times = times
+        self._vocab_size = vocab_size
+        self._keeps_probs = keeps_probs
+        self._match_lengths = min_match, max_match
+        self._indexes: dict[Sequence, NgramIndex] = {}
+
+    def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
+        """Chains of full length where an n-gram matches, empty ones elsewhere."""
+        self.times.start()
+        wanted, behind = proposal.num_draft_tokens.tolist(), proposal.behind
+        size, width = len(batch), max(wanted)
+        drafted = np.zeros((size, width), np.int64)
+        num_drafted = np.zeros(size, np.int64)
+        margins = np.zeros((size, width), np.float32)
+        for row, sequence in enumerate(batch.sequences):
+            if not wanted[row]:
+                continue
+            chain = behind.drafted[row, : behind.num_drafted[row]].tolist()
+            tokens, num_agreeing = self._read(sequence, sequence.num_tokens).continuation(chain, wanted[row])
+            sequence.draft_len = sequence.num_tokens - 1
+            sequence.num_proposals += 1
+            count = len(tokens)
+            num_drafted[row] = count
+            drafted[row, :count] = tokens
+            # With every draft token that is accepted one more agrees.
+            margins[row, :count] = _MARGINS[np.minimum(num_agreeing - 1 + np.arange(count), _MARGINS.size - 1)]
+        longest = int(num_drafted.max())
+        drafted, margins = drafted[:, :longest], margins[:, :longest]
+        probs = self._one_hot(drafted, num_drafted) if self._keeps_probs else None
+        self.times.lap("draft_lookup")
+        return Frontier(drafted, num_drafted, num_drafted + 1, margins, draft_probs=probs)
+
+    def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
+        self.times.start()
+        for chunk in chunks:
+            stop = chunk.start + chunk.num_tokens
+            self._read(chunk.sequence, stop)
+            chunk.sequence.draft_len = max(chunk.sequence.draft_len, stop)
+        self.times.lap("draft_lookup")
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence, None)
+
+    def _read(self, sequence: Sequence, stop: int) -> NgramIndex:
+        """The sequence's index, which has read `stop` tokens at least."""
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = NgramIndex(*self._match_lengths)
+        if len(index) < stop:
+            index.extend(sequence.token_ids[len(index) : stop].tolist())
+        return index
+
+    def _one_hot(self, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
+        """[B, K, V] of drafted [B, K]; zeros past a chain's end."""
+        probs = np.zeros((*drafted.shape, self._vocab_size), np.float32)
+        rows, columns = np.nonzero(np.arange(drafted.shape[1]) < num_drafted[:, None])
+        probs[rows, columns, drafted[rows, columns]] = 1.0
+        return probs
