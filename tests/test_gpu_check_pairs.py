@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu import ladder_part, latency_part, parity_part
 from benchmarks.gpu.costs import fit_costs, fit_error, with_overhead
 from benchmarks.gpu.kernel_cases import DTYPES, GEOMETRIES, random_call, timed_calls
 from benchmarks.gpu.kernels_part import AttentionShape
 from benchmarks.gpu.pairs import PAIRS, model_pair, random_tensors
 from benchmarks.gpu.planted import Outcomes, PlantedDraftLoop, PlantedSampler, auc, planted_process, process_in_words
 from benchmarks.gpu.predictions import predicted_round, with_prediction
+from benchmarks.gpu.worker import Context
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
@@ -205,3 +209,10 @@ def test_predictions_stand_beside_what_was_measured():
     predicted = with_prediction(row, serial)["predicted"]
     assert predicted["time_ratio"] == pytest.approx(2.0)
     assert predicted["yield_ratio"] == pytest.approx(1.0 / serial.tokens)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("part", [parity_part.torch_runtime, latency_part.run, ladder_part.demo, ladder_part.pair_8b])
+def test_parts_refuse_another_device_than_was_asked_for(part):
+    with pytest.raises(RuntimeError, match="device = 'cuda': torch .* would compute on 'cpu'"):
+        part(Context("cuda", is_tiny=True, seed=0, end_s=time.monotonic() + 60))

@@ -19,7 +19,7 @@ from benchmarks.gpu.contestants import CONTESTANTS, Contestant, Sizes
 from benchmarks.gpu.ladder import Ladder
 from benchmarks.gpu.ladder_setup import CallCosts, knowledge
 from benchmarks.gpu.lent_runtime import LentRuntime
-from benchmarks.gpu.open_pair import opened_pair
+from benchmarks.gpu.open_pair import checked_device, opened_pair
 from benchmarks.gpu.pairs import PAIRS, PairShape
 from benchmarks.gpu.planted import ACCEPTANCE, CHAIN_SLACK, EXIT_AUC, Outcomes, planted_process, process_in_words
 from benchmarks.gpu.predictions import predicted_round, with_prediction
@@ -80,6 +80,7 @@ def _synthetic(context: Context, shape: PairShape, sizes: Sizes, contestants: Se
 
 def demo(context: Context) -> Result:
     """The demo pair on runtime torch: real texts, real acceptance, a model far too small for a GPU."""
+    checked_device(context)
     found: Result = {"pair": "demo", "is_synthetic": False}
     with tempfile.TemporaryDirectory(prefix="faser-demo-") as folder, ExitStack() as stack:
         engine_dir = Path(folder) / "torch"

@@ -34,9 +34,7 @@ def opened_pair(
 ) -> OpenedPair:
     """The stack closes it. Raises MemoryError where the pair does not fit on the device."""
     dtype = DTYPE[context.device]
-    device = current_device()
-    if device.type != context.device:
-        raise RuntimeError(f"device = {context.device!r}: torch would compute on {device.type!r}")
+    device = checked_device(context)
     models = model_pair(shape, dtype)
     _check_memory(context, shape, dtype)
 
@@ -46,6 +44,14 @@ def opened_pair(
     runtime = open_on_device(TorchPrograms(load), models, KV_BLOCK_SIZE, dtype=dtype)
     stack.callback(runtime.close)
     return OpenedPair(runtime, models, outcomes)
+
+
+def checked_device(context: Context) -> torch.device:
+    """Where the project's runtime will compute. Raises RuntimeError where that is not what was asked for."""
+    device = current_device()
+    if device.type != context.device:
+        raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} would compute on {device.type!r}")
+    return device
 
 
 def _check_memory(context: Context, shape: PairShape, dtype: str) -> None:

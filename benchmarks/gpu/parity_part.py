@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.open_pair import checked_device
 from benchmarks.gpu.worker import Context, Result
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
@@ -36,6 +37,7 @@ ANSWER_TOKENS = 24
 
 
 def torch_runtime(context: Context) -> Result:
+    checked_device(context)
     return _compare(context, "torch", ("fp32", "bf16", "fp16"))
 
 
