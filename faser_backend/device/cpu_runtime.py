@@ -46,6 +46,7 @@ class OrtRuntime:
         """num_threads, can_spin: as of OrtRunner. menu: the cores to use, by default all of this process."""
         self.kv_block_size = kv_block_size
         self.menu = menu or core_partitions()
+        self.needs_warm_up = False
         splits, self.splits_note = useful_splits(self.menu, models, num_threads, self.free_bytes())
         self.splits = tuple(splits)
         self._engine_dir = engine_dir

@@ -73,6 +73,7 @@ class Runtime(Closable, Protocol[Share, Pool]):
     menu: PartitionMenu[Share]  # what the device offers; `note` says in words what was chosen and why
     splits: tuple[tuple[Share, Share], ...]  # of the menu, those worth opening for these models, the best guess first
     splits_note: str  # how many of how many, and why
+    needs_warm_up: bool  # first calls are far slower than later ones: kernels are compiled, graphs captured
 
     def free_bytes(self) -> int:
         """Free memory where KV pools live, less what the models' weights are still going to take."""

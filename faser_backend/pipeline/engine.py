@@ -218,6 +218,10 @@ class Engine:
         metrics.phase_times_ns = self.stepper.phase_times_ns
         return metrics
 
+    def reset_metrics(self) -> None:
+        """Counts from here on. Of an engine without work."""
+        self._metrics = EngineMetrics()
+
     def check_integrity(self) -> None:
         """Asserts the invariants of every owner of state. For tests and failing steps."""
         self._scheduler.check_integrity()

@@ -68,6 +68,7 @@ class CudaRuntime:
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
         self.splits = tuple(sorted(self.menu.splits, key=lambda split: _imbalance(split, models)))
         self.splits_note = self.menu.note
+        self.needs_warm_up = shares is not None
 
     @property
     def choice(self) -> PartitionChoice:
