@@ -32,6 +32,7 @@ from faser_backend.policy.speculation import SpeculationPolicy
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.profiling.store import load_knowledge
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
+from faser_backend.serving.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,14 @@ def engine_on(
 ) -> Engine:
     """An engine of a directory on a runtime that is already open, with what its profile knows."""
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest))
-    return assemble(runtime, ModelPair(manifest.target, manifest.draft), policy, config, on_close=on_close)
+    engine = assemble(runtime, ModelPair(manifest.target, manifest.draft), policy, config, on_close=on_close)
+    if runtime.needs_warm_up:
+        try:
+            warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
+        except BaseException:
+            engine.close()
+            raise
+    return engine
 
 
 def choose_policy(
