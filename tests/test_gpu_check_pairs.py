@@ -214,5 +214,5 @@ def test_predictions_stand_beside_what_was_measured():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("part", [parity_part.torch_runtime, latency_part.run, ladder_part.demo, ladder_part.pair_8b])
 def test_parts_refuse_another_device_than_was_asked_for(part):
-    with pytest.raises(RuntimeError, match="device = 'cuda': torch .* would compute on 'cpu'"):
+    with pytest.raises(RuntimeError, match=r"device = 'cuda': torch .* would compute on 'cpu'"):
         part(Context("cuda", is_tiny=True, seed=0, end_s=time.monotonic() + 60))

@@ -1,4 +1,4 @@
-"""A results file as text: goals first, then a table per part. Pure; needs no package."""
+"""A results file as text: a table per part, then the parts and the goals. Pure; needs no package."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ Lines = list[str]
 
 
 def render(content: dict[str, Any]) -> str:
-    """The whole report of {"meta", "parts"}; parts that failed say so."""
+    """The whole report of {"meta", "parts"}; parts that failed say so. The verdict stands last, where a terminal
+    shows it."""
     parts = content["parts"]
     lines = heading(content["meta"])
-    results = {name: part["result"] for name, part in parts.items()}
-    if not content["meta"]["is_tiny"]:
-        goals = [[goal.name, _goal_limit(goal), number(value), word] for goal, value, word in judged(results)]
-        lines += ["", "## Goals", *table(["goal", "limit", "measured", ""], goals)]
-    lines += ["", "## Parts", *table(["part", "", "s", "of s", "error"], [_part_row(*each) for each in parts.items()])]
     for name, part in parts.items():
         if part["result"]:
             lines += ["", f"## {name}: {part['title']}", *SECTIONS.get(_kind(name), plain)(part["result"])]
         if part["error"] and part["status"] != "skipped":
             lines += ["", f"### {name} {part['status']}", *(f"    {line}" for line in part["error"].splitlines())]
+    lines += ["", "## Parts", *table(["part", "", "s", "of s", "error"], [_part_row(*each) for each in parts.items()])]
+    if not content["meta"]["is_tiny"]:
+        results = {name: part["result"] for name, part in parts.items()}
+        goals = [[goal.name, _goal_limit(goal), number(value), word] for goal, value, word in judged(results)]
+        lines += ["", "## Goals", *table(["goal", "limit", "measured", ""], goals)]
     return "\n".join(lines) + "\n"
 
 
