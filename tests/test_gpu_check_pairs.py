@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import ladder_part, latency_part, parity_part
+from benchmarks.gpu import kernel_checks, kernels_part, ladder_part, latency_part, parity_part
 from benchmarks.gpu.costs import fit_costs, fit_error, with_overhead
 from benchmarks.gpu.kernel_cases import DTYPES, GEOMETRIES, random_call, timed_calls
 from benchmarks.gpu.kernels_part import AttentionShape
@@ -209,6 +209,17 @@ def test_predictions_stand_beside_what_was_measured():
     predicted = with_prediction(row, serial)["predicted"]
     assert predicted["time_ratio"] == pytest.approx(2.0)
     assert predicted["yield_ratio"] == pytest.approx(1.0 / serial.tokens)
+
+
+def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch):
+    def wrong(hidden, kept, out) -> None:
+        out.copy_(hidden[kept] * 1.1)
+
+    monkeypatch.setattr(kernel_checks, "compact_rows", wrong)
+    monkeypatch.setattr(kernel_checks, "gated_silu", lambda gate_up, out: None)
+    found = kernels_part.correctness(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
+    wrong_ones = {case["kernel"] for case in found["cases"] if not case["is_right"]}
+    assert wrong_ones == {"compact_rows", "gated_silu"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
