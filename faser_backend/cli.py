@@ -19,6 +19,7 @@ from faser_backend.cli_options import (
     Acceptance,
     AcceptanceRule,
     Admission,
+    ChatTemplate,
     Contract,
     EarlyExit,
     EarlyExits,
@@ -81,6 +82,12 @@ def generate(
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead, e.g. 1,2,3.", show_default=False)] = None,
+    is_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message; use the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message before it.", show_default=False)] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help='JSON file instead: [{"role": ..., "content": ...}].', show_default=False)
+    ] = None,
+    chat_template: ChatTemplate = None,
     engine_dir: EngineDir = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
@@ -102,6 +109,10 @@ def generate(
         engine_dir=engine_dir,
         prompt=prompt,
         prompt_ids=None if prompt_ids is None else parse_integers("--prompt-ids", prompt_ids),
+        is_chat=is_chat,
+        system=system,
+        messages_file=messages,
+        chat_template_file=chat_template,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -142,6 +153,7 @@ def serve(
     num_threads: Threads = None,
     spin: Annotated[bool, typer.Option(help="Busy waiting inside model calls: for cores that are free.")] = False,
     out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
+    chat_template: ChatTemplate = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
     contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
@@ -156,7 +168,7 @@ def serve(
         "early_exit": early_exit.value,
         "pipeline": pipeline.value,
     }
-    directory = check_engine(engine_dir, EngineConfig.from_options(**phases), print_progress)
+    directory = check_engine(engine_dir, EngineConfig.from_options(**phases), chat_template, print_progress)
     parameters = {
         "engine_dir": str(directory.resolve()),
         **phases,
@@ -168,7 +180,8 @@ def serve(
         "out_of_vocab": out_of_vocab.value,
         "exclude_input_in_output": str(exclude_input_in_output).lower(),
     }
-    optional = {"num_kv_blocks": num_kv_blocks, "num_threads": num_threads}
+    template_file = None if chat_template is None else chat_template.resolve()
+    optional = {"num_kv_blocks": num_kv_blocks, "num_threads": num_threads, "chat_template": template_file}
     parameters |= {name: str(value) for name, value in optional.items() if value is not None}
     options = LaunchOptions(
         http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters

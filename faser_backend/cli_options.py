@@ -56,6 +56,9 @@ AcceptanceRule = Annotated[Acceptance, typer.Option("--acceptance", help="How dr
 EarlyExits = Annotated[EarlyExit, typer.Option("--early-exit", help="Auto: as the policy decides.")]
 PipelineMode = Annotated[Pipeline, typer.Option("--pipeline", help="Auto: as the policy decides.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option("--chat-template", help="Jinja template instead of the checkpoint's.", show_default=False)
+]
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:

@@ -132,10 +132,12 @@ class EngineManifest:
     format_version: int = FORMAT_VERSION
     compiler: str = ""  # name and version, where segments are compiled ahead of time
     compute_capabilities: tuple[str, ...] = ()  # what they were compiled for, e.g. "8.9"; empty: the compiler's choice
+    prompts: FileSpec | None = None  # chat template and special tokens; None from builders that took none along
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
-        return (self.tokenizer, *self.target.files, *self.draft.files)
+        texts = (self.tokenizer,) if self.prompts is None else (self.tokenizer, self.prompts)
+        return (*texts, *self.target.files, *self.draft.files)
 
     def save(self, directory: Path) -> None:
         """Writes manifest.json; the rename makes it appear whole or not at all."""
@@ -165,11 +167,11 @@ class EngineManifest:
         manifest._check_fields(path)
         for file in manifest.files:
             _check_file(path.parent, file)
-        tokenizer_hash = vocab_hash(read_vocabulary(path.parent / manifest.tokenizer.name))
+        tokenizer = path.parent / manifest.tokenizer.name
+        tokenizer_hash = vocab_hash(read_vocabulary(tokenizer))
         if tokenizer_hash != manifest.vocab_hash:
             raise ManifestError(
-                f"{path.parent / manifest.tokenizer.name}: vocabulary {tokenizer_hash[:12]} "
-                f"is not the one that the engines were built for, {manifest.vocab_hash[:12]}"
+                f"{tokenizer}: vocabulary {tokenizer_hash[:12]} is not that of the engines, {manifest.vocab_hash[:12]}"
             )
         return manifest
 
@@ -257,6 +259,7 @@ def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
     models = {name: _model_from(fields[name]) for name in ("target", "draft")}
     rest = {key: value for key, value in fields.items() if key not in models}
     rest["tokenizer"] = _file_from(rest["tokenizer"])
+    rest["prompts"] = None if rest.get("prompts") is None else _file_from(rest["prompts"])
     rest["compute_capabilities"] = tuple(str(version) for version in rest.get("compute_capabilities", ()))
     rest["exit_layers"] = tuple(int(layer) for layer in rest["exit_layers"])
     rest["end_ids"] = tuple(int(end_id) for end_id in rest["end_ids"])
@@ -269,6 +272,7 @@ def _model_from(fields: dict[str, Any]) -> ModelEngine:
     spec_fields = dict(fields["spec"])
     if spec_fields.get("rope_scaling") is not None:
         spec_fields["rope_scaling"] = RopeScaling(**spec_fields["rope_scaling"])
+    spec_fields["feature_layers"] = tuple(int(layer) for layer in spec_fields.get("feature_layers", ()))
     spec = ModelSpec(**spec_fields)
     counts = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     if any(not isinstance(count, int) or count < 1 for count in counts):
@@ -288,9 +292,7 @@ def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
 
 
 def _bucket_from(fields: dict[str, Any]) -> BucketSpec:
-    ranges = {}
-    for dimension, (least, usual, most) in fields["ranges"].items():
-        ranges[str(dimension)] = (int(least), int(usual), int(most))
+    ranges = {str(name): (int(low), int(usual), int(high)) for name, (low, usual, high) in fields["ranges"].items()}
     return BucketSpec(str(fields["name"]), ranges, str(fields["split"]))
 
 

@@ -5,11 +5,13 @@ The draft is the target itself, so nearly every drafted token is accepted and an
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engines.build import build_engines
+from tests.chat_templates import CHATML
 from tests.tiny_models import write_checkpoint
 
 CORPUS = ["def f(x):\n    return x + 1\n", "Größe - naïve café 東京 🙂👍🏽", "the quick brown fox"] * 4
@@ -44,6 +46,8 @@ def write_pair(directory: Path) -> Path:
             eos_token_id=END_ID,
         )
         tokenizer.save(str(directory / name / "tokenizer.json"))
+    tokenizer_config = {"eos_token": "<|end|>", "chat_template": CHATML}
+    (directory / "target" / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return directory
 
 

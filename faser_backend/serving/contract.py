@@ -200,16 +200,20 @@ def _refuse_unsupported(tensors: Tensors) -> None:
 
 
 def _read_prompt(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> tuple[str | None, np.ndarray]:
-    if "text_input" in tensors and "input_ids" in tensors:
-        raise RequestError("input_ids", "given with text_input", "send one of the two")
-    if "text_input" in tensors:
-        text = read_text("text_input", read_scalar(tensors, "text_input"))
-        token_ids = tokenizer.encode(text, add_special_tokens=hello.adds_special_tokens)
+    given = [name for name in ("text_input", "messages", "input_ids") if name in tensors]
+    if len(given) > 1:
+        raise RequestError(given[1], f"given with {given[0]}", "send one of the two")
+    if not given:
+        raise RequestError("text_input", None, "a prompt is needed: send text_input, messages or input_ids")
+    if given[0] != "input_ids":
+        text = read_text(given[0], read_scalar(tensors, given[0]))
+        if given[0] == "messages":
+            text, token_ids = tokenizer.encode_chat("messages", text)
+        else:
+            token_ids = tokenizer.encode_prompt(text)
         if not token_ids:
-            raise RequestError("text_input", text, "prompt is empty; at least 1 token is needed")
+            raise RequestError(given[0], text, "prompt is empty; at least 1 token is needed")
         return text, np.asarray(token_ids, np.int64)
-    if "input_ids" not in tensors:
-        raise RequestError("text_input", None, "a prompt is needed: send text_input or input_ids")
     ids = tensors["input_ids"].reshape(-1).astype(np.int64)
     length = read_scalar(tensors, "input_lengths", default=ids.size)
     if not 0 <= length <= ids.size:

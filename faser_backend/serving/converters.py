@@ -12,16 +12,13 @@ from faser_backend.serving.triton_io import NamedArray
 
 
 def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list[NamedArray]:
-    """QUERY and friends [B, ...] -> token ids, padded to the longest row with the pad id."""
-    if "QUERY" not in tensors:
-        raise RequestError("QUERY", None, "is required")
-    queries = [read_text("QUERY", value) for value in tensors["QUERY"].reshape(-1)]
-    num_rows = len(queries)
+    """QUERY or MESSAGES [B, 1] and friends -> token ids, padded to the longest row with the pad id."""
+    rows = _read_prompts(tensors, tokenizer)
+    num_rows = len(rows)
     if "REQUEST_OUTPUT_LEN" not in tensors or tensors["REQUEST_OUTPUT_LEN"].size != num_rows:
-        raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per QUERY, {num_rows}")
+        raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {num_rows}")
     end_id = _read_id(tensors, "END_ID", hello.end_ids[0] if hello.end_ids else -1)
-    pad_id = _read_id(tensors, "PAD_ID", max(end_id, 0))
-    rows = [tokenizer.encode(query, add_special_tokens=hello.adds_special_tokens) for query in queries]
+    pad_id = _read_id(tensors, "PAD_ID", max(end_id, 0) if tokenizer.pad_id is None else tokenizer.pad_id)
     longest = max(map(len, rows))
     input_ids = np.full((num_rows, longest), pad_id, np.int32)
     for row, token_ids in enumerate(rows):
@@ -56,6 +53,18 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer) -> list[NamedArray]:
             raise RequestError("SEQUENCE_LENGTH", length, f"must lie in [0, {tokens.shape[2]}]")
         output[index] = tokenizer.decode(tokens[index][:length].tolist()).encode()
     return [("OUTPUT", output)]
+
+
+def _read_prompts(tensors: Tensors, tokenizer: TextTokenizer) -> list[list[int]]:
+    """Token ids of every row."""
+    if "QUERY" in tensors and "MESSAGES" in tensors:
+        raise RequestError("MESSAGES", "given with QUERY", "send one of the two")
+    if "MESSAGES" in tensors:
+        conversations = [read_text("MESSAGES", value) for value in tensors["MESSAGES"].reshape(-1)]
+        return [tokenizer.encode_chat("MESSAGES", messages)[1] for messages in conversations]
+    if "QUERY" not in tensors:
+        raise RequestError("QUERY", None, "a prompt is needed: send QUERY or MESSAGES")
+    return [tokenizer.encode_prompt(read_text("QUERY", value)) for value in tensors["QUERY"].reshape(-1)]
 
 
 def _read_id(tensors: Tensors, name: str, default: int) -> int:

@@ -10,6 +10,7 @@ from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.link import Hello
 from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.parameters import ServingOptions
+from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
 
 
@@ -23,7 +24,13 @@ class EngineHost:
             num_blocks = max(1, options.max_cached_tokens // manifest.kv_block_size)
             config = EngineConfig.from_options(**{**config.model_dump(), "num_kv_blocks": num_blocks})
         tokenizer_file = engine_dir.resolve() / manifest.tokenizer.name
-        self.tokenizer = TextTokenizer.from_file(tokenizer_file)
+        prompts = PromptFormat.load(
+            engine_dir,
+            manifest,
+            chat_template_file=options.chat_template_file,
+            adds_special_tokens=options.adds_special_tokens,
+        )
+        self.tokenizer = TextTokenizer.from_file(tokenizer_file, prompts)
         engine = build_engine(engine_dir, config)
         self.hello = Hello(
             tokenizer_file=tokenizer_file,
@@ -33,7 +40,7 @@ class EngineHost:
             out_of_vocab=options.out_of_vocab,
             excludes_input=options.excludes_input,
             cancellation_period_s=options.cancellation_period_s,
-            adds_special_tokens=options.adds_special_tokens,
+            prompts=prompts,
         )
         self.loop = EngineLoop(
             engine,

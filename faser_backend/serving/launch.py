@@ -11,16 +11,25 @@ from pathlib import Path
 from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
+from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profiling.store import load_knowledge
+from faser_backend.serving.prompts import read_template
 from faser_backend.serving.server import LaunchOptions, TritonServer
 
 
-def check_engine(engine_dir: Path | None, config: EngineConfig, progress: Callable[[str, int, int], None]) -> Path:
+def check_engine(
+    engine_dir: Path | None,
+    config: EngineConfig,
+    chat_template_file: Path | None,
+    progress: Callable[[str, int, int], None],
+) -> Path:
     """The directory to serve, verified, so that a mistake is told before a server starts.
 
-    Raises ConfigError or ManifestError.
+    chat_template_file: to be used instead of the directory's. Raises FaserError.
     """
+    if chat_template_file is not None:
+        check_template(read_template(chat_template_file))
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
     make_policy(config, lambda: load_knowledge(directory, manifest), split=None)

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 from faser_backend.core.errors import ConfigError, FaserError, QueueFullError, RequestError
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.prompts import PromptFormat
 
 _log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
@@ -42,7 +43,7 @@ class Hello:
     out_of_vocab: Literal["reject", "clamp"]
     excludes_input: bool
     cancellation_period_s: float
-    adds_special_tokens: bool = False
+    prompts: PromptFormat = field(default_factory=PromptFormat)
 
 
 class EngineLink(Protocol):

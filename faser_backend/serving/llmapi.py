@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 32
 _INPUTS = {  # theirs -> ours
     "text_input": "text_input",
+    "messages": "messages",
     "streaming": "streaming",
     "sampling_param_max_tokens": "max_tokens",
     "sampling_param_top_k": "top_k",

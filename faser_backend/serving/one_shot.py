@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.text_stream import TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
 
@@ -26,11 +28,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class OneShotOptions:
-    """Exactly one of prompt and prompt_ids; seed None draws a fresh one."""
+    """Exactly one of prompt and prompt_ids; with is_chat, of prompt and messages_file. seed None draws a fresh one."""
 
     engine_dir: Path | None
     prompt: str | None
     prompt_ids: tuple[int, ...] | None
+    is_chat: bool = False
+    system: str | None = None  # the message before the prompt
+    messages_file: Path | None = None
+    chat_template_file: Path | None = None  # instead of the checkpoint's
     max_tokens: int = 64
     temperature: float = 0.0
     top_k: int = 0
@@ -50,12 +56,15 @@ def generate_once(
     """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, num_pruned,
     tokens_per_s, finish_reason and seed. Raises FaserError.
     """
-    if (options.prompt is None) == (options.prompt_ids is None):
-        raise RequestError("prompt", options.prompt, "give exactly one of --prompt and --prompt-ids")
+    _check_prompt_options(options)
     engine_dir = options.engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(engine_dir)
-    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name)
-    request = _make_request(options, manifest, tokenizer)
+    prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template_file)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
+    try:
+        request = _make_request(options, manifest, tokenizer)
+    finally:
+        tokenizer.close()
     config = EngineConfig.from_options(
         policy=options.policy,
         acceptance=options.acceptance,
@@ -83,15 +92,53 @@ def report_line(result: dict[str, Any]) -> str:
     )
 
 
+def _check_prompt_options(options: OneShotOptions) -> None:
+    """Raises RequestError where options contradict each other."""
+    if not options.is_chat:
+        for name in ("system", "messages_file", "chat_template_file"):
+            if getattr(options, name) is not None:
+                flag = "--" + name.removesuffix("_file").replace("_", "-")
+                raise RequestError(flag, str(getattr(options, name)), "is for conversations: give --chat too")
+        if (options.prompt is None) == (options.prompt_ids is None):
+            raise RequestError("prompt", options.prompt, "give exactly one of --prompt and --prompt-ids")
+        return
+    if options.prompt_ids is not None:
+        raise RequestError("--prompt-ids", list(options.prompt_ids), "cannot be a message: leave --chat out")
+    if (options.prompt is None) == (options.messages_file is None):
+        raise RequestError("prompt", options.prompt, "give exactly one of --prompt and --messages with --chat")
+    if options.system is not None and options.messages_file is not None:
+        raise RequestError("--system", options.system, "write it into the file of --messages as its first message")
+
+
+def _read_prompt(options: OneShotOptions, tokenizer: TextTokenizer) -> Sequence[int]:
+    """The token ids of whatever the options ask for."""
+    if options.is_chat:
+        return tokenizer.encode_chat("messages", _messages_of(options))[1]
+    if options.prompt is not None:
+        return tokenizer.encode_prompt(options.prompt)
+    assert options.prompt_ids is not None  # checked before
+    return options.prompt_ids
+
+
+def _messages_of(options: OneShotOptions) -> str:
+    """The conversation as JSON."""
+    if options.messages_file is not None:
+        try:
+            return options.messages_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError("--messages", str(options.messages_file), f"not readable as text ({error})") from None
+    before = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return json.dumps([*before, {"role": "user", "content": options.prompt}])
+
+
 def _make_request(options: OneShotOptions, manifest: EngineManifest, tokenizer: TextTokenizer) -> Request:
-    ids = options.prompt_ids if options.prompt is None else tokenizer.encode(options.prompt)
     seed = options.seed
     if seed is None:
         seed = secrets.randbits(64) if options.temperature > 0 else 0
     sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
     return Request(
         request_id="generate",
-        prompt_ids=np.asarray(ids, np.int64),
+        prompt_ids=np.asarray(_read_prompt(options, tokenizer), np.int64),
         max_tokens=options.max_tokens,
         sampling=sampling,
         end_ids=manifest.end_ids,

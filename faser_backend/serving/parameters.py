@@ -28,7 +28,8 @@ class ServingOptions:
     max_cached_tokens: int | None  # bound on the KV pool, in tokens
     out_of_vocab: Literal["reject", "clamp"] = "reject"
     excludes_input: bool = False
-    adds_special_tokens: bool = False
+    adds_special_tokens: bool | None = None  # None: as the checkpoint says
+    chat_template_file: Path | None = None  # instead of the checkpoint's
     cancellation_period_s: float = 0.1
     metrics_period_s: float = 0.25
 
@@ -75,6 +76,7 @@ def read_engine_config(parameters: Parameters) -> EngineConfig:
 def read_serving_options(parameters: Parameters) -> ServingOptions:
     """Raises ConfigError naming the parameter."""
     engine_dir = parameters.text("engine_dir")
+    chat_template = parameters.text("chat_template")
     out_of_vocab = parameters.text("out_of_vocab") or "reject"
     if out_of_vocab not in ("reject", "clamp"):
         raise ConfigError(f"parameter out_of_vocab = {out_of_vocab!r}: must be reject or clamp")
@@ -85,7 +87,8 @@ def read_serving_options(parameters: Parameters) -> ServingOptions:
         max_cached_tokens=parameters.integer("max_tokens_in_paged_kv_cache", low=1),
         out_of_vocab="clamp" if out_of_vocab == "clamp" else "reject",
         excludes_input=parameters.boolean("exclude_input_in_output") or False,
-        adds_special_tokens=parameters.boolean("add_special_tokens") or False,
+        adds_special_tokens=parameters.boolean("add_special_tokens"),
+        chat_template_file=None if chat_template is None else Path(chat_template),
         cancellation_period_s=min(cancellation_ms, 100) / 1e3,
         metrics_period_s=stats_ms / 1e3,
     )

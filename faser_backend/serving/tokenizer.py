@@ -1,7 +1,8 @@
 """Text <-> token ids of one engine directory, on the `tokenizers` library.
 
-Encodes without special tokens unless asked. For byte-level vocabularies it also gives the exact
-bytes of every token, which makes streaming both cheap and exact (see text_stream.py).
+Words are encoded without special tokens; prompts and conversations as the checkpoint says (prompts.py). For
+byte-level vocabularies it also gives the exact bytes of every token, which makes streaming both cheap and exact
+(see text_stream.py).
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, RequestError
+from faser_backend.serving.chat import read_messages
+from faser_backend.serving.prompts import PromptFormat
 
 
 class TextTokenizer:
     """A loaded tokenizer. Thread-safe: encoding and decoding keep no state."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompts: PromptFormat | None = None) -> None:
         self._tokenizer = tokenizer
+        self._prompts = prompts or PromptFormat()
+        self._chat = self._prompts.renderer()
 
     @classmethod
-    def from_file(cls, path: Path) -> TextTokenizer:
+    def from_file(cls, path: Path, prompts: PromptFormat | None = None) -> TextTokenizer:
         """Raises ConfigError naming the file where it is missing or not a tokenizer."""
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(Tokenizer.from_file(str(path)), prompts)
         except Exception as error:  # the library raises plain Exception for every cause
             raise ConfigError(f"tokenizer {path}: {error}") from None
 
@@ -33,8 +38,36 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def pad_id(self) -> int | None:
+        """The id of the checkpoint's pad_token."""
+        return self._special_id("pad_token")
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A plain prompt, with the tokens that the checkpoint puts around it; its begin token at most once."""
+        token_ids = self.encode(text, add_special_tokens=self._prompts.adds_special_tokens)
+        begin_id = self._special_id("bos_token")
+        if begin_id is None or not self._prompts.adds_special_tokens:
+            return token_ids
+        if self._prompts.adds_begin_token and token_ids[:1] != [begin_id]:
+            return [begin_id, *token_ids]
+        if token_ids[:2] == [begin_id, begin_id]:  # the text came with one
+            return token_ids[1:]
+        return token_ids
+
+    def encode_chat(self, field: str, messages: str) -> tuple[str, list[int]]:
+        """JSON [{role, content}] -> the prompt and its ids, which hold the special tokens that the template writes
+        and no others. Raises RequestError naming the field.
+        """
+        text = self._chat.render(field, read_messages(field, messages))
+        return text, self.encode(text)
+
+    def close(self) -> None:
+        """Ends the process that renders conversations, if one was needed."""
+        self._chat.close()
 
     def encode_words(self, name: str, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of stop or bad words. Raises RequestError for a word without tokens."""
@@ -47,6 +80,10 @@ class TextTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         """Text of ids without special tokens; invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._prompts.special_tokens.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:

@@ -97,7 +97,7 @@ class FaceModel:
         # Not in `initialize`: Triton may load models one by one, and `faser` may come last.
         try:
             link = SocketLink(socket_path(os.getppid()), ENGINE_TIMEOUT_S)
-            tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file)
+            tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, link.hello.prompts)
             self._frontend = Frontend(link, link.hello, tokenizer, is_decoupled=self._is_decoupled)
         except (FaserError, OSError, EOFError) as error:
             self._failure = str(error)
@@ -162,7 +162,7 @@ class _Converter:
                 if self._hello is None:
                     link = SocketLink(socket_path(os.getppid()), ENGINE_TIMEOUT_S)
                     self._hello = link.hello
-                    self._tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file)
+                    self._tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, link.hello.prompts)
                     link.close()
                 arrays = self._convert(read_tensors(request), self._hello)
                 responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(*named) for named in arrays]))
@@ -176,7 +176,7 @@ class _Converter:
 
 
 class PreprocessingModel(_Converter):
-    """`preprocessing`: text -> token ids."""
+    """`preprocessing`: text or messages -> token ids."""
 
     def _convert(self, tensors: dict[str, np.ndarray], hello: Hello) -> list[NamedArray]:
         return preprocess(tensors, hello, self._tokenizer)

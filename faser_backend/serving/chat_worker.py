@@ -1,0 +1,155 @@
+"""Renders chat templates in a process of its own: one JSON line in, one JSON line out, until stdin ends.
+
+A template is a program that came with a checkpoint. The sandbox keeps it from files and attributes; the process
+keeps what a sandbox cannot: its memory is limited, and the kernel ends it when a call takes too much processor
+time, whatever it does. Imports the standard library and jinja2 alone, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from functools import cache, lru_cache
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CPU_S = 1.0  # of one call; templates take about a millisecond
+MAX_MEMORY_BYTES = 1 << 30
+MAX_CHARS = 16 << 20  # of a rendered prompt
+
+
+class Refusal(jinja2.TemplateError):
+    """The template itself says that it cannot write these messages."""
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`: marks what the assistant wrote, for training. Rendered as if it were not there."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Says no at once, where Jinja's own gives an undefined value that prints as nothing."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        raise jinja2.exceptions.SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is not for templates")
+
+
+class Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace, closed to names that could stand for Python's own attributes."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        names = dict(*args[1:], **kwargs)  # args[0] is self, so that a template may use that name
+        for name in names:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def render(template: str, special_tokens: dict[str, str], messages: list[dict[str, str]]) -> str:
+    """The prompt that ends where the assistant's answer begins. Raises whatever the template makes happen."""
+    parts, num_chars = [], 0
+    chunks = compiled(template).generate(
+        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+    )
+    for chunk in chunks:
+        parts.append(chunk)
+        num_chars += len(chunk)
+        if num_chars > MAX_CHARS:
+            raise ValueError(f"wrote more than {MAX_CHARS} characters")
+    return "".join(parts)
+
+
+@lru_cache(maxsize=4)
+def compiled(template: str) -> jinja2.Template:
+    return environment().from_string(template)
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """What templates for Hugging Face's tokenizers may count on."""
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
+    made.filters["tojson"] = _to_json
+    made.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "namespace": Namespace,
+        "dict": _make_dict,
+    }
+    return made
+
+
+def answer(call: dict[str, Any]) -> dict[str, str]:
+    """{template, special_tokens, messages or null} -> {"text"}, {"refusal"} or {"error"}; null compiles only."""
+    try:
+        if call["messages"] is None:
+            compiled(call["template"])
+            return {"text": ""}
+        return {"text": render(call["template"], call["special_tokens"], call["messages"])}
+    except Refusal as refusal:
+        return {"refusal": str(refusal)}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}"}
+    except Exception as error:  # a template can make anything happen; it is told to whoever asked
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    _limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a starter may have blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        reply = json.dumps(answer(json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(reply + "\n")
+        sys.stdout.flush()
+
+
+def _limit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace must not hold {name!r}")
+
+
+def _refuse(message: object) -> None:
+    raise Refusal(str(message))
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """A function in place of the class, whose attributes a template has no business with."""
+    return dict(*args, **kwargs)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's filter of this name, leaves < and > as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+if __name__ == "__main__":
+    main()

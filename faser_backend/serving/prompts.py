@@ -1,0 +1,75 @@
+"""`PromptFormat`: how prompts of an engine directory begin and how its conversations are written.
+
+Read from the directory's prompts.json (written by `engines/prompts.py`), which the manifest has verified. A plain
+value, so that the engine's process can hand it to the faces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.chat import ChatRenderer
+
+MAX_TEMPLATE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """chat_template None: conversations are refused."""
+
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # as templates name them, e.g. "bos_token"
+    adds_special_tokens: bool = True  # whether plain prompts get the tokens that tokenizer.json adds
+    adds_begin_token: bool = False  # whether they begin with bos_token even where tokenizer.json adds none
+
+    @classmethod
+    def load(
+        cls,
+        engine_dir: Path,
+        manifest: EngineManifest,
+        *,
+        chat_template_file: Path | None = None,
+        adds_special_tokens: bool | None = None,
+    ) -> PromptFormat:
+        """What the checkpoint said; the options override it. Raises ManifestError or ConfigError naming the file."""
+        found = cls() if manifest.prompts is None else _read(engine_dir / manifest.prompts.name)
+        if chat_template_file is not None:
+            found = replace(found, chat_template=read_template(chat_template_file))
+        if adds_special_tokens is not None:
+            begins = adds_special_tokens and found.adds_begin_token
+            found = replace(found, adds_special_tokens=adds_special_tokens, adds_begin_token=begins)
+        return found
+
+    def renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.chat_template, self.special_tokens)
+
+
+def read_template(file: Path) -> str:
+    """A chat template in a file of its own. Raises ConfigError naming the file."""
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template = {file}: not readable as UTF-8 text ({error})") from None
+    if len(template) > MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"chat_template = {file}: {len(template)} characters: must be at most {MAX_TEMPLATE_BYTES}")
+    return template
+
+
+def _read(path: Path) -> PromptFormat:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        template, adds_begin_token = content["chat_template"], content["adds_begin_token"]
+        tokens = {str(name): str(token) for name, token in content["special_tokens"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ManifestError(f"{path}: malformed ({type(error).__name__}: {error})") from None
+    return PromptFormat(
+        chat_template=None if template is None else str(template),
+        special_tokens=tokens,
+        adds_special_tokens=adds_begin_token is not False,
+        adds_begin_token=adds_begin_token is True,
+    )
