@@ -20,6 +20,7 @@ from engines.checkpoint import TOKENIZER_FILE
 from engines.decoder import build_segment
 from engines.graph import WeightStore
 from engines.pairs import SIDES, open_pair
+from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
 from engines.weights import ModelWeights
@@ -109,6 +110,7 @@ def build_engines(
         max_context = tensorrt.limits.max_context
     has_joined_experts = runtime != "onnxruntime"
     pair = open_pair(Path(target_dir), Path(draft_dir), max_context, steps.note, joins_experts=has_joined_experts)
+    prompts = read_prompts(pair.tokenizer)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
     _check_exit_layers(exit_layers, specs["target"])
@@ -139,8 +141,9 @@ def build_engines(
             target=models["target"],
             draft=models["draft"],
             vocab_hash=pair.vocab_hash,
-            end_ids=pair.end_ids,
+            end_ids=pair.end_ids or prompts.end_ids,
             tokenizer=FileSpec.of(tokenizer),
+            prompts=FileSpec.of(prompts.save(partial)),
             builder_version=_builder_version(),
             compiler=compiler.tensorrt.title if compiler is not None else "",
             compute_capabilities=tensorrt.compute_capabilities if tensorrt is not None else (),
