@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from faser_backend.cli import main
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
@@ -26,21 +25,6 @@ SAMPLED = ["--temperature", "1", "--seed", "3", "--num-threads", "1"]
 @pytest.fixture(scope="module")
 def engine_dir(tmp_path_factory) -> Path:
     return build_pair(tmp_path_factory.mktemp("cli"))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs `faser ARGUMENTS`; returns status, stdout, stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["faser", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def test_generate_json_is_complete_and_repeats_with_its_seed(run, engine_dir):

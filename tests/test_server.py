@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.servers import free_ports
 from faser_backend.serving.server import LaunchOptions, TritonServer
+from tests.chat_templates import CHATML
 from tests.serving_pair import MAX_CONTEXT, build_pair
 from tests.triton_clients import Stream, events_of, metric, post, wait_for_free_blocks
 
@@ -111,6 +114,21 @@ def test_converters_answer_by_themselves(server: LaunchOptions):
     assert status == 200 and json.loads(answer)["outputs"][0]["data"] == [PROMPT]
 
 
+def test_conversations_are_prompts_that_the_template_wrote(server: LaunchOptions, stream: Stream, engine_dir: Path):
+    messages = [{"role": "user", "content": "größe?"}]
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
+    prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    given = {"max_tokens": 12, "seed": 3, **SAMPLED}
+    expected = stream.ask("ensemble", text_input=prompt, **given)
+    for model in ("ensemble", "tensorrt_llm_bls", "faser"):
+        answer = stream.ask(model, messages=json.dumps(messages), **given)
+        assert (answer.error, answer.text) == (None, expected.text)
+    body = {"MESSAGES": json.dumps(messages), "REQUEST_OUTPUT_LEN": 4}
+    status, answer = post(server.http_port, "/v2/models/preprocessing/generate", body)
+    assert status == 200 and json.loads(answer)["INPUT_ID"] == tokenizer.encode(prompt).ids
+
+
 def test_stop_words_end_the_text_across_token_borders(stream: Stream):
     given = {"text_input": PROMPT, "max_tokens": 60, "seed": 1, **SAMPLED}
     whole = stream.ask("ensemble", **given).text
@@ -193,13 +211,18 @@ def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptio
         ({"lora_weights": [0.5]}, "lora_weights"),
         ({"max_tokens": [3, 4]}, "max_tokens"),
         ({"unknown_tensor": 1.0}, "unknown_tensor"),
+        ({"text_input": None}, "a prompt is needed: send text_input, messages or input_ids"),
+        ({"text_input": None, "messages": "[{"}, "messages = '[{': must be JSON"),
+        ({"text_input": None, "messages": '[{"role": "robot"}]'}, "messages[0].role = 'robot': must be one of"),
+        ({"messages": "[]"}, "messages = 'given with text_input': send one of the two"),
     ],
 )
 def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tensors, message):
     neighbour = Stream(f"127.0.0.1:{server.grpc_port}")
     given = {"text_input": PROMPT, "max_tokens": 60, "seed": 2, **SAMPLED}
     neighbour.send("ensemble", stream=True, **given)
-    answer = stream.ask("ensemble", **{"text_input": PROMPT, "max_tokens": 8, **tensors})
+    bad = {"text_input": PROMPT, "max_tokens": 8, **tensors}
+    answer = stream.ask("ensemble", **{name: value for name, value in bad.items() if value is not None})
     assert message in (answer.error or "") and not answer.deltas
     assert neighbour.answer().text == stream.ask("ensemble", **given).text
     neighbour.close()
