@@ -18,8 +18,9 @@ from pathlib import Path
 from engines.arrays import CheckpointError
 from engines.checkpoint import TOKENIZER_FILE
 from engines.decoder import build_segment
+from engines.eagle3_graph import write_head
 from engines.graph import WeightStore
-from engines.pairs import SIDES, open_pair
+from engines.pairs import SIDES, CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
@@ -105,11 +106,13 @@ def build_engines(
     if runtime in FLAVOURS:
         tensorrt = tensorrt or TensorRtOptions()
         compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
-    written = _Format(runtime, dtype, kv_block_size, compiler)
     if tensorrt is not None and max_context is None:
         max_context = tensorrt.limits.max_context
     has_joined_experts = runtime != "onnxruntime"
     pair = open_pair(Path(target_dir), Path(draft_dir), max_context, steps.note, joins_experts=has_joined_experts)
+    if pair.head is not None and runtime != "onnxruntime":
+        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for 'onnxruntime' alone")
+    written = _Format(runtime, dtype, kv_block_size, compiler)
     prompts = read_prompts(pair.tokenizer)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
@@ -119,18 +122,7 @@ def build_engines(
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
     try:
-        models = {
-            name: _build_model(
-                name,
-                specs[name],
-                pair.weights[name],
-                cuts=cuts[name],
-                written=written,
-                directory=partial,
-                steps=steps,
-            )
-            for name in SIDES
-        }
+        models = _build_models(pair, specs, cuts=cuts, written=written, directory=partial, steps=steps)
         steps.begin("tokenizer and manifest")
         tokenizer = shutil.copyfile(pair.tokenizer, partial / TOKENIZER_FILE)
         manifest = EngineManifest(
@@ -156,6 +148,31 @@ def build_engines(
     if progress is not None:
         progress("done", steps.total, steps.total)
     return manifest
+
+
+def _build_models(
+    pair: CheckpointPair,
+    specs: dict[str, ModelSpec],
+    *,
+    cuts: dict[str, tuple[int, ...]],
+    written: _Format,
+    directory: Path,
+    steps: _Steps,
+) -> dict[str, ModelEngine]:
+    """Both models, the target first: a draft head may share its embedding."""
+    models = {}
+    for name in SIDES:
+        weights = pair.weights[name]
+        if name == "draft" and pair.head is not None:
+            steps.begin("draft: EAGLE-3 head")
+            models[name] = write_head(
+                pair.head, weights, models["target"], directory, kv_block_size=written.kv_block_size
+            )
+            continue
+        models[name] = _build_model(
+            name, specs[name], weights, cuts=cuts[name], written=written, directory=directory, steps=steps
+        )
+    return models
 
 
 def _build_model(

@@ -74,6 +74,10 @@ class HuggingFaceCheckpoint:
         """See Checkpoint."""
         return self._file_of[name].read(name)
 
+    def read_integers(self, name: str) -> np.ndarray:
+        """A tensor of whole numbers or truth values, as int64."""
+        return self._file_of[name].read_integers(name)
+
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Opens a directory of either layout. Raises CheckpointError where config or weights are missing or malformed."""

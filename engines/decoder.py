@@ -16,6 +16,7 @@ import onnx
 from engines.attention import BODIES, AttentionBody
 from engines.experts import EXPERT_BODIES, ExpertBody, gated_mlp
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
+from engines.weight_formats import graph_builder
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.manifest import TensorSpec
@@ -41,22 +42,30 @@ def build_segment(
     has_exit_scores: bool = False,
     runtime: str = "onnxruntime",
     dtype: str = "fp32",
+    weight_format: str = "fp32",
 ) -> SegmentGraph:
     """Layers [first_layer, last_layer); embedding and head come with the first and the last layer.
 
+    The input of a layer among spec.feature_layers is an output too, aux_hidden.LAYER [T, hidden_size].
     Exit scores are the final-norm hidden state times the head's rows of each row's candidates. Matrices,
     hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores are float32.
+    weight_format: how matrices are stored where the dtype is fp32, see engines.weight_formats.
     """
-    graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
+    graph = graph_builder(weight_format, store, FLOAT_TYPES[dtype], weights)
     make_attention = partial(BODIES[runtime], graph, spec, kv_block_size)
-    return _SegmentBuilder(spec, graph, make_attention, EXPERT_BODIES[runtime]).build(
-        first_layer, last_layer, has_exit_scores
-    )
+    builder = SegmentBuilder(spec, graph, make_attention, EXPERT_BODIES[runtime])
+    return builder.build(first_layer, last_layer, has_exit_scores)
 
 
-class _SegmentBuilder:
+class SegmentBuilder:
+    """The parts of a decoder as nodes of one graph."""
+
     def __init__(
-        self, spec: ModelSpec, graph: GraphBuilder, make_attention: Callable[[], AttentionBody], mix_experts: ExpertBody
+        self,
+        spec: ModelSpec,
+        graph: GraphBuilder,
+        make_attention: Callable[[], AttentionBody],
+        mix_experts: ExpertBody,
     ) -> None:
         self.spec = spec
         self.graph = graph
@@ -69,23 +78,28 @@ class _SegmentBuilder:
         hidden = self._embedded() if is_first else g.input("hidden", ("T", spec.hidden_size), g.dtype)
         self._shared_inputs(is_last)
         for layer in range(first, last):
+            if layer in spec.feature_layers:
+                g.op("Identity", hidden, out=f"aux_hidden.{layer}")
             out = "hidden_out" if layer == last - 1 and not is_last else None
             hidden = self._layer(layer, hidden, only_logit_rows=layer == spec.num_layers - 1, out=out)
         if is_last:
             normed = self._norm(hidden, "norm")
-            g.op("Gemm", normed, g.widen(self._head()), transB=1, out="logits")
+            g.row_products(normed, self._head_name, out="logits")
             g.output("logits", ("R", spec.vocab_size))
         else:
             g.output("hidden_out", ("T", spec.hidden_size), g.dtype)
             if has_exit_scores:
                 self._exit_scores("hidden_out")
+        for layer in spec.feature_layers:
+            if first <= layer < last:
+                g.output(f"aux_hidden.{layer}", ("T", spec.hidden_size), g.dtype)
         self.attention.declare_outputs(first, last)
         model = g.model(f"layers_{first}_{last}")
         return SegmentGraph(model, tuple(g.inputs), tuple(g.outputs))
 
     def _embedded(self) -> str:
         token_ids = self.graph.input("token_ids", ("T",))
-        return self.graph.op("Gather", self.graph.matrix("embedding"), token_ids)
+        return self.graph.rows("embedding", token_ids)
 
     def _shared_inputs(self, is_last: bool) -> None:
         g = self.graph
@@ -98,8 +112,12 @@ class _SegmentBuilder:
             g.input("logit_rows", ("R",))
 
     def _layer(self, layer: int, hidden: str, *, only_logit_rows: bool, out: str | None) -> str:
+        normed = self.graph.narrow(self._norm(hidden, f"layers.{layer}.input_norm"))
+        return self._normed_layer(layer, hidden, normed, only_logit_rows=only_logit_rows, out=out)
+
+    def _normed_layer(self, layer: int, hidden: str, normed: str, *, only_logit_rows: bool, out: str | None) -> str:
+        """A layer whose attention reads `normed` and whose result is added to `hidden`."""
         g, spec, prefix = self.graph, self.spec, f"layers.{layer}"
-        normed = g.narrow(self._norm(hidden, f"{prefix}.input_norm"))
         attended = self._attention(layer, normed, only_logit_rows=only_logit_rows)
         if only_logit_rows:
             hidden = g.op("Gather", hidden, "logit_rows")
@@ -130,14 +148,15 @@ class _SegmentBuilder:
         """Over the last axis."""
         return self.graph.op("RMSNormalization", x, self.graph.weight(name), axis=-1, epsilon=self.spec.rms_eps)
 
-    def _head(self) -> str:
-        return self.graph.matrix("embedding" if self.spec.tie_word_embeddings else "lm_head")
+    @property
+    def _head_name(self) -> str:
+        return "embedding" if self.spec.tie_word_embeddings else "lm_head"
 
     def _exit_scores(self, hidden: str) -> None:
         g = self.graph
         g.input("exit_candidates", ("T", "K"))
         normed = self._norm(hidden, "norm")
-        rows = g.widen(g.op("Gather", self._head(), "exit_candidates"))  # [T, K, hidden_size]
+        rows = g.widen(g.rows(self._head_name, "exit_candidates"))  # [T, K, hidden_size]
         scores = g.op("MatMul", rows, g.op("Unsqueeze", normed, g.ints(2)))  # [T, K, 1]
         g.op("Squeeze", scores, g.ints(2), out="exit_scores")
         g.output("exit_scores", ("T", "K"))

@@ -5,7 +5,7 @@ Knows protobufs and names; nothing of decoders.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,14 @@ _ELEMENT_TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int64": TensorProto.INT64,
     "int32": TensorProto.INT32,
+    "uint8": TensorProto.UINT8,
 }
-_NUMPY_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+_NUMPY_TYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": BFLOAT16,
+    "uint8": np.dtype(np.uint8),
+}
 
 
 class WeightStore:
@@ -50,17 +56,25 @@ class WeightStore:
 
         Raises CheckpointError for weights that are too large for the dtype.
         """
+        self.add_blocks(name, array.shape, converted_blocks(name, array, _NUMPY_TYPES[dtype]), dtype)
+
+    def add_blocks(self, name: str, shape: tuple[int, ...], blocks: Iterable[np.ndarray], dtype: str) -> None:
+        """Writes an array that comes in contiguous parts of this dtype; its name must be new."""
         assert name not in self._references
         self._file.write(bytes(-self._file.tell() % WEIGHT_ALIGNMENT))
-        offset, numpy_dtype = self._file.tell(), _NUMPY_TYPES[dtype]
-        for block in converted_blocks(name, array, numpy_dtype):
+        offset = self._file.tell()
+        for block in blocks:
             self._file.write(block.reshape(-1).view(np.uint8).data)
-        tensor = TensorProto(name=name, dims=array.shape, data_type=_ELEMENT_TYPES[dtype])
+        tensor = TensorProto(name=name, dims=shape, data_type=_ELEMENT_TYPES[dtype])
         tensor.data_location = TensorProto.EXTERNAL
-        length = array.size * numpy_dtype.itemsize
+        length = self._file.tell() - offset
         for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         self._references[name] = tensor
+
+    def share(self, tensor: TensorProto) -> None:
+        """Lets graphs name a tensor that lies in another file of the same directory."""
+        self._references[tensor.name] = tensor
 
     def close(self) -> None:
         self._file.close()
@@ -142,12 +156,24 @@ class GraphBuilder:
         return x if self.dtype == "float32" else self.op("Cast", x, to=_ELEMENT_TYPES[self.dtype])
 
     def linear(self, x: str, name: str, *, has_bias: bool = False) -> str:
-        """x times the matrix [in, out] of this name, plus its bias; summed in float32.
-
-        Compilers know a product between these casts: TensorRT-RTX keeps the matrix in its dtype.
-        """
-        product = self.op("MatMul", self.widen(x), self.widen(self.matrix(name)))
+        """x times the matrix [in, out] of this name, plus its bias; summed in float32."""
+        product = self.product(self.widen(x), name)
         return self.narrow(self.op("Add", product, self.weight(f"{name}_bias")) if has_bias else product)
+
+    def product(self, x: str, name: str) -> str:
+        """x times the matrix [in, out] of this name, both float32.
+
+        Compilers know a product between casts: TensorRT-RTX keeps the matrix in its dtype.
+        """
+        return self.op("MatMul", x, self.widen(self.matrix(name)))
+
+    def row_products(self, x: str, name: str, out: str | None = None) -> str:
+        """x times the rows of the matrix [out, in] of this name, both float32."""
+        return self.op("Gemm", x, self.widen(self.matrix(name)), transB=1, out=out)
+
+    def rows(self, name: str, indices: str) -> str:
+        """Rows of the matrix of this name, in the graph's dtype."""
+        return self.op("Gather", self.matrix(name), indices)
 
     def input(self, name: str, shape: tuple[int | str, ...], dtype: str = "int64") -> str:
         self.inputs.append(TensorSpec(name, dtype, shape))

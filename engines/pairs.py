@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.arrays import CheckpointError
-from engines.checkpoint import TOKENIZER_FILE, end_ids, open_checkpoint
+from engines.checkpoint import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    Checkpoint,
+    HuggingFaceCheckpoint,
+    end_ids,
+    open_checkpoint,
+    read_json,
+)
+from engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
 from engines.families import read_spec
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
@@ -30,6 +39,7 @@ class CheckpointPair:
     tokenizer: Path
     vocab_hash: str
     end_ids: tuple[int, ...]
+    head: Eagle3Head | None = None  # what the draft is where it is no decoder
 
 
 def open_pair(
@@ -47,6 +57,8 @@ def open_pair(
     Raises CheckpointError naming file or field and value.
     """
     checkpoints = {"target": open_checkpoint(target), "draft": open_checkpoint(draft)}
+    if is_eagle3(checkpoints["draft"].config):
+        return _open_with_head(checkpoints["target"], draft, max_context, on_read, joins_experts=joins_experts)
     specs = {side: read_spec(checkpoint) for side, checkpoint in checkpoints.items()}
     tokenizers = {side: checkpoint.directory / TOKENIZER_FILE for side, checkpoint in checkpoints.items()}
     specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
@@ -62,6 +74,39 @@ def open_pair(
     specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in SIDES}
     last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
     return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids)
+
+
+def _open_with_head(
+    target: Checkpoint, draft: Path, max_context: int | None, on_read: Callable[[str], object], *, joins_experts: bool
+) -> CheckpointPair:
+    """As open_pair. A head has its target's context, and its target's tokenizer unless it brings one."""
+    checkpoint = HuggingFaceCheckpoint(draft, read_json(draft / CONFIG_FILE))
+    target_spec = read_spec(target)
+    head = read_head(checkpoint, target_spec)
+    tokenizers: dict[str, Path] = dict.fromkeys(SIDES, target.directory / TOKENIZER_FILE)
+    if (draft / TOKENIZER_FILE).exists():
+        tokenizers["draft"] = draft / TOKENIZER_FILE
+    specs, vocabulary_hash = matched_pair({"target": target_spec, "draft": head.spec}, tokenizers, max_context)
+    num_rows = specs["draft"].vocab_size
+    if "embedding" in head.sources:
+        head.sources["embedding"] = replace(head.sources["embedding"], num_rows=num_rows)
+    weights = {
+        "target": ModelWeights(
+            target, specs["target"], lambda name: on_read(f"target: {name}"), joins_experts=joins_experts
+        ),
+        "draft": ModelWeights(
+            checkpoint,
+            specs["draft"],
+            lambda name: on_read(f"draft: {name}"),
+            sources=head.sources,
+            others=TOKEN_MAPS,
+        ),
+    }
+    specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in SIDES}
+    specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
+    last_ids = end_ids(target, specs["target"].vocab_size)
+    head = replace(head, spec=specs["draft"])
+    return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids, head)
 
 
 def matched_pair(

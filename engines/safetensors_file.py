@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from engines.arrays import BFLOAT16, CheckpointError, converted_blocks, first_not_finite
 
+INTEGERS = ("I64", "I32", "BOOL")
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
@@ -65,6 +66,14 @@ class SafetensorsFile:
             where = f" of part {part}" if part != () else ""
             raise CheckpointError(f"{self.path}: {name}{list(index)}{where} = {tensor[index]}: must be finite")
         return tensor
+
+    def read_integers(self, name: str) -> np.ndarray:
+        """A tensor of whole numbers or truth values as int64. Raises CheckpointError for another format."""
+        dtype = self._entries[name]["dtype"]
+        if dtype not in INTEGERS:
+            raise CheckpointError(f"{self.path}: {name} has dtype {dtype}: must be one of {', '.join(INTEGERS)}")
+        with safe_open(self.path, "np") as file:
+            return file.get_tensor(name).astype(np.int64)
 
 
 def write_safetensors(

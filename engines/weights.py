@@ -6,7 +6,7 @@ before anything is built. Matrices multiply rows from the right: [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,15 +50,18 @@ class ModelWeights(Mapping[str, np.ndarray]):
         on_read: Callable[[str], object] | None = None,
         *,
         joins_experts: bool = False,
+        sources: dict[str, WeightSource] | None = None,
+        others: Collection[str] = (),
     ) -> None:
         """on_read: called with the name of each weight before it is read. joins_experts: see weight_sources.
 
+        sources: of a model that is no whole decoder; others: tensors of its checkpoint that are no weights.
         Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected.
         """
-        self.sources = weight_sources(spec, joins_experts=joins_experts)
+        self.sources = sources or weight_sources(spec, joins_experts=joins_experts)
         self._checkpoint = checkpoint
         self._on_read = on_read
-        self.checkpoint_dtype = _check_tensors(checkpoint, self.sources)
+        self.checkpoint_dtype = _check_tensors(checkpoint, self.sources, others)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Raises CheckpointError where a number is not finite."""
@@ -166,8 +169,8 @@ def _vector(*modules: tuple[str, int], kind: str = "weight") -> WeightSource:
     return WeightSource(tuple((f"{name}.{kind}", (size,)) for name, size in modules))
 
 
-def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource]) -> str:
-    """Checks names, shapes and dtypes, reading no number. Returns the dtype of the embedding."""
+def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource], others: Collection[str]) -> str:
+    """Checks names, shapes and dtypes, reading no number. Returns the dtype of the first tensor."""
     wanted = {part: shape for source in sources.values() for part, shape in source.parts}
     for name, shape in wanted.items():
         if name not in checkpoint.names:
@@ -180,8 +183,9 @@ def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource]) -> 
         checkpoint.dtype(name)
     for name in checkpoint.names:
         # transformers ties the head whatever the file holds
-        if name not in wanted and name != "lm_head.weight" and not name.endswith(IGNORED_SUFFIXES):
+        is_known = name in wanted or name in others or name == "lm_head.weight"
+        if not is_known and not name.endswith(IGNORED_SUFFIXES):
             raise CheckpointError(
                 f"{checkpoint.directory}: tensor {name} belongs to no part of the model that config.json describes"
             )
-    return checkpoint.dtype("model.embed_tokens.weight")
+    return checkpoint.dtype(next(iter(wanted)))

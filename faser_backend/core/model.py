@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ROPE_SCALINGS = ("linear", "llama3")
+EAGLE3 = "eagle3"  # the family of drafts that read hidden states of their target
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class ModelSpec:
     num_experts: int = 0  # 0: every layer has one MLP for all rows
     num_experts_per_token: int = 0
     has_normalized_routing: bool = True  # the chosen experts' weights sum to 1
+    feature_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads, rising
     padded_vocab_size: int = 0
     checkpoint_dtype: str = ""  # of the weights on disk, before they were converted to the engine's
 

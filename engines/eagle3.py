@@ -1,0 +1,160 @@
+"""EAGLE-3 heads: drafts of one layer that read hidden states of their target, in the public checkpoint layout.
+
+A row of the head pairs the token at position i + 1 with what the target (or, further on, the head itself) made of
+position i. The head's logits are over a few frequent tokens; the tensor d2t says which ids of the target they are.
+The layout is Hugging Face's, a Llama of one layer by its config (SpecForge and SGLang write and read it so).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engines.arrays import CheckpointError
+from engines.checkpoint import CONFIG_FILE, HuggingFaceCheckpoint
+from engines.config_fields import ConfigFields
+from engines.families import read_spec
+from engines.weights import WeightSource, weight_sources
+from faser_backend.core.model import EAGLE3, ModelSpec
+
+NUM_FEATURES = 3
+LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of SpecForge and of vLLM
+TOKEN_MAPS = ("d2t", "t2d")
+LAYERS_FIELD = "eagle_aux_hidden_state_layer_ids"
+FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # what other values mean is another model
+    "model_type": ("llama",),
+    "num_hidden_layers": (1,),
+    "tie_word_embeddings": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "bias": (False,),
+    "sliding_window": (),
+    "norm_before_residual": (False,),
+    "parallel_drafting": (False,),
+    "num_aux_hidden_states": (NUM_FEATURES,),
+    "logit_scale": (1, 1.0),
+    LAYERS_FIELD: (),  # readers disagree on what it counts there; see _feature_layers
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eagle3Head:
+    """A checked head. spec: as a Llama of one layer, with the vocabulary and the context of its target."""
+
+    spec: ModelSpec
+    feature_layers: tuple[int, ...]  # target layers whose inputs it reads, rising
+    token_ids: np.ndarray  # [draft_vocab_size] int64: the target's id of each of its logits
+    sources: dict[str, WeightSource]  # "fc" first; no "embedding" where it is the target's
+
+
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether a config.json describes a head rather than a decoder."""
+    names = config.get("architectures")
+    return "draft_vocab_size" in config or (isinstance(names, list) and any("Eagle3" in str(name) for name in names))
+
+
+def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Head:
+    """Checks config and token map of a head for this target, which is as its checkpoint says, nothing cut.
+
+    Raises CheckpointError naming file, field or tensor, value and limit.
+    """
+    fields = ConfigFields(checkpoint.config, checkpoint.directory / CONFIG_FILE)
+    for field, wanted in FIXED_FIELDS.items():
+        fields.must_be(field, *wanted)
+    spec = read_spec(checkpoint)
+    for field, value, wanted in (
+        ("vocab_size", spec.vocab_size, target.vocab_size),
+        ("target_hidden_size", fields.values.get("target_hidden_size"), target.hidden_size),
+    ):
+        if value is not None and value != wanted:
+            raise fields.error(field, value, f"must be that of the target, {wanted}")
+    has_embedding = "embed_tokens.weight" in checkpoint.names
+    if not has_embedding and spec.hidden_size != target.hidden_size:
+        raise fields.error(
+            "hidden_size",
+            spec.hidden_size,
+            f"must be that of the target, {target.hidden_size}: the head has no embedding of its own",
+        )
+    num_ids = fields.count("draft_vocab_size", spec.vocab_size, default=spec.vocab_size)
+    prefix = next((p for p in LAYER_PREFIXES if f"{p}hidden_norm.weight" in checkpoint.names), LAYER_PREFIXES[0])
+    return Eagle3Head(
+        spec=replace(spec, family=EAGLE3, max_context=target.max_context),
+        feature_layers=_feature_layers(fields, target),
+        token_ids=_token_ids(checkpoint, num_ids, spec.vocab_size),
+        sources=_head_sources(spec, target.hidden_size, num_ids, prefix, has_embedding=has_embedding),
+    )
+
+
+def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
+    """Target layers whose inputs are read. eagle_config names the layers before them, whose outputs those are."""
+    section = fields.section("eagle_config") or ConfigFields({}, fields.where)
+    section.must_be("use_aux_hidden_state", True)
+    layers, last = section.values.get(LAYERS_FIELD), target.num_layers - 2
+    if layers is None:
+        layers = [1, target.num_layers // 2 - 1, target.num_layers - 4]
+    is_rising = isinstance(layers, list) and len(layers) == NUM_FEATURES
+    is_rising = is_rising and all(type(layer) is int for layer in layers) and layers == sorted(set(layers))
+    if not is_rising or layers[0] < 0 or layers[-1] > last:
+        reason = f"must be {NUM_FEATURES} layers of the target that rise in [0, {last}]"
+        raise fields.error(f"eagle_config.{LAYERS_FIELD}", layers, reason)
+    return tuple(layer + 1 for layer in layers)
+
+
+def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int) -> np.ndarray:
+    """[num_ids] from d2t, which holds the target's id minus the head's; t2d, where there is one, has to agree."""
+    where, own_ids = checkpoint.directory, np.arange(num_ids)
+    if "d2t" not in checkpoint.names:
+        if num_ids != vocab_size:
+            raise CheckpointError(f"{where}: tensor d2t is missing: draft_vocab_size = {num_ids} of {vocab_size} ids")
+        return own_ids
+    ids = own_ids + _integers(checkpoint, "d2t", num_ids)
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        raise CheckpointError(
+            f"{where}: d2t[{outside[0]}] makes id {ids[outside[0]]}: must lie in [0, {vocab_size - 1}]"
+        )
+    distinct, counts = np.unique(ids, return_counts=True)
+    if distinct.size < num_ids:
+        raise CheckpointError(f"{where}: d2t: id {distinct[counts > 1][0]} has more than one place")
+    if "t2d" in checkpoint.names:
+        said = np.flatnonzero(_integers(checkpoint, "t2d", vocab_size))
+        other = np.setxor1d(said, distinct)
+        if other.size:
+            raise CheckpointError(f"{where}: t2d and d2t differ: id {other[0]} is in one of them alone")
+    return ids
+
+
+def _integers(checkpoint: HuggingFaceCheckpoint, name: str, size: int) -> np.ndarray:
+    if checkpoint.shape(name) != (size,):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {name} has shape {list(checkpoint.shape(name))}, config.json wants {[size]}"
+        )
+    return checkpoint.read_integers(name)
+
+
+def _head_sources(
+    spec: ModelSpec, target_hidden_size: int, num_ids: int, prefix: str, *, has_embedding: bool
+) -> dict[str, WeightSource]:
+    """Those of a Llama of one layer, but for names, the width of what queries, keys and values are made of, the
+    head's rows, and what a Llama does not have: a norm of the hidden state and the matrix that joins features."""
+    hidden = spec.hidden_size
+    features = (("fc.weight", (hidden, NUM_FEATURES * target_hidden_size)),)
+    sources = {"fc": WeightSource(features, is_transposed=True)}
+    for name, source in weight_sources(spec).items():
+        parts = tuple((_head_name(part, prefix), shape) for part, shape in source.parts)
+        sources[name] = replace(source, parts=parts)
+    qkv = sources["layers.0.qkv"]
+    doubled = tuple((part, (num_out, 2 * hidden)) for part, (num_out, _) in qkv.parts)
+    sources["layers.0.qkv"] = replace(qkv, parts=doubled)
+    sources["layers.0.hidden_norm"] = WeightSource(((f"{prefix}hidden_norm.weight", (hidden,)),))
+    sources["lm_head"] = WeightSource((("lm_head.weight", (num_ids, hidden)),))
+    if not has_embedding:
+        del sources["embedding"]
+    return sources
+
+
+def _head_name(name: str, prefix: str) -> str:
+    """model.layers.0.mlp.up_proj.weight -> midlayer.mlp.up_proj.weight, model.norm.weight -> norm.weight"""
+    return name.removeprefix("model.").replace("layers.0.", prefix, 1)
