@@ -16,6 +16,7 @@ from faser_backend.core.request import Limits
 from faser_backend.serving.chat import ChatRenderer, read_messages
 from faser_backend.serving.chat_worker import MAX_CHARS, MAX_MEMORY_BYTES
 from faser_backend.serving.converters import preprocess
+from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.chat_templates import CHATML, CONVERSATIONS, LLAMA_3, MISTRAL, TEMPLATES, USER
@@ -111,6 +112,12 @@ def test_both_faces_take_messages(chat_tokenizer: TextTokenizer):
     ]
 
 
+def test_the_llmapi_takes_messages_too(chat_tokenizer: TextTokenizer):
+    given = {"messages": np.array([json.dumps(USER).encode()], dtype=object)}
+    parsed = LlmApiWire().parse(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
+    assert parsed.prompt_text == render(LLAMA_3)
+
+
 def test_prompts_exclude_each_other(chat_tokenizer: TextTokenizer):
     with pytest.raises(RequestError, match="messages = 'given with text_input': send one of the two"):
         parse(messages=text(json.dumps(USER)))
@@ -158,7 +165,7 @@ def test_a_template_may_refuse_messages():
 
 
 def test_without_a_template_a_conversation_is_refused():
-    with pytest.raises(RequestError, match=r"these engines have no chat template.*--chat-template FILE"):
+    with pytest.raises(RequestError, match=r"these engines came without a chat template.*--chat-template FILE"):
         TextTokenizer(TOKENIZER).encode_chat("messages", json.dumps(USER))
 
 

@@ -146,7 +146,7 @@ def test_without_a_template_generate_says_what_to_do(run, without_template: Path
     command = ("generate", "--engine-dir", without_template, "--chat", "--prompt", "x")
     status, out, err = run(*command)
     assert (status, out) == (1, "") and err.count("\n") == 1
-    assert "these engines have no chat template" in err and "--chat-template FILE" in err
+    assert "these engines came without a chat template" in err and "--chat-template FILE" in err
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
     given = run(*command, "--chat-template", tmp_path / "mine.jinja", *SHORT)[1]
     plain = run("generate", "--engine-dir", without_template, "--prompt", "x!", *SHORT)[1]

@@ -18,8 +18,8 @@ from faser_backend.core.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_TEMPLATE = (
-    "these engines have no chat template, as their checkpoint had none: send a plain prompt, "
-    "or give a template with --chat-template FILE"
+    "these engines came without a chat template: send a plain prompt, give a template with --chat-template FILE, "
+    "or build again from a checkpoint that has one"
 )
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
