@@ -24,6 +24,7 @@ from engines.pairs import SIDES, CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
+from engines.weight_formats import FLOAT32, check_formats
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import (
@@ -65,6 +66,7 @@ class _Format:
     dtype: str
     kv_block_size: int
     compiler: TensorRtCompiler | None  # None where graphs or weights are served as they are
+    weights: dict[str, str]  # format of the matrices by side
 
     def num_steps(self, num_models: int, num_segments: int) -> int:
         """Steps of writing all models."""
@@ -81,6 +83,8 @@ def build_engines(
     runtime: str = "onnxruntime",
     exit_layers: tuple[int, ...] = (),
     dtype: str = "fp32",
+    weights: str = FLOAT32,
+    draft_weights: str = FLOAT32,
     kv_block_size: int = 16,
     max_context: int | None = None,
     tensorrt: TensorRtOptions | None = None,
@@ -89,6 +93,7 @@ def build_engines(
     """Builds both models into output_dir, replacing an engine directory that was there.
 
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
+    weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.
     max_context: prompt + output tokens that the engines take, where that is to be less than the models could.
     tensorrt: what engines are compiled for, for the runtimes of TensorRT alone; None = its defaults.
     progress: called as progress(what, steps_done, steps_total) before each step, within long ones, and at the
@@ -98,6 +103,8 @@ def build_engines(
     """
     output = Path(output_dir).absolute()
     _check_choices(runtime, dtype, kv_block_size)
+    formats = {"target": weights, "draft": draft_weights}
+    check_formats(runtime, formats)
     _check_output(output)
     if tensorrt is not None and runtime not in FLAVOURS:
         raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {', '.join(FLAVOURS)}")
@@ -112,7 +119,8 @@ def build_engines(
     pair = open_pair(Path(target_dir), Path(draft_dir), max_context, steps.note, joins_experts=has_joined_experts)
     if pair.head is not None and runtime != "onnxruntime":
         raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for 'onnxruntime' alone")
-    written = _Format(runtime, dtype, kv_block_size, compiler)
+    check_formats(runtime, formats, has_head=pair.head is not None)
+    written = _Format(runtime, dtype, kv_block_size, compiler, formats)
     prompts = read_prompts(pair.tokenizer)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
@@ -224,13 +232,14 @@ def _write_onnx(
             has_exit_scores=last < spec.num_layers,
             runtime=written.runtime,
             dtype=written.dtype,
+            weight_format=written.weights[name],
         )
         path = directory / f"{name}.{len(segments)}.onnx"
         path.write_bytes(graph.model.SerializeToString())
         segments.append(SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs))
         first = last
     store.close()
-    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments))
+    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), written.weights[name])
 
 
 def _publish(partial: Path, output: Path) -> None:

@@ -137,15 +137,23 @@ class GraphBuilder:
         assert self._store is not None, "a function body holds no weights"
         if name not in self._store:
             self._store.add(name, array)
-        return self._stored(name, "float32")
+        return self.stored(name, "float32")
 
     def weight(self, name: str) -> str:
         """A weight of the model in float32, in the shared weight file."""
-        return self._stored(name, "float32")
+        return self.stored(name, "float32")
 
     def matrix(self, name: str) -> str:
         """A weight of the model in the graph's dtype, in the shared weight file."""
-        return self._stored(name, self.dtype)
+        return self.stored(name, self.dtype)
+
+    def stored(self, name: str, dtype: str) -> str:
+        """A weight of the model, or what lies in the store already, as a constant of this graph."""
+        assert self._store is not None, "a function body holds no weights"
+        if name not in self._store:
+            self._store.add(name, self._weights[name], dtype)
+        self._constants[name] = self._store.reference(name)
+        return name
 
     def widen(self, x: str) -> str:
         """A value of the graph's dtype as float32."""
@@ -198,13 +206,6 @@ class GraphBuilder:
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, functions=self.functions, producer_name="faser"
         )
-
-    def _stored(self, name: str, dtype: str) -> str:
-        assert self._store is not None, "a function body holds no weights"
-        if name not in self._store:
-            self._store.add(name, self._weights[name], dtype)
-        self._constants[name] = self._store.reference(name)
-        return name
 
     def _small(self, name: str, array: np.ndarray) -> str:
         if name not in self._constants:
