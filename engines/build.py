@@ -26,7 +26,7 @@ from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
 from engines.weight_formats import FLOAT32, check_formats
 from engines.weights import ModelWeights
-from faser_backend.core.model import ModelSpec
+from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.manifest import (
     DTYPES,
     MANIFEST_FILE,
@@ -239,7 +239,7 @@ def _write_onnx(
         segments.append(SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs))
         first = last
     store.close()
-    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), written.weights[name])
+    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), WeightFormat(written.weights[name]))
 
 
 def _publish(partial: Path, output: Path) -> None:

@@ -14,7 +14,7 @@ from onnxruntime.capi._pybind_state import quantize_matmul_8bits  # what its qua
 
 from engines.arrays import CheckpointError, converted_blocks
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
-from faser_backend.manifest import WEIGHT_FORMATS
+from faser_backend.core.model import WEIGHT_FORMATS
 
 FLOAT32, INT8 = "fp32", "int8"
 INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how many rows the call has

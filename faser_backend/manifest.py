@@ -38,14 +38,12 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import ManifestError
-from faser_backend.core.model import ModelSpec, RopeScaling
+from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 RUNTIMES = ("onnxruntime", "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
-HALF_FORMATS = ("fp16", "bf16")
-WEIGHT_FORMATS = ("fp32", *HALF_FORMATS, "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +95,13 @@ class SegmentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightAccuracy:
-    """Logits of a model beside those of its float32 weights, over the rows of texts that the latter wrote."""
-
-    num_rows: int
-    greedy_agreement: float  # share of rows whose best token is the same
-    mean_logit_difference: float
-    max_logit_difference: float
-
-
-@dataclass(frozen=True, slots=True)
 class ModelEngine:
     """A compiled model: its segments in order, and the one weight file that they share."""
 
     spec: ModelSpec
     weights: FileSpec | None  # None where each segment's file holds its own
     segments: tuple[SegmentSpec, ...]
-    weight_format: str = "fp32"  # of matrices, for runtime "onnxruntime", which computes in float32 whatever it is
-    weight_accuracy: WeightAccuracy | None = None  # beside float32 weights, where that was measured
+    weight_format: WeightFormat = FLOAT32_WEIGHTS
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
@@ -124,9 +111,9 @@ class ModelEngine:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes that weights take when they are loaded: those of their files, twice that where 16 bits become 32."""
+        """Bytes that weights take when they are loaded, about: matrices of 16 bits become float32."""
         files = self.files if self.weights is None else (self.weights,)
-        return sum(file.num_bytes for file in files) * (2 if self.weight_format in HALF_FORMATS else 1)
+        return sum(file.num_bytes for file in files) * self.weight_format.growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +191,6 @@ class EngineManifest:
                 raise ManifestError(
                     f"{path}: {name}.segments do not cover layers 0 to {model.spec.num_layers} in order"
                 )
-            _check_choice(path, f"{name}.weight_format", model.weight_format, WEIGHT_FORMATS)
             for segment in model.segments:
                 _check_buckets(path, segment)
         for end_id in self.end_ids:
@@ -293,14 +279,7 @@ def _model_from(fields: dict[str, Any]) -> ModelEngine:
     if any(not isinstance(count, int) or count < 1 for count in counts):
         raise ValueError("dimensions of a model must be whole numbers of at least 1")
     weights = None if fields["weights"] is None else _file_from(fields["weights"])
-    accuracy = fields.get("weight_accuracy")
-    return ModelEngine(
-        spec,
-        weights,
-        segments,
-        str(fields.get("weight_format", "fp32")),
-        None if accuracy is None else WeightAccuracy(**accuracy),
-    )
+    return ModelEngine(spec, weights, segments, WeightFormat(**fields.get("weight_format", {"name": "fp32"})))
 
 
 def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
@@ -308,9 +287,8 @@ def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
         tuple(TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in fields[side])
         for side in ("inputs", "outputs")
     )
-    layers = int(fields["first_layer"]), int(fields["last_layer"])
-    buckets = tuple(_bucket_from(bucket) for bucket in fields.get("buckets", ()))
-    return SegmentSpec(_file_from(fields["file"]), *layers, inputs, outputs, buckets)
+    file, first, last = _file_from(fields["file"]), int(fields["first_layer"]), int(fields["last_layer"])
+    return SegmentSpec(file, first, last, inputs, outputs, tuple(map(_bucket_from, fields.get("buckets", ()))))
 
 
 def _bucket_from(fields: dict[str, Any]) -> BucketSpec:

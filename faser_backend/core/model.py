@@ -12,6 +12,9 @@ import numpy as np
 ROPE_SCALINGS = ("linear", "llama3")
 EAGLE3 = "eagle3"  # the family of drafts that read hidden states of their target
 
+HALF_FORMATS = ("fp16", "bf16")
+WEIGHT_FORMATS = ("fp32", *HALF_FORMATS, "int8")
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -89,3 +92,29 @@ def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
         angles = np.arange(first, min(first + 4096, spec.max_context))[:, None] * frequencies
         cos[first : first + 4096], sin[first : first + 4096] = np.cos(angles), np.sin(angles)
     return cos, sin
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How the matrices of a model that computes in float32 are stored, and what that does to its logits.
+
+    All but the name is 0 where nothing was measured. Raises ValueError for an unknown name.
+    """
+
+    name: str
+    num_rows: int = 0  # that both were compared over, of texts that the model with float32 matrices wrote
+    greedy_agreement: float = 0.0  # share of rows whose best token is the same
+    mean_logit_difference: float = 0.0
+    max_logit_difference: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in WEIGHT_FORMATS:
+            raise ValueError(f"weight_format = {self.name!r}: must be one of {', '.join(WEIGHT_FORMATS)}")
+
+    @property
+    def growth(self) -> int:
+        """Bytes in memory for one in the file: 16 bits are cast to 32 when they are loaded."""
+        return 2 if self.name in HALF_FORMATS else 1
+
+
+FLOAT32_WEIGHTS = WeightFormat("fp32")
