@@ -20,7 +20,7 @@ from engines.checkpoint import TOKENIZER_FILE
 from engines.decoder import build_segment
 from engines.eagle3_graph import write_head
 from engines.graph import WeightStore
-from engines.pairs import SIDES, CheckpointPair, open_pair
+from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
@@ -77,7 +77,7 @@ class _Format:
 
 def build_engines(
     target_dir: str | Path,
-    draft_dir: str | Path,
+    draft_dir: str | Path | None,
     output_dir: str | Path,
     *,
     runtime: str = "onnxruntime",
@@ -92,6 +92,7 @@ def build_engines(
 ) -> EngineManifest:
     """Builds both models into output_dir, replacing an engine directory that was there.
 
+    draft_dir: None builds a target alone, for which n-grams of its text will draft.
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
     weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.
     max_context: prompt + output tokens that the engines take, where that is to be less than the models could.
@@ -116,7 +117,8 @@ def build_engines(
     if tensorrt is not None and max_context is None:
         max_context = tensorrt.limits.max_context
     has_joined_experts = runtime != "onnxruntime"
-    pair = open_pair(Path(target_dir), Path(draft_dir), max_context, steps.note, joins_experts=has_joined_experts)
+    draft = None if draft_dir is None else Path(draft_dir)
+    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=has_joined_experts)
     if pair.head is not None and runtime != "onnxruntime":
         raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for 'onnxruntime' alone")
     check_formats(runtime, formats, has_head=pair.head is not None)
@@ -124,8 +126,8 @@ def build_engines(
     prompts = read_prompts(pair.tokenizer)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
-    _check_exit_layers(exit_layers, specs["target"])
-    cuts = {"target": (*exit_layers, specs["target"].num_layers), "draft": (specs["draft"].num_layers,)}
+    _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
+    cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
     steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
@@ -139,7 +141,7 @@ def build_engines(
             kv_block_size=kv_block_size,
             exit_layers=tuple(exit_layers),
             target=models["target"],
-            draft=models["draft"],
+            draft=models.get("draft"),
             vocab_hash=pair.vocab_hash,
             end_ids=pair.end_ids or prompts.end_ids,
             tokenizer=FileSpec.of(tokenizer),
@@ -169,7 +171,7 @@ def _build_models(
 ) -> dict[str, ModelEngine]:
     """Both models, the target first: a draft head may share its embedding."""
     models = {}
-    for name in SIDES:
+    for name, spec in specs.items():  # the target first
         weights = pair.weights[name]
         if name == "draft" and pair.head is not None:
             steps.begin("draft: EAGLE-3 head")
@@ -178,7 +180,7 @@ def _build_models(
             )
             continue
         models[name] = _build_model(
-            name, specs[name], weights, cuts=cuts[name], written=written, directory=directory, steps=steps
+            name, spec, weights, cuts=cuts[name], written=written, directory=directory, steps=steps
         )
     return models
 
@@ -277,7 +279,9 @@ def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
             raise CheckpointError(f"runtime = {runtime!r}: has no kernels for experts ({name}: {spec.family})")
 
 
-def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec) -> None:
+def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec, *, has_draft: bool) -> None:
+    if exit_layers and not has_draft:
+        raise CheckpointError(f"exit_layers = {list(exit_layers)}: an exit scores the candidates of a draft model")
     for layer in exit_layers:
         if not 1 <= layer < spec.num_layers:
             raise CheckpointError(f"exit_layers = {layer}: must lie in [1, {spec.num_layers - 1}]")

@@ -32,7 +32,7 @@ SIDES = ("target", "draft")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointPair:
-    """Two checkpoints that fit together; specs and weights by "target" and "draft"."""
+    """Two checkpoints that fit together, or a target alone; specs and weights by "target" and "draft"."""
 
     specs: dict[str, ModelSpec]
     weights: dict[str, ModelWeights]
@@ -44,7 +44,7 @@ class CheckpointPair:
 
 def open_pair(
     target: Path,
-    draft: Path,
+    draft: Path | None,
     max_context: int | None,
     on_read: Callable[[str], object],
     *,
@@ -52,13 +52,16 @@ def open_pair(
 ) -> CheckpointPair:
     """Opens both and checks all that can be checked before a number is read.
 
-    max_context: see matched_pair. on_read: called with the model and the name of each weight before it is read.
+    draft: None where no model is to draft. max_context: see matched_pair. on_read: called with the model and the
+    name of each weight before it is read.
     joins_experts: see engines.weights.weight_sources.
     Raises CheckpointError naming file or field and value.
     """
-    checkpoints = {"target": open_checkpoint(target), "draft": open_checkpoint(draft)}
-    if is_eagle3(checkpoints["draft"].config):
-        return _open_with_head(checkpoints["target"], draft, max_context, on_read, joins_experts=joins_experts)
+    checkpoints = {"target": open_checkpoint(target)}
+    if draft is not None:
+        checkpoints["draft"] = open_checkpoint(draft)
+        if is_eagle3(checkpoints["draft"].config):
+            return _open_with_head(checkpoints["target"], draft, max_context, on_read, joins_experts=joins_experts)
     specs = {side: read_spec(checkpoint) for side, checkpoint in checkpoints.items()}
     tokenizers = {side: checkpoint.directory / TOKENIZER_FILE for side, checkpoint in checkpoints.items()}
     specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
@@ -71,7 +74,7 @@ def open_pair(
         )
         for side, checkpoint in checkpoints.items()
     }
-    specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in SIDES}
+    specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in specs}
     last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
     return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids)
 
@@ -117,9 +120,10 @@ def matched_pair(
     Both get the vocabulary of the tokenizer, whatever rows pad theirs (padded_vocab_size keeps the number), and
     the context that max_context limits them to. Raises CheckpointError naming the two values that differ.
     """
-    vocabularies = {side: read_vocabulary(tokenizers[side]) for side in SIDES}
+    vocabularies = {side: read_vocabulary(tokenizers[side]) for side in specs}
     _check_vocabularies(vocabularies, specs)
-    _check_special_tokens({side: _special_tokens(tokenizers[side]) for side in SIDES})
+    if "draft" in specs:
+        _check_special_tokens({side: _special_tokens(tokenizers[side]) for side in SIDES})
     token, lowest = min(vocabularies["target"].items(), key=lambda entry: entry[1])
     if lowest < 0:
         raise CheckpointError(f"{tokenizers['target']}: token {token!r} has id {lowest}: must be at least 0")
@@ -135,10 +139,10 @@ def matched_pair(
 
 
 def _check_vocabularies(vocabularies: dict[str, dict[str, int]], specs: dict[str, ModelSpec]) -> None:
-    target, draft = (vocabularies[side] for side in SIDES)
+    target, draft = vocabularies["target"], vocabularies.get("draft")
     if not target:
         raise CheckpointError("vocabulary of target: has no tokens")
-    if target == draft:
+    if draft is None or target == draft:
         return
     token = next(token for token in (*target, *draft) if target.get(token) != draft.get(token))
     said = " and ".join(
@@ -166,19 +170,13 @@ def _special_tokens(tokenizer: Path) -> dict[int, str]:
 
 
 def _common_context(specs: dict[str, ModelSpec], max_context: int | None) -> int:
-    """The limit of both models. A draft may reach further than its target; a shorter reach has to be asked for."""
-    target, draft = (specs[side].max_context for side in SIDES)
-    shortest = min(target, draft)
+    """The limit of all models. A draft may reach further than its target; a shorter reach has to be asked for."""
+    target, shortest = specs["target"].max_context, min(spec.max_context for spec in specs.values())
+    reach = "max_position_embeddings of " + " and of ".join(f"{side} = {s.max_context}" for side, s in specs.items())
     if max_context is not None:
         if not 1 <= max_context <= shortest:
-            raise CheckpointError(
-                f"max_context = {max_context}: must lie in [1, {shortest}]: max_position_embeddings of target = "
-                f"{target} and of draft = {draft}"
-            )
+            raise CheckpointError(f"max_context = {max_context}: must lie in [1, {shortest}]: {reach}")
         return max_context
-    if draft < target:
-        raise CheckpointError(
-            f"max_position_embeddings of target = {target} and of draft = {draft}: the draft cannot follow "
-            f"so far; build with max_context = {draft}, or less"
-        )
+    if shortest < target:
+        raise CheckpointError(f"{reach}: the draft cannot follow so far; build with max_context = {shortest}, or less")
     return target

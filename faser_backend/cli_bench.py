@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from faser_backend.cli_options import EngineDir, Threads
+from faser_backend.cli_options import Draft, Drafting, EngineDir, Threads
 
 
 def bench(
@@ -18,6 +18,7 @@ def bench(
     output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-bench"),
     engine_dir: EngineDir = None,
     policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
+    draft: Draft = Drafting.AUTO,
     trace: Annotated[Path | None, typer.Option(help="CSV of request lengths.", show_default="synthetic")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines.", show_default="the demo's")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
@@ -27,7 +28,7 @@ def bench(
     from faser_backend.serving.bench.command import BenchOptions, run_bench
     from faser_backend.serving.bench.ladder import Sizing
 
-    options = BenchOptions(output, engine_dir, policies, trace, prompts, seed, num_threads)
+    options = BenchOptions(output, engine_dir, policies, trace, prompts, seed, num_threads, draft.value)
     run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 
 

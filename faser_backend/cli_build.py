@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TENSORRT = "TensorRT:"
+NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can be given as ./ngram
 
 
 def build(
     *,
     target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face or TensorRT-LLM layout.")],
-    draft: Annotated[Path, typer.Option(help="Draft checkpoint with the same vocabulary.")],
+    draft: Annotated[str, typer.Option(help="Draft checkpoint with the same vocabulary; ngram for no model at all.")],
     output: Annotated[Path, typer.Option(help="Engine directory to write.")],
     runtime: Annotated[
         str, typer.Option(help="onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
@@ -50,7 +51,7 @@ def build(
         str, typer.Option(help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.", show_default="its own choice")
     ] = "",
 ) -> None:
-    """Compile a draft and a target checkpoint into an engine directory."""
+    """Compile a target and a draft checkpoint into an engine directory."""
     from engines.build import build_engines
     from engines.tensorrt_build import FLAVOURS
 
@@ -71,7 +72,7 @@ def build(
             options = _tensorrt_options(limits, compute_capability, streams)
         manifest = build_engines(
             target,
-            draft,
+            None if draft == NGRAM else draft,
             output,
             runtime=runtime,
             exit_layers=parse_integers("--exit-layers", exit_layers),
@@ -112,6 +113,8 @@ def print_steps() -> Report:
 def summary(output: Path, manifest: EngineManifest) -> str:
     """One line on what was built."""
     parts = [f"built {output} for {manifest.runtime}, {manifest.dtype}"]
+    if manifest.draft is None:
+        parts.append("no draft model: n-grams draft")
     if manifest.exit_layers:
         parts.append(f"exit layers {', '.join(map(str, manifest.exit_layers))}")
     if manifest.compiler:

@@ -27,6 +27,12 @@ class Acceptance(Enum):
     REJECTION = "rejection"
 
 
+class Drafting(Enum):
+    AUTO = "auto"
+    MODEL = "model"
+    NGRAM = "ngram"
+
+
 class EarlyExit(Enum):
     AUTO = "auto"
     ON = "on"
@@ -52,6 +58,7 @@ Policy = Annotated[
     str,
     typer.Option(help="none, fixed:K, schedule:4:4,8:2,32:1, goodput, survival, gp-lcb or faser."),
 ]
+Draft = Annotated[Drafting, typer.Option("--draft", help="Who drafts. Auto: the draft model where there is one.")]
 AcceptanceRule = Annotated[Acceptance, typer.Option("--acceptance", help="How drafted tokens are accepted.")]
 EarlyExits = Annotated[EarlyExit, typer.Option("--early-exit", help="Auto: as the policy decides.")]
 PipelineMode = Annotated[Pipeline, typer.Option("--pipeline", help="Auto: as the policy decides.")]

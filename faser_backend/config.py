@@ -18,6 +18,8 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = "fixed:4"  # see policy/registry.py
+    # Who drafts; "auto" is the engine directory's draft model, or n-grams of the text so far where it has none.
+    draft: Literal["auto", "model", "ngram"] = "auto"
     acceptance: Literal["match", "rejection"] = "match"
     # For ablations: "auto" is what the policy decides.
     early_exit: Literal["auto", "on", "off"] = "auto"

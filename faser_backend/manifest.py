@@ -125,7 +125,7 @@ class EngineManifest:
     kv_block_size: int
     exit_layers: tuple[int, ...]
     target: ModelEngine
-    draft: ModelEngine
+    draft: ModelEngine | None  # None: built to draft by n-grams of the text so far
     vocab_hash: str
     end_ids: tuple[int, ...]
     tokenizer: FileSpec
@@ -138,7 +138,7 @@ class EngineManifest:
     @property
     def files(self) -> tuple[FileSpec, ...]:
         texts = (self.tokenizer,) if self.prompts is None else (self.tokenizer, self.prompts)
-        return (*texts, *self.target.files, *self.draft.files)
+        return (*texts, *self.target.files, *(self.draft.files if self.draft is not None else ()))
 
     def save(self, directory: Path) -> None:
         """Writes manifest.json; the rename makes it appear whole or not at all."""
@@ -181,10 +181,11 @@ class EngineManifest:
         _check_choice(path, "dtype", self.dtype, DTYPES)
         if self.kv_block_size < 1:
             raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
-        sizes = self.target.spec.vocab_size, self.draft.spec.vocab_size
-        if sizes[0] != sizes[1]:
-            raise ManifestError(f"{path}: vocab_size of target = {sizes[0]} and of draft = {sizes[1]} must be equal")
-        for name, model in (("target", self.target), ("draft", self.draft)):
+        models = {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
+        sizes = [model.spec.vocab_size for model in models.values()]
+        if sizes[0] != sizes[-1]:
+            raise ManifestError(f"{path}: vocab_size of target = {sizes[0]} and of draft = {sizes[-1]} must be equal")
+        for name, model in models.items():
             cuts = [0, *(segment.last_layer for segment in model.segments)]
             starts = [segment.first_layer for segment in model.segments]
             if cuts[:-1] != starts or cuts[-1] != model.spec.num_layers:
@@ -257,13 +258,13 @@ def _check_file(directory: Path, file: FileSpec) -> None:
 
 
 def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
-    models = {name: _model_from(fields[name]) for name in ("target", "draft")}
+    draft = None if fields["draft"] is None else _model_from(fields["draft"])
+    models = {"target": _model_from(fields["target"]), "draft": draft}
     rest = {key: value for key, value in fields.items() if key not in models}
     rest["tokenizer"] = _file_from(rest["tokenizer"])
     rest["prompts"] = None if rest.get("prompts") is None else _file_from(rest["prompts"])
     rest["compute_capabilities"] = tuple(str(version) for version in rest.get("compute_capabilities", ()))
-    rest["exit_layers"] = tuple(int(layer) for layer in rest["exit_layers"])
-    rest["end_ids"] = tuple(int(end_id) for end_id in rest["end_ids"])
+    rest["exit_layers"], rest["end_ids"] = (tuple(map(int, rest[name])) for name in ("exit_layers", "end_ids"))
     rest["kv_block_size"] = int(rest["kv_block_size"])
     return EngineManifest(**models, **rest)
 

@@ -190,7 +190,7 @@ def test_rows_that_are_not_worth_it_are_left_out(case: Case):
 @pytest.mark.parametrize("mode", PipelineMode)
 def test_a_periodic_text_is_drafted_right(mode: PipelineMode):
     """A target that depends on its last two tokens runs into a cycle, which n-grams know by heart."""
-    requests = [request(f"r{i}", [i, 2, 3], 60) for i in range(3)]
+    requests = [request(f"r{i}", [i, 2, 3], 90) for i in range(3)]
     fake = open_forced("fixed:4", forced(mode), has_ngrams=True, vocab_size=5)
     plain, runner = fake_engine("none", vocab_size=5)
     for target in (*fake.targets, runner):

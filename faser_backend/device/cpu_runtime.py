@@ -102,13 +102,15 @@ def useful_splits(
     menu: PartitionMenu[CorePartition], models: ModelPair, num_threads: int | None, free_bytes: int
 ) -> tuple[list[Split], str]:
     """The splits of the menu that are worth their memory, and in words how many of how many and why."""
-    num_cores = menu.whole.size
+    num_cores, draft = menu.whole.size, models.draft
+    if draft is None:
+        return [], "none (no draft model: there is nothing to overlap)"
     if not menu.can_split:
         return [], f"none ({menu.note})"
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
-    filled = [split for split in menu.splits if useful_threads(models.draft, split[0]) == split[0].size]
-    copy_bytes = sum(model.num_weight_bytes for model in models)
+    filled = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]
+    copy_bytes = sum(model.num_weight_bytes for model in models.present)
     num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes
     splits = filled[:num_fitting]
     reason = f"{len(splits)} of {len(menu.splits)}"

@@ -19,14 +19,18 @@ from faser_backend.manifest import ModelEngine
 
 
 class ModelPair(NamedTuple):
-    """The two models of an engine."""
+    """The two models of an engine, or its target alone where no model drafts."""
 
     target: ModelEngine
-    draft: ModelEngine
+    draft: ModelEngine | None
+
+    @property
+    def present(self) -> tuple[ModelEngine, ...]:
+        return (self.target,) if self.draft is None else (self.target, self.draft)
 
     @property
     def max_context(self) -> int:
-        return min(model.spec.max_context for model in self)
+        return min(model.spec.max_context for model in self.present)
 
     @property
     def vocab_size(self) -> int:

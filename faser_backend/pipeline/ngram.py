@@ -119,21 +119,21 @@ class NgramProposer:
         size, width = len(batch), max(wanted)
         drafted = np.zeros((size, width), np.int64)
         num_drafted = np.zeros(size, np.int64)
-        margins = np.zeros((size, width), np.float32)
+        num_agreeing = np.ones(size, np.int64)
         for row, sequence in enumerate(batch.sequences):
             if not wanted[row]:
                 continue
             chain = behind.drafted[row, : behind.num_drafted[row]].tolist()
-            tokens, num_agreeing = self._read(sequence, sequence.num_tokens).continuation(chain, wanted[row])
+            tokens, agreeing = self._read(sequence, sequence.num_tokens).continuation(chain, wanted[row])
             sequence.draft_len = sequence.num_tokens - 1
             sequence.num_proposals += 1
-            count = len(tokens)
-            num_drafted[row] = count
-            drafted[row, :count] = tokens
-            # With every draft token that is accepted one more agrees.
-            margins[row, :count] = _MARGINS[np.minimum(num_agreeing - 1 + np.arange(count), _MARGINS.size - 1)]
-        longest = int(num_drafted.max())
-        drafted, margins = drafted[:, :longest], margins[:, :longest]
+            if tokens:
+                num_drafted[row], num_agreeing[row] = len(tokens), agreeing
+                drafted[row, : len(tokens)] = tokens
+        drafted = drafted[:, : int(num_drafted.max())]
+        # With every draft token that is accepted one more agrees.
+        agree_before = num_agreeing[:, None] + np.arange(drafted.shape[1])  # [B, K]
+        margins = _MARGINS[np.minimum(agree_before, _MARGINS.size) - 1]
         probs = self._one_hot(drafted, num_drafted) if self._keeps_probs else None
         self.times.lap("draft_lookup")
         return Frontier(drafted, num_drafted, num_drafted + 1, margins, draft_probs=probs)

@@ -247,13 +247,13 @@ class ModelSize:
     kv_width: int  # keys of one token and layer, over all heads
 
 
-def default_cost_model(target: ModelSize, draft: ModelSize) -> CostModel:
-    """For an engine that was never profiled: one modest core, and every row pays in full.
+def default_cost_model(target: ModelSize, draft: ModelSize | None = None) -> CostModel:
+    """For an engine that was never profiled: one modest core, and every row pays in full. draft: if a model drafts.
 
     Conservative: it knows the whole machine alone, so nothing is overlapped on its word, and rows are
     never free, so speculation has to earn them. Rates are far below those of current cores.
     """
-    segments = {(name, WHOLE): _default_segments(size) for name, size in ((TARGET, target), (DRAFT, draft))}
+    segments = {(name, WHOLE): _default_segments(size) for name, size in ((TARGET, target), (DRAFT, draft)) if size}
     overhead = OverheadCost(200.0, 20.0, 10.0, 60.0, 10.0)
     return CostModel(segments, overhead, np.zeros(1), is_measured=False)
 

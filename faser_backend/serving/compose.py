@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from faser_backend.config import EngineConfig
@@ -20,7 +21,6 @@ from faser_backend.core.request import Limits
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
-from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.step import Stepper
 from faser_backend.pipeline.timing import PhaseTimes
@@ -29,8 +29,8 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.serving.drafting import make_proposer, served_models, serving_knowledge
 from faser_backend.serving.partitions import open_partitions
-from faser_backend.serving.profiling.store import load_knowledge
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from faser_backend.serving.warm_up import warm_up
 
@@ -48,7 +48,8 @@ def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
     """Loads and checks the directory, opens its runtime. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
     with ExitStack() as stack:
-        runtime = open_runtime(engine_dir, manifest, config)
+        served = replace(manifest, draft=served_models(manifest, config).draft)
+        runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
         engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close)
         stack.pop_all()
@@ -64,8 +65,9 @@ def engine_on(
     on_close: Callable[[], None] = lambda: None,
 ) -> Engine:
     """An engine of a directory on a runtime that is already open, with what its profile knows."""
-    policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest))
-    engine = assemble(runtime, ModelPair(manifest.target, manifest.draft), policy, config, on_close=on_close)
+    models = served_models(manifest, config)
+    policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
+    engine = assemble(runtime, models, policy, config, on_close=on_close)
     if runtime.needs_warm_up:
         try:
             warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
@@ -128,8 +130,7 @@ def assemble(
     clock = SystemClock()
     proposer = None
     if policy.is_drafting:
-        keeps_probs = config.acceptance == "rejection"
-        proposer = ModelProposer(sampler, PhaseTimes(clock), blocks.block_tables, keeps_probs=keeps_probs)
+        proposer = make_proposer(models, config, sampler, PhaseTimes(clock), blocks.block_tables)
     stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
 
     def close() -> None:
@@ -146,8 +147,8 @@ def assemble(
     )
 
 
-def _load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
-    knowledge = load_knowledge(engine_dir, manifest)
+def _load_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
+    knowledge = serving_knowledge(engine_dir, manifest, config)
     if not knowledge.costs.is_measured:
         _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
     return knowledge
@@ -159,7 +160,7 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
         ("max_num_seqs", "B", config.max_num_seqs),
         ("max_prefill_tokens", "T", config.max_prefill_tokens),
     ):
-        for segment in (segment for model in models for segment in model.segments):
+        for segment in (segment for model in models.present for segment in model.segments):
             known = [bucket.ranges[dimension][2] for bucket in segment.buckets if dimension in bucket.ranges]
             if known and wanted > max(known):
                 raise ConfigError(
@@ -183,7 +184,7 @@ def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConf
             )
         return config.num_kv_blocks
     free_bytes = runtime.free_bytes()
-    block_bytes = sum(runtime.bytes_per_block(model.spec) for model in models)
+    block_bytes = sum(runtime.bytes_per_block(model.spec) for model in models.present)
     fitting = int(free_bytes * runtime.kv_memory_share) // block_bytes
     if fitting < one_context:
         needed_mib = one_context * block_bytes / runtime.kv_memory_share / 2**20

@@ -13,7 +13,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.profiling.store import load_knowledge
+from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.prompts import read_template
 from faser_backend.serving.server import LaunchOptions, TritonServer
 
@@ -32,7 +32,8 @@ def check_engine(
         check_template(read_template(chat_template_file))
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
-    make_policy(config, lambda: load_knowledge(directory, manifest), split=None)
+    served_models(manifest, config)
+    make_policy(config, lambda: serving_knowledge(directory, manifest, config), split=None)
     return directory
 
 

@@ -44,6 +44,7 @@ class OneShotOptions:
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     policy: str = "fixed:4"
+    draft: str = "auto"
     acceptance: str = "match"
     early_exit: str = "auto"
     pipeline: str = "auto"
@@ -67,6 +68,7 @@ def generate_once(
         tokenizer.close()
     config = EngineConfig.from_options(
         policy=options.policy,
+        draft=options.draft,
         acceptance=options.acceptance,
         early_exit=options.early_exit,
         pipeline=options.pipeline,

@@ -33,15 +33,15 @@ def open_partitions(
 ) -> tuple[dict[str, Partition], Callable[[], None]]:
     """Partitions by name, WHOLE always among them, and what closes all their lanes and runners.
 
-    is_drafting: without it there is no draft, and nothing to overlap. names: partitions that are of use; of the
-    splits among them those that the runtime holds to be worth it are opened, and the log says why. Raises
-    ConfigError and leaves nothing open.
+    is_drafting: without it, or without a draft model, there is nothing to overlap. names: partitions that are of
+    use; of the splits among them those that the runtime holds to be worth it are opened, and the log says why.
+    Raises ConfigError and leaves nothing open.
     """
     with ExitStack() as stack:
         opener = _Opener(runtime, sampler, stack)
         target_pool = runtime.open_pool(models.target, num_blocks)
         target = opener.runner(models.target, runtime.menu.whole, target_pool)
-        if not is_drafting:
+        if not is_drafting or models.draft is None:
             return {WHOLE: Partition(target, None, None)}, stack.pop_all().close
         draft_pool = runtime.open_pool(models.draft, num_blocks)
         draft = opener.runner(models.draft, runtime.menu.whole, draft_pool)
@@ -69,11 +69,12 @@ class _Opener:
 
     def split(self, models: ModelPair, split: tuple[Any, Any], target_pool: Any, draft_pool: Any) -> Partition:
         """Runners that share the pools of the whole, each opened on its lane's own thread."""
-        draft_share, target_share = split
+        draft_model, (draft_share, target_share) = models.draft, split
+        assert draft_model is not None
         lanes = self.runtime.open_lanes(draft_share, target_share)
         self.stack.callback(lanes.close)  # should opening fail
         target = lanes.on_target(lambda: self.runner(models.target, target_share, target_pool))
-        draft = lanes.on_draft(lambda: self.runner(models.draft, draft_share, draft_pool))
+        draft = lanes.on_draft(lambda: self.runner(draft_model, draft_share, draft_pool))
         draft_loop = lanes.on_draft(lambda: self.runtime.open_draft_loop(draft, self.sampler))
         self.stack.callback(lanes.close)  # before its runners: what is running ends first
         return Partition(target, draft, lanes, draft_loop)

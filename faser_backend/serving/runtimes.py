@@ -23,7 +23,7 @@ AnyRuntime = Runtime[Any, Any]
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
     models = ModelPair(manifest.target, manifest.draft)
-    if models.draft.spec.family == EAGLE3:
+    if models.draft is not None and models.draft.spec.family == EAGLE3:
         raise ConfigError(f"{engine_dir}: its draft is an EAGLE-3 head, which cannot be served yet; only built")
     if manifest.runtime == "onnxruntime":
         return cpu_runtime.OrtRuntime(

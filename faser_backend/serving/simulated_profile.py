@@ -18,6 +18,8 @@ def profile_world(
 ) -> World:
     """kind: of the demo pair's traces, "greedy" or "sampled". Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
+    if manifest.draft is None:
+        raise ConfigError(f"{engine_dir}: has no draft model; what is simulated is the acceptance of a pair of models")
     costs = load_cost_model(engine_dir, manifest)
     if not costs.is_measured:
         raise ConfigError(f"{engine_dir}: has no profile; run `faser profile {engine_dir}`")

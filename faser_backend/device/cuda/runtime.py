@@ -66,8 +66,10 @@ class CudaRuntime:
         self._dtype = dtype
         self._shares = shares
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
-        self.splits = tuple(sorted(self.menu.splits, key=lambda split: _imbalance(split, models)))
-        self.splits_note = self.menu.note
+        splits, self.splits_note = self.menu.splits, self.menu.note
+        if models.draft is None:
+            splits, self.splits_note = (), "none (no draft model: there is nothing to overlap)"
+        self.splits = tuple(sorted(splits, key=lambda split: _imbalance(split, models)))
         self.needs_warm_up = shares is not None
 
     @property
@@ -77,7 +79,7 @@ class CudaRuntime:
 
     def free_bytes(self) -> int:
         """What the driver and torch's own cache have, less the weights to come."""
-        unloaded = self._programs.num_unloaded_bytes(self._models)
+        unloaded = self._programs.num_unloaded_bytes(self._models.present)
         if self._shares is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
         cuda = self._shares.cuda
@@ -139,6 +141,7 @@ class CudaRuntime:
 def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
     """How far the draft's share of the SMs is from its share of the bytes that an overlapped step reads: with few
     rows both models take as long as their weights take to be read, and SMs read in parallel."""
+    assert models.draft is not None
     draft_bytes = USUAL_DRAFT_TOKENS * models.draft.num_weight_bytes
     share_of_bytes = draft_bytes / max(draft_bytes + models.target.num_weight_bytes, 1)
     draft, target = split

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.bench import environment
 from faser_backend.serving.bench.accounting import StepLog
@@ -62,6 +63,7 @@ class BenchOptions:
     prompts: Path | None = None
     seed: int = 0
     num_threads: int | None = None
+    draft: str = "auto"  # of contestants that do not say themselves
 
 
 def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
@@ -158,7 +160,7 @@ def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest)
     if not prompts:
         raise ConfigError(f"--prompts = {str(path)!r}: no prompt of at most {MAX_PROMPT_TOKENS} tokens in it")
     lengths = None if options.trace is None else read_trace(options.trace)
-    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context, MAX_CONTEXT)
+    max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
     # Windows are tokenised again and may grow a little: some room is left.
     return Workload(prompts, PromptMaker(tokenizer, texts), lengths, max_context * 9 // 10, options.seed)
 
@@ -174,7 +176,7 @@ def _config(policy: str, options: BenchOptions, manifest: EngineManifest, **chan
         num_kv_blocks=-(-most_tokens // size),
         enable_prefix_reuse=False,
         num_threads=options.num_threads,
-        **changes,
+        **{"draft": options.draft, **changes},
     )
 
 

@@ -42,6 +42,8 @@ class Contestant:
 ABLATIONS = (
     Contestant(WHOLE, "no exit", {"early_exit": "off"}),
     Contestant(WHOLE, "no pipeline", {"pipeline": "serial"}),
+    Contestant(FIXED_REFERENCE, "n-grams", {"draft": "ngram"}),
+    Contestant(WHOLE, "n-grams", {"draft": "ngram"}),
     Contestant(FIXED_REFERENCE, "exits on", {"early_exit": "on"}),
     Contestant(FIXED_REFERENCE, "run-ahead", {"pipeline": "run_ahead"}),
     Contestant(FIXED_REFERENCE, "ping-pong", {"pipeline": "ping_pong"}),

@@ -13,6 +13,7 @@ import numpy as np
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
+from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins
 from faser_backend.policy.early_exit import ExitCalibration, logits
@@ -49,8 +50,8 @@ def calibrate(
     if not 0.0 < retention <= 1.0:
         raise ConfigError(f"retention = {retention}: must lie in (0, 1]")
     rng = np.random.default_rng(seed)
-    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
-    limits = Limits(manifest.target.spec.vocab_size, max_context)
+    models = ModelPair(manifest.target, manifest.draft)
+    limits = Limits(models.vocab_size, models.max_context)
     texts = [] if prompts is None else read_prompts(prompts, engine_dir, manifest)
     num_requests = QUICK_NUM_REQUESTS if is_quick else NUM_REQUESTS
     requests = calibration_requests(texts, manifest.end_ids, limits, num_requests, rng)

@@ -73,8 +73,10 @@ class Sampled:
     first_us: float  # the first call, which makes the buffers of the shape
 
 
-def shares_of(menu: PartitionMenu[Any]) -> list[Share]:
-    """Everything to measure: both models on the whole machine, then on each split."""
+def shares_of(menu: PartitionMenu[Any], *, has_draft: bool = True) -> list[Share]:
+    """Everything to measure: both models on the whole machine, then on each split; a target alone on the whole."""
+    if not has_draft:
+        return [Share(TARGET, WHOLE, menu.whole, None)]
     shares = [Share(model, WHOLE, menu.whole, None) for model in (TARGET, DRAFT)]
     for draft, target in menu.splits:
         name = split_name(draft, target)
@@ -87,7 +89,7 @@ class Bench:
 
     def __init__(self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], seed: int) -> None:
         self._runtime = runtime
-        self._models: dict[str, ModelEngine] = {TARGET: models.target, DRAFT: models.draft}
+        self._models: dict[str, ModelEngine] = dict(zip((TARGET, DRAFT), models.present, strict=False))
         self._max_context = models.max_context
         self._rng = np.random.default_rng(seed)
         runtime.bind_step_thread()
@@ -100,7 +102,7 @@ class Bench:
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
             runner = on_share.submit(self._open_timed, share.model, share.part, opened).result()
             before: Work = _nothing
-            if share.company is None:
+            if share.company is None and share.other_model in self._models:
                 before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
             with self._company(share):
                 return on_share.submit(self._sweep, share.model, runner, before, effort, progress).result()

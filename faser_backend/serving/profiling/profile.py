@@ -18,7 +18,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
-from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, OverheadCost
+from faser_backend.policy.cost_model import CallCost, CostModel, OverheadCost
 from faser_backend.serving.compose import engine_on
 from faser_backend.serving.profiling.calibration import calibrate
 from faser_backend.serving.profiling.cases import Case, choose_cases
@@ -83,7 +83,7 @@ class _Profiler:
         self._report = report
         self._is_quick = is_quick
         self._seed = seed
-        self._shares = shares_of(runtime.menu)
+        self._shares = shares_of(runtime.menu, has_draft=manifest.draft is not None)
         self._num_parts = len(self._shares) + 2
 
     def run(self, prompts: Path | None, retention: float) -> Profile:
@@ -123,7 +123,8 @@ class _Profiler:
     def _measure_calls(self) -> dict[Share, list[Sampled]]:
         rng = np.random.default_rng(self._seed)
         max_context = self._models.max_context
-        cases = {model: choose_cases(model, max_context, rng, is_quick=self._is_quick) for model in (TARGET, DRAFT)}
+        names = dict.fromkeys(share.model for share in self._shares)
+        cases = {model: choose_cases(model, max_context, rng, is_quick=self._is_quick) for model in names}
         bench = Bench(self._runtime, self._models, cases, self._seed)
         budget_s, max_sweeps = (QUICK_BUDGET_S, QUICK_MAX_SWEEPS) if self._is_quick else (BUDGET_S, MAX_SWEEPS)
         effort = Effort(budget_s / len(self._shares), max_sweeps)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.policy.cost_model import (
     DRAFT,
@@ -143,7 +144,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
     differences = profile.fingerprint.differences(Fingerprint.here(manifest))
     if differences:
         raise ConfigError(f"{path}: measured with {'; '.join(differences)}; {mend}")
-    for name, model in ((TARGET, manifest.target), (DRAFT, manifest.draft)):
+    for name, model in _models(manifest).items():
         for (model_name, partition), costs in profile.costs.items():
             if model_name == name and len(costs) != len(model.segments):
                 raise ConfigError(
@@ -162,7 +163,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """The profile's; guesses where there is no profile. Raises ConfigError for one that does not fit."""
     if not (Path(engine_dir) / PROFILE_FILE).exists():
-        return Knowledge(default_cost_model(_size_of(manifest.target), _size_of(manifest.draft)))
+        return Knowledge(default_cost_model(*map(_size_of, _models(manifest).values())))
     profile = load_profile(engine_dir, manifest)
     exits = tuple(report.calibration for report in profile.calibration.exits)
     return Knowledge(cost_model_of(profile, manifest), profile.calibration.margins, exits)
@@ -179,9 +180,13 @@ def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:
     """[max_context + 1]: columns of keys that a call reads for a sequence of so many tokens."""
-    max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
+    max_context = ModelPair(manifest.target, manifest.draft).max_context
     columns = (key_columns_of(manifest.runtime, n, manifest.kv_block_size) for n in range(max_context + 1))
     return np.fromiter(columns, np.float64)
+
+
+def _models(manifest: EngineManifest) -> dict[str, ModelEngine]:
+    return dict(zip((TARGET, DRAFT), ModelPair(manifest.target, manifest.draft).present, strict=False))
 
 
 def _profile_from(fields: dict[str, Any]) -> Profile:

@@ -1,0 +1,58 @@
+"""Who drafts in an engine: the directory's draft model, or n-grams of the text so far; and what policies know then.
+
+The choice is the configuration's (`draft`) and the manifest's (which models there are), made here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import Sampler
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.draft import ModelProposer
+from faser_backend.pipeline.ngram import NgramProposer
+from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.knowledge import Knowledge
+from faser_backend.policy.ngram_costs import with_ngrams
+from faser_backend.serving.profiling.store import load_knowledge
+
+
+def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
+    """The models to load: no draft where n-grams draft. Raises ConfigError for what does not go together."""
+    if config.draft == "model" and manifest.draft is None:
+        raise ConfigError("draft = 'model': the engine directory has no draft model; use 'ngram', or build with one")
+    draft = None if config.draft == "ngram" else manifest.draft
+    if draft is None and config.early_exit == "on":
+        raise ConfigError(
+            "early_exit = 'on': an exit scores the candidates of a draft model, and n-grams draft here; use 'auto'"
+        )
+    return ModelPair(manifest.target, draft)
+
+
+def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
+    """What policies may know. Raises ConfigError, also where a profile does not fit.
+
+    Where n-grams draft, what was measured of the draft model does not hold: neither costs nor chances.
+    """
+    models = served_models(manifest, config)
+    knowledge = load_knowledge(engine_dir, manifest)
+    if models.draft is not None:
+        return knowledge
+    margins = knowledge.margins if manifest.draft is None else None
+    return Knowledge(with_ngrams(knowledge.costs), margins)
+
+
+def make_proposer(
+    models: ModelPair, config: EngineConfig, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray
+) -> Proposer:
+    """block_tables [max_num_seqs, max_blocks], by slot."""
+    keeps_probs = config.acceptance == "rejection"
+    if models.draft is None:
+        return NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
+    return ModelProposer(sampler, times, block_tables, keeps_probs=keeps_probs)
