@@ -171,9 +171,8 @@ class EngineManifest:
         tokenizer = path.parent / manifest.tokenizer.name
         tokenizer_hash = vocab_hash(read_vocabulary(tokenizer))
         if tokenizer_hash != manifest.vocab_hash:
-            raise ManifestError(
-                f"{tokenizer}: vocabulary {tokenizer_hash[:12]} is not that of the engines, {manifest.vocab_hash[:12]}"
-            )
+            engines_hash = manifest.vocab_hash[:12]
+            raise ManifestError(f"{tokenizer}: vocabulary {tokenizer_hash[:12]} is not the engines', {engines_hash}")
         return manifest
 
     def _check_fields(self, path: Path) -> None:
