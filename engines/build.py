@@ -105,7 +105,7 @@ def build_engines(
     output = Path(output_dir).absolute()
     _check_choices(runtime, dtype, kv_block_size)
     formats = {"target": weights, "draft": draft_weights}
-    check_formats(runtime, formats)
+    check_formats(runtime, formats, has_draft=draft_dir is not None)
     _check_output(output)
     if tensorrt is not None and runtime not in FLAVOURS:
         raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {', '.join(FLAVOURS)}")

@@ -7,10 +7,10 @@ of a product to 8 bits too. Norms, biases, routers and rotary tables are always 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from onnxruntime.capi._pybind_state import quantize_matmul_8bits  # what its quantiser of whole graphs calls
+import onnxruntime.capi._pybind_state as onnxruntime_kernels
 
 from engines.arrays import CheckpointError, converted_blocks
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
@@ -21,9 +21,11 @@ INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how man
 INT8_ZERO = 128
 INT8_PRODUCTS = 4  # MatMulNBits' accuracy_level for products of 8-bit numbers; float32 products take 10x as long
 CONTRIB_DOMAIN = "com.microsoft"
+# what matmul_nbits_quantizer calls for each matrix of a whole graph; that module wants onnx_ir, and graphs in memory
+_quantize: Callable[..., None] = getattr(onnxruntime_kernels, "quantize_matmul_8bits")  # noqa: B009 (not in its stubs)
 
 
-def check_formats(runtime: str, formats: Mapping[str, str], *, has_head: bool = False) -> None:
+def check_formats(runtime: str, formats: Mapping[str, str], *, has_draft: bool = True, has_head: bool = False) -> None:
     """formats: by "target" and "draft". Raises CheckpointError for one that is unknown or not for this pair."""
     for side, weight_format in formats.items():
         field = f"weights of {side} = {weight_format!r}"
@@ -33,6 +35,8 @@ def check_formats(runtime: str, formats: Mapping[str, str], *, has_head: bool = 
             continue
         if runtime != "onnxruntime":
             raise CheckpointError(f"{field}: for runtime 'onnxruntime' alone; on {runtime!r} choose the dtype")
+        if side == "draft" and not has_draft:
+            raise CheckpointError(f"{field}: there is no draft model to build")
         if has_head:
             raise CheckpointError(f"{field}: pairs with an EAGLE-3 head, which may share matrices, take 'fp32' alone")
 
@@ -86,7 +90,8 @@ class Int8GraphBuilder(GraphBuilder):
         rows = self.op("Cast", self.op("Gather", numbers, indices), to=self.FLOAT)  # [..., num_blocks, INT8_BLOCK]
         rows = self.op("Sub", rows, self.scalar(float(INT8_ZERO)))
         rows = self.op("Mul", rows, self.op("Unsqueeze", self.op("Gather", scales, indices), self.ints(-1)))
-        rows = self.op("Reshape", rows, self.op("Concat", self.op("Shape", indices), self.ints(-1), axis=0))
+        width = -(-num_inputs // INT8_BLOCK) * INT8_BLOCK  # said, not left open: there may be no rows
+        rows = self.op("Reshape", rows, self.op("Concat", self.op("Shape", indices), self.ints(width), axis=0))
         return self.op("Slice", rows, self.ints(0), self.ints(num_inputs), self.ints(-1))
 
     def _int8_product(self, x: str, name: str, *, is_transposed: bool, out: str | None = None) -> str:
@@ -120,6 +125,6 @@ def int8_blocks(name: str, rows: np.ndarray, scales: np.ndarray) -> Iterator[np.
         zero_points = np.zeros(numbers.shape[:2], np.uint8)  # none are written for a symmetric format
         part = scales[first : first + num_outputs]
         columns = np.ascontiguousarray(block.T)
-        quantize_matmul_8bits(numbers, columns, part, zero_points, INT8_BLOCK, num_outputs, num_inputs, True)
+        _quantize(numbers, columns, part, zero_points, INT8_BLOCK, num_outputs, num_inputs, True)
         yield numbers
         first += num_outputs

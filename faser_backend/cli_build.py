@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TENSORRT = "TensorRT:"
+FORMATS = "fp32, fp16, bf16 (cast to fp32 when loaded) or int8 (products of 8-bit numbers)"
+WHERE = "For onnxruntime alone, which computes in fp32 (--dtype)."
 NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can be given as ./ngram
 
 
@@ -36,6 +40,15 @@ def build(
     ] = "onnxruntime",
     exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16; onnxruntime takes fp32 alone.")] = "fp32",
+    weights: Annotated[str, typer.Option(help=f"How the target's matrices are stored: {FORMATS}. {WHERE}")] = "fp32",
+    draft_weights: Annotated[str, typer.Option(help="The same for the draft.")] = "fp32",
+    measures_weights: Annotated[
+        bool,
+        typer.Option(
+            "--measure-weights/--no-measure-weights",
+            help="Say what weights other than fp32 cost and bring; builds an fp32 engine beside, for the while.",
+        ),
+    ] = True,
     kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     max_context: Annotated[
         int | None,
@@ -70,10 +83,10 @@ def build(
             limits["max_context"] = max_context
             streams = _open_split_streams(handles) if runtime == "tensorrt" else {}
             options = _tensorrt_options(limits, compute_capability, streams)
-        manifest = build_engines(
+        build_pair = partial(
+            build_engines,
             target,
             None if draft == NGRAM else draft,
-            output,
             runtime=runtime,
             exit_layers=parse_integers("--exit-layers", exit_layers),
             dtype=dtype,
@@ -82,7 +95,20 @@ def build(
             tensorrt=options,
             progress=handles.enter_context(progress_display()),
         )
+        manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
     print(summary(output, manifest))
+    if measures_weights and {weights, draft_weights} != {"fp32"}:
+        _print_weight_costs(output, build_pair)
+
+
+def _print_weight_costs(output: Path, build_pair: Callable[..., EngineManifest]) -> None:
+    """Builds the pair with fp32 weights beside the engine, compares the two and removes it."""
+    from faser_backend.serving.weight_cost import measure_weights
+
+    path = output.absolute()
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".fp32", dir=path.parent) as float32_dir:
+        build_pair(float32_dir, progress=None)
+        print("\n".join(map(str, measure_weights(path, Path(float32_dir)))))
 
 
 @contextmanager
