@@ -19,7 +19,7 @@ from faser_backend.serving.profiling.timed_calls import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
-DRAFT_PHASES = ("draft_rows", "draft_sample")
+DRAFT_PHASES = ("draft_rows", "draft_sample", "draft_lookup")
 PROMPT_TOKENS = 8
 LANE_REPEATS = 200
 WALL = "wall"
