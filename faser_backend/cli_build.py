@@ -141,6 +141,9 @@ def summary(output: Path, manifest: EngineManifest) -> str:
     parts = [f"built {output} for {manifest.runtime}, {manifest.dtype}"]
     if manifest.draft is None:
         parts.append("no draft model: n-grams draft")
+    for side, model in (("target", manifest.target), ("draft", manifest.draft)):
+        if model is not None and model.weight_format.name != "fp32":
+            parts.append(f"{side} weights {model.weight_format.name}")
     if manifest.exit_layers:
         parts.append(f"exit layers {', '.join(map(str, manifest.exit_layers))}")
     if manifest.compiler:
