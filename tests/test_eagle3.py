@@ -46,6 +46,7 @@ class Built:
         return SegmentSessions(self.manifest.target, self.directory, NUM_BLOCKS, BLOCK_SIZE)
 
     def head(self) -> SegmentSessions:
+        assert self.manifest.draft is not None
         return SegmentSessions(self.manifest.draft, self.directory, NUM_BLOCKS, BLOCK_SIZE)
 
     def features(self, token_ids: np.ndarray) -> torch.Tensor:
@@ -193,6 +194,7 @@ def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
     manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
     assert manifest.target.spec.feature_layers == (1, 4, 7)
+    assert manifest.draft is not None
     assert manifest.draft.spec.checkpoint_dtype == "BF16"
     reference = ReferenceHead(head, own, prefix="layers.0.")
     reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
@@ -205,6 +207,7 @@ def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
 
 
 def test_a_shared_embedding_is_read_from_the_target_s_file(built: Built) -> None:
+    assert built.manifest.draft is not None
     model = onnx.load(built.directory / built.manifest.draft.segments[1].file.name, load_external_data=False)
     files = {tensor.name: tensor.external_data[0].value for tensor in model.graph.initializer if tensor.external_data}
     assert files.pop("embedding") == "target.weights"
@@ -216,6 +219,7 @@ def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> No
     write_tokenizer(target, VOCAB_SIZE)
     head = write_head(tmp_path / "head", vocab_size=104)
     manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
+    assert manifest.draft is not None
     assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, 104)
     reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
     rng = np.random.default_rng(4)

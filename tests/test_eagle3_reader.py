@@ -13,10 +13,7 @@ import torch
 from engines.build import build_engines
 from engines.checkpoint import CheckpointError
 from engines.eagle3 import is_eagle3
-from faser_backend.config import EngineConfig
-from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import MANIFEST_FILE
-from faser_backend.serving.compose import build_engine
 from tests.eagle3_models import DRAFT_VOCAB_SIZE, HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
 from tests.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
 
@@ -131,18 +128,13 @@ def test_a_head_has_the_context_of_its_target(target: Path, tmp_path: Path) -> N
     head = write_head(tmp_path / "head")
     assert json.loads((head / "config.json").read_text())["max_position_embeddings"] == 32
     manifest = build_engines(target, head, tmp_path / "out")
+    assert manifest.draft is not None
     assert (manifest.target.spec.max_context, manifest.draft.spec.max_context) == (128, 128)
     manifest = build_engines(target, head, tmp_path / "out", max_context=48)
-    assert manifest.draft.spec.max_context == 48
+    assert manifest.draft is not None and manifest.draft.spec.max_context == 48
     assert (tmp_path / "out" / MANIFEST_FILE).is_file()
 
 
 @pytest.mark.parametrize("runtime", ["torch", "tensorrt_rtx"])
 def test_other_runtimes_are_refused(runtime: str, target: Path, tmp_path: Path) -> None:
     refuses(target, write_head(tmp_path / "head"), runtime, "EAGLE-3", "onnxruntime", runtime=runtime)
-
-
-def test_serving_a_head_is_refused_in_one_sentence(target: Path, tmp_path: Path) -> None:
-    build_engines(target, write_head(tmp_path / "head"), tmp_path / "out")
-    with pytest.raises(ConfigError, match="EAGLE-3 head, which cannot be served yet"):
-        build_engine(tmp_path / "out", EngineConfig())

@@ -50,6 +50,21 @@ class ModelRunner(Protocol):
         ...
 
 
+class HeadRunner(ModelRunner, Protocol):
+    """A draft of one layer that reads hidden states of its target (EAGLE-3).
+
+    Its row at position i holds token i + 1, beside what the target made of position i: that is what segment 0
+    gives for rows of positions that the target has run. Further on it is what the head itself made of it.
+    """
+
+    def run_layer(self, rows: RowBatch, hidden: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
+        """rows beside hidden [T, hidden_size] -> logits [R, V] float32, and hidden [R, hidden_size] to go on from.
+
+        Both may be reused by the next call of the same shape, which may be given this hidden.
+        """
+        ...
+
+
 class DraftTokens(NamedTuple):
     """One draft token per row, and how sure the draft was."""
 

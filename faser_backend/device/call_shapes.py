@@ -59,6 +59,8 @@ class BoundSegment:
         self.scratch_block = pool.scratch_block
         self.is_first = segment.first_layer == 0
         self.is_last = segment.last_layer == spec.num_layers
+        self.takes_hidden = any(tensor.name == "hidden" for tensor in segment.inputs)
+        self.features = {f"aux_hidden.{layer}": array for layer, array in pool.features.items()}
         self.pools: dict[str, ort.OrtValue] = {}
         for layer in range(segment.first_layer, segment.last_layer):
             for name, view in (("k", pool.keys(layer)), ("v", pool.values(layer))):
@@ -67,7 +69,7 @@ class BoundSegment:
 
 
 class CallShape:
-    """One bound call. `result` and `exit_scores` are overwritten by the next run of the shape."""
+    """One bound call. `result`, `exit_scores` and `next_hidden` are overwritten by the next run of the shape."""
 
     def __init__(self, bound: BoundSegment, key: ShapeKey) -> None:
         rows, sequences, queries, spec = key.num_rows, key.num_sequences, key.max_rows, bound.spec
@@ -75,7 +77,7 @@ class CallShape:
         self._scratch_block = bound.scratch_block
         self._max_rows = queries
         self.token_ids = np.zeros(rows, np.int64)
-        self.hidden = np.zeros((0 if bound.is_first else rows, spec.hidden_size), np.float32)
+        self.hidden = np.zeros((rows if bound.takes_hidden else 0, spec.hidden_size), np.float32)
         self.positions = np.zeros(rows, np.int64)
         self.pad_idx = np.arange(sequences * queries, dtype=np.int64).reshape(sequences, queries)
         self.unpad_idx = np.arange(rows, dtype=np.int64)
@@ -88,12 +90,20 @@ class CallShape:
         result_shape = (key.num_logit_rows, spec.vocab_size) if bound.is_last else (rows, spec.hidden_size)
         self.result = np.zeros(result_shape, np.float32)
         self.exit_scores = np.zeros((rows, key.num_candidates), np.float32)
+        outputs = [tensor.name for tensor in bound.segment.outputs]
+        own_rows = key.num_logit_rows if bound.is_first and bound.takes_hidden else 0  # of a draft head
+        self.next_hidden = np.zeros((own_rows, spec.hidden_size), np.float32)
+        self.features = {
+            name: np.zeros((rows, spec.hidden_size), np.float32) for name in outputs if name in bound.features
+        }
+        self._feature_pools = bound.features
         self._cell_offsets = np.arange(queries)
         self._slot_blocks, self._slot_offsets = self.kv_slots[:, :, 0, 1], self.kv_slots[:, :, 0, 2]
         is_uniform = rows == sequences * queries and key.is_exact
         self._position_cells = self.positions.reshape(sequences, queries) if is_uniform else None
         self._uniform_sequence = np.repeat(np.arange(sequences), queries)  # [T] where uniform
         self.is_last = bound.is_last
+        self._is_first = bound.is_first
         self._session = bound.session
         self._binding = self._bind(bound)
 
@@ -104,7 +114,8 @@ class CallShape:
 
     def _bind(self, bound: BoundSegment) -> ort.IOBinding:
         binding = bound.session.io_binding()
-        outputs = {"logits": self.result, "hidden_out": self.result, "exit_scores": self.exit_scores}
+        hidden_out = self.next_hidden if bound.is_last else self.result
+        outputs = {"logits": self.result, "hidden_out": hidden_out, "exit_scores": self.exit_scores, **self.features}
         for tensor in bound.segment.inputs:
             value = bound.pools.get(tensor.name) or _ort_value(getattr(self, tensor.name))
             binding.bind_ortvalue_input(tensor.name, value)
@@ -121,14 +132,16 @@ class CallShape:
     def execute(self) -> None:
         """The part of a call that is ONNX Runtime's."""
         self._session.run_with_iobinding(self._binding)
+        for name, rows in self.features.items():
+            self._feature_pools[name][self._slot_blocks[:, 0], self._slot_offsets[:, 0]] = rows
 
     def _fill(
         self, rows: RowBatch, counts: np.ndarray, hidden: np.ndarray | None, candidates: np.ndarray | None
     ) -> None:
         num_rows, num_logits = rows.token_ids.shape[0], rows.logit_rows.shape[0]
-        if hidden is None:
+        if hidden is None or self._is_first:
             self.token_ids[:num_rows] = rows.token_ids
-        else:
+        if hidden is not None:
             self.hidden[:num_rows] = hidden
         if candidates is not None:
             self.exit_candidates[:num_rows] = candidates

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from faser_backend.core.model import ModelSpec
+from faser_backend.core.model import EAGLE3, ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.call_shapes import bucketed_blocks
+from faser_backend.device.head_runner import OrtHeadRunner
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.onnx_runtime import OrtRunner, useful_threads
@@ -71,7 +72,8 @@ class OrtRuntime:
         pool.storage[:] = numbers
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OrtRunner:
-        return OrtRunner(
+        runner = OrtHeadRunner if model.spec.family == EAGLE3 else OrtRunner
+        return runner(
             model,
             self._engine_dir,
             pool.num_blocks,
@@ -107,6 +109,8 @@ def useful_splits(
         return [], "none (no draft model: there is nothing to overlap)"
     if not menu.can_split:
         return [], f"none ({menu.note})"
+    if draft.spec.family == EAGLE3:
+        return [], "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
     filled = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]

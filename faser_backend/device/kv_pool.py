@@ -15,7 +15,8 @@ from faser_backend.manifest import ModelSpec
 class KvPool:
     """`storage` [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim] float32, zeroed.
 
-    The last block is nobody's: rows that only pad a call write there.
+    The last block is nobody's: rows that only pad a call write there. `features`, by layer: what goes into it,
+    [num_blocks + 1, kv_block_size, hidden_size], of every token; the layers are those that a draft head reads.
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int) -> None:
@@ -27,6 +28,7 @@ class KvPool:
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
         try:
             self.storage = np.zeros(shape, np.float32)
+            self.features = feature_pools(spec, num_blocks, kv_block_size)
         except MemoryError:
             num_bytes = 4 * int(np.prod(shape))
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
@@ -45,12 +47,13 @@ class KvPool:
 
     @property
     def num_bytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + sum(array.nbytes for array in self.features.values())
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, kv_block_size: int) -> int:
-        """Bytes that one block takes over all layers, keys and values."""
-        return spec.num_layers * 2 * spec.num_kv_heads * kv_block_size * spec.head_dim * 4
+        """Bytes that one block takes over all layers, keys, values and features."""
+        kv_width = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
+        return (kv_width + len(spec.feature_layers) * spec.hidden_size) * kv_block_size * 4
 
     def check_integrity(self) -> None:
         """Asserts that layers are contiguous views of the storage and that every value is finite."""
@@ -58,3 +61,9 @@ class KvPool:
             for view in (self.keys(layer), self.values(layer)):
                 assert view.flags.c_contiguous and np.shares_memory(view, self.storage)
         assert np.isfinite(self.storage).all(), "a key or value in the pool is not finite"
+
+
+def feature_pools(spec: ModelSpec, num_blocks: int, kv_block_size: int) -> dict[int, np.ndarray]:
+    """Room for what goes into the feature layers of a model: see KvPool."""
+    shape = (num_blocks + 1, kv_block_size, spec.hidden_size)
+    return {layer: np.zeros(shape, np.float32) for layer in spec.feature_layers}

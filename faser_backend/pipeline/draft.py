@@ -49,7 +49,7 @@ class ModelProposer:
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
-        chain = _Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
+        chain = Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
         if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
             self._draft_in_steps(runner, chain, active, proposal.num_candidates)
@@ -59,7 +59,7 @@ class ModelProposer:
             sequence.num_proposals += 1
         return chain.frontier()
 
-    def _draft_in_steps(self, runner: ModelRunner, chain: _Chain, active: np.ndarray, num_candidates: int) -> None:
+    def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         batch, step = chain.batch, 0
         while active.size:
             whole = active.size == len(batch)  # the common case needs no gathering
@@ -73,7 +73,7 @@ class ModelProposer:
             active = active[chain.wants_more(active, step)]
             self.times.lap("draft_sample")
 
-    def _draft_at_once(self, loop: DraftLoop, chain: _Chain, active: np.ndarray, proposal: Proposal) -> None:
+    def _draft_at_once(self, loop: DraftLoop, chain: Chain, active: np.ndarray, proposal: Proposal) -> None:
         """As _draft_in_steps. The device knows no trim rule, so every chain gets its full length and is cut after.
 
         K/V past a cut does no harm: it lies in blocks that were given for the full length, draft_len counts no
@@ -113,7 +113,7 @@ class ModelProposer:
     def forget(self, sequence: Sequence) -> None:
         """What the draft knows of a sequence is KV, which the block manager has taken back."""
 
-    def _first_rows(self, chain: _Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
+    def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         """What the draft has not seen, the anchor or the last uncommitted token at its end."""
         sequences = [chain.batch.sequences[i] for i in active]
         is_behind = chain.num_behind[active] > 0
@@ -131,7 +131,7 @@ class ModelProposer:
         return piece_rows(pieces, starts, tables, with_logits=True)
 
     def _draw(
-        self, chain: _Chain, active: np.ndarray, step: int, logits: np.ndarray, num_candidates: int
+        self, chain: Chain, active: np.ndarray, step: int, logits: np.ndarray, num_candidates: int
     ) -> tuple[DraftTokens, np.ndarray | None]:
         """A token for each active sequence; under rejection sampling also the law it came from, [A, V]."""
         rows = chain.sampling_rows(active, step)
@@ -142,7 +142,7 @@ class ModelProposer:
         return rank_drawn(probs, draw(probs, uniforms), num_candidates), probs
 
 
-class _Chain:
+class Chain:
     """The growing chains of one proposal: uncommitted tokens first, new ones after them."""
 
     def __init__(self, batch: DecodeBatch, proposal: Proposal, num_probs: int) -> None:

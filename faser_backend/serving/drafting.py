@@ -11,10 +11,12 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import EAGLE3
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
+from faser_backend.pipeline.head import HeadProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
@@ -55,4 +57,5 @@ def make_proposer(
     keeps_probs = config.acceptance == "rejection"
     if models.draft is None:
         return NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
-    return ModelProposer(sampler, times, block_tables, keeps_probs=keeps_probs)
+    proposer = HeadProposer if models.draft.spec.family == EAGLE3 else ModelProposer
+    return proposer(sampler, times, block_tables, keeps_probs=keeps_probs)

@@ -10,7 +10,6 @@ from typing import Any
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import EAGLE3
 from faser_backend.device import cpu_runtime
 from faser_backend.device.runtime import ModelPair, Runtime
 from faser_backend.manifest import EngineManifest
@@ -23,8 +22,6 @@ AnyRuntime = Runtime[Any, Any]
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
     models = ModelPair(manifest.target, manifest.draft)
-    if models.draft is not None and models.draft.spec.family == EAGLE3:
-        raise ConfigError(f"{engine_dir}: its draft is an EAGLE-3 head, which cannot be served yet; only built")
     if manifest.runtime == "onnxruntime":
         return cpu_runtime.OrtRuntime(
             engine_dir,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.ports import DeviceArray, DraftLoop, ModelRunner
+from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.runtime import OpenRunner
 from faser_backend.serving.profiling.cases import MAX_SEQUENCES, Case
@@ -107,3 +108,9 @@ class WaitingRunner:
     def take_rows(self, hidden: DeviceArray, kept: np.ndarray) -> DeviceArray:
         """See core.ports.ModelRunner."""
         return self._runner.take_rows(hidden, kept)
+
+    def run_layer(self, rows: RowBatch, hidden: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
+        """See core.ports.HeadRunner, which the runner is where this is called."""
+        outputs = cast(HeadRunner, self._runner).run_layer(rows, hidden)
+        self._runtime.synchronize()
+        return outputs
