@@ -15,7 +15,8 @@ LANES = {"step": 1, "draft": 2, "target": 3}
 STEP_PHASES = frozenset({"schedule", "accept", "commit", "observe", "wait"})
 SHOWN = {
     "draft_rows": "pack", "draft_model": "draft", "draft_sample": "sample", "draft_lookup": "look up",
-    "target_rows": "pack", "target_model": "verify", "prefill_rows": "pack prefill", "prefill_model": "prefill", "exit": "exit",
+    "target_rows": "pack", "target_model": "verify", "exit": "exit", "prefill_rows": "pack prefill",
+    "prefill_model": "prefill",
 }  # fmt: skip
 
 
