@@ -33,7 +33,9 @@ NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can 
 def build(
     *,
     target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face or TensorRT-LLM layout.")],
-    draft: Annotated[str, typer.Option(help="Draft checkpoint with the same vocabulary; ngram for no model at all.")],
+    draft: Annotated[
+        str, typer.Option(help="Draft checkpoint with the same vocabulary, or EAGLE-3 head; ngram for no model.")
+    ],
     output: Annotated[Path, typer.Option(help="Engine directory to write.")],
     runtime: Annotated[
         str, typer.Option(help="onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")

@@ -162,6 +162,13 @@ def test_tokens_equal_plain_decoding(built: Built, policy: str, options: dict[st
     assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
 
 
+def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:
+    engine = open_engine(built, "fixed:2", pipeline="ping_pong")
+    assert list(engine.stepper.partitions) == [WHOLE]
+    engine.close()
+    assert "pipeline = ping_pong" in caplog.text and "EAGLE-3 head" in caplog.text
+
+
 def test_rejection_sampling_takes_a_head_s_law(built: Built) -> None:
     requests = make_requests(is_greedy=True)
     plain = tokens_of(built, "none", requests)

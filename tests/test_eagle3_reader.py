@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from engines.build import build_engines
 from engines.checkpoint import CheckpointError
 from engines.eagle3 import is_eagle3
-from faser_backend.manifest import MANIFEST_FILE
-from tests.eagle3_models import DRAFT_VOCAB_SIZE, HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
+from faser_backend.cli import app
+from faser_backend.core.model import EAGLE3
+from faser_backend.manifest import MANIFEST_FILE, EngineManifest
+from tests.eagle3_models import DRAFT_VOCAB_SIZE, FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
 from tests.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
@@ -138,3 +141,13 @@ def test_a_head_has_the_context_of_its_target(target: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("runtime", ["torch", "tensorrt_rtx"])
 def test_other_runtimes_are_refused(runtime: str, target: Path, tmp_path: Path) -> None:
     refuses(target, write_head(tmp_path / "head"), runtime, "EAGLE-3", "onnxruntime", runtime=runtime)
+
+
+def test_the_command_line_builds_a_head(target: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head")
+    options = ["--target", str(target), "--draft", str(head), "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["build", *options, "--exit-layers", "2,4"])
+    assert result.exit_code == 0, result.output
+    manifest = EngineManifest.load(tmp_path / "out")
+    assert manifest.draft is not None and manifest.draft.spec.family == EAGLE3
+    assert manifest.target.spec.feature_layers == FEATURE_LAYERS

@@ -107,10 +107,10 @@ def useful_splits(
     num_cores, draft = menu.whole.size, models.draft
     if draft is None:
         return [], "none (no draft model: there is nothing to overlap)"
-    if not menu.can_split:
-        return [], f"none ({menu.note})"
     if draft.spec.family == EAGLE3:
         return [], "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
+    if not menu.can_split:
+        return [], f"none ({menu.note})"
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
     filled = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]
