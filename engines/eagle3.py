@@ -52,7 +52,9 @@ class Eagle3Head:
 def is_eagle3(config: dict[str, Any]) -> bool:
     """Whether a config.json describes a head rather than a decoder."""
     names = config.get("architectures")
-    return "draft_vocab_size" in config or (isinstance(names, list) and any("Eagle3" in str(name) for name in names))
+    return config.get("draft_vocab_size") is not None or (
+        isinstance(names, list) and any("Eagle3" in str(name) for name in names)
+    )
 
 
 def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Head:

@@ -41,7 +41,7 @@ def test_heads_are_told_from_decoders() -> None:
     assert is_eagle3({"architectures": ["Eagle3LlamaForCausalLM"]})
     assert is_eagle3({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000})
     assert not is_eagle3({"architectures": ["LlamaForCausalLM"]})
-    assert not is_eagle3({"architecture": "LlamaForCausalLM"})
+    assert not is_eagle3({"architecture": "LlamaForCausalLM", "draft_vocab_size": None})
 
 
 CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
