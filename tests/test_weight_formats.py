@@ -21,7 +21,7 @@ from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.weight_cost import measure_weights
+from faser_backend.serving.weight_cost import TextRunner, measure_weights
 from scripts.check_equality import make_requests
 from tests.family_models import random_model, write_model
 from tests.tiny_models import make_rows, run_all, write_checkpoint
@@ -150,6 +150,15 @@ def test_accuracy_is_measured_and_the_same_at_every_build(demo, tmp_path):
     assert (tmp_path / "int8" / MANIFEST_FILE).read_bytes() == (demo["int8"] / MANIFEST_FILE).read_bytes()
 
 
+def test_int8_logits_do_not_depend_on_the_shape_of_the_call(demo):
+    """A last bit that differs becomes a step of 8-bit rounding: 0.09 for this model, where nothing is done about it."""
+    runner = TextRunner(EngineManifest.load(demo["int8"]).target, demo["int8"], 16)
+    text = np.random.default_rng(4).integers(0, runner.vocab_size, (1, 24))
+    whole = runner.logits(text, 0).copy()
+    steps = [runner.logits(text[:, i : i + 1], i).copy() for i in range(24)]
+    assert np.abs(np.concatenate(steps) - whole).max() < 1e-3
+
+
 def test_an_int8_draft_changes_no_token_of_a_float32_target(demo, tmp_path):
     mixed = tmp_path / "mixed"
     build_engines(DEMO / "target", DEMO / "draft", mixed, draft_weights="int8")
@@ -174,7 +183,6 @@ def test_the_command_says_what_int8_costs(tmp_path, capsys):
     build(**options)
     said = capsys.readouterr().out
     assert "target weights int8: 28% of the bytes of fp32; same best token in" in said
-    assert "near-ties are wide" in said
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     build(**options, measures_weights=False)
     assert "same best token" not in capsys.readouterr().out

@@ -26,7 +26,6 @@ TEXT_LENGTH = 64
 SEED = 0
 TIMED_ROWS = (1, 16)  # one per sequence
 TIMED_CALLS = 40
-INT8_WARNING = "; near-ties are wide: some answers change with the policy and the batch (docs/models.md)"
 MAX_TIMED_S = 2.0  # per number of rows; at least one call of each
 
 
@@ -42,7 +41,6 @@ class WeightCost:
 
     def __str__(self) -> str:
         accuracy = self.format
-        warning = INT8_WARNING if (self.side, accuracy.name) == ("target", "int8") else ""
         speeds = ", ".join(
             f"{ratio:.2f}x at {num_rows} row{'s'[: num_rows > 1]}" for num_rows, ratio in self.speedups.items()
         )
@@ -50,7 +48,7 @@ class WeightCost:
             f"{self.side} weights {accuracy.name}: {self.num_file_bytes / self.num_float32_bytes:.0%} of the bytes of "
             f"fp32; same best token in {accuracy.greedy_agreement:.2%} of {accuracy.num_rows} rows; logits differ by "
             f"{accuracy.mean_logit_difference:.2g} on average, {accuracy.max_logit_difference:.2g} at most; "
-            f"calls per second {speeds}{warning}"
+            f"calls per second {speeds}"
         )
 
 
