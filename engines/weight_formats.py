@@ -19,7 +19,7 @@ from faser_backend.core.model import WEIGHT_FORMATS
 FLOAT32, INT8 = "fp32", "int8"
 INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how many rows the call has
 INT8_ZERO = 128
-INT8_PRODUCTS = 4  # MatMulNBits' accuracy_level for products of 8-bit numbers; float32 products take 10x as long
+INT8_PRODUCTS = 4  # MatMulNBits' accuracy_level for products of 8-bit numbers: float32 ones are slower than fp32
 CONTRIB_DOMAIN = "com.microsoft"
 # what matmul_nbits_quantizer calls for each matrix of a whole graph; that module wants onnx_ir, and graphs in memory
 _quantize: Callable[..., None] = getattr(onnxruntime_kernels, "quantize_matmul_8bits")  # noqa: B009 (not in its stubs)
