@@ -11,7 +11,11 @@ from faser_backend.serving.bench.workload import merge_repeats, take_turns
 
 
 def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e2e: float = 10.0, **fields) -> dict:
-    note = {"(no exit)": {"early_exit": "off"}, "(run-ahead)": {"pipeline": "run_ahead"}}
+    note = {
+        "(no exit)": {"early_exit": "off"},
+        "(run-ahead)": {"pipeline": "run_ahead"},
+        "(n-grams)": {"draft": "ngram"},
+    }
     spec, _, ablation = policy.partition(" ")
     return {
         "policy": policy,
@@ -27,6 +31,7 @@ def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e
         "num_jobs": 4,
         "repeats": 3,
         "rows_pruned": 0,
+        "rows_drafted": 0,
         "share_serial": 1.0,
         "share_run_ahead": 0.0,
         **fields,
@@ -62,6 +67,8 @@ def test_a_forced_mechanism_is_judged_only_if_it_ran():
     plain = row("fixed:4", 100)
     ran = row("fixed:4 (run-ahead)", 120, share_run_ahead=0.9)
     assert "Running ahead pays on `fixed:4` (1.20x)" in in_words([row("none", 50), plain, ran])[0]
+    looked_up = row("fixed:4 (n-grams)", 80, rows_drafted=9)
+    assert "Drafting by n-grams costs on `fixed:4` (0.80x)" in in_words([row("none", 50), plain, looked_up])[0]
     idle = row("fixed:4 (run-ahead)", 120)
     assert (
         "`fixed:4 (run-ahead)` was asked for, but nothing of it came to run"

@@ -162,6 +162,8 @@ def _mechanisms(group: list[Row]) -> list[str]:
 def _mechanism(field: str, value: str) -> str:
     if field == "early_exit":
         return "Early exit" if value == "off" else "Early exit, forced,"
+    if field == "draft":
+        return "Drafting by n-grams"
     return {"serial": "The pipeline", "run_ahead": "Running ahead", "ping_pong": "Ping-pong"}[value]
 
 
@@ -171,6 +173,8 @@ def _took_effect(row: Row, field: str, value: str) -> bool:
         return True
     if field == "early_exit":
         return row["rows_pruned"] > 0
+    if field == "draft":
+        return row["rows_drafted"] > 0
     if value == "auto":
         return row["share_serial"] < 1
     return row[f"share_{value}"] > 0
