@@ -43,7 +43,9 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
     assert build(source, tmp_path / "engine", f"--runtime torch --dtype {dtype}").exit_code == 0
     manifest = EngineManifest.load(tmp_path / "engine")
     assert (manifest.runtime, manifest.dtype, manifest.compiler) == ("torch", dtype, "")
-    assert len(manifest.files) == 3, "a weight file per model and the tokenizer, each once"
+    assert sorted(file.name for file in manifest.files) == [
+        "draft.safetensors", "prompts.json", "target.safetensors", "tokenizer.json",
+    ], "a weight file per model beside tokenizer and prompts, each once"  # fmt: skip
 
 
 @pytest.mark.parametrize(
