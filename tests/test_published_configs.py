@@ -1,4 +1,4 @@
-"""config.json as models are published with it: dimensions, and the parameters that they add up to."""
+"""Dimensions of well-known models, typed by hand and not read from their files, and the parameters they add up to."""
 
 from __future__ import annotations
 
