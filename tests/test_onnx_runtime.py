@@ -69,15 +69,26 @@ def test_ragged_and_uniform_batches_agree(runner: OrtRunner) -> None:
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
-def test_a_result_survives_calls_of_other_shapes(runner: OrtRunner) -> None:
+def test_calls_of_all_shapes_share_their_large_buffers(runner: OrtRunner) -> None:
     sequence = [np.arange(10)]
     table = np.array([[0, 1, 2]])
-    three = make_rows(sequence, [0], [3], table)
+    three, two = make_rows(sequence, [0], [3], table), make_rows(sequence, [3], [2], table)
     hidden = runner.run_segment(0, three, None)
-    kept = hidden.copy()
-    runner.run_segment(0, make_rows(sequence, [3], [2], table), None)
-    np.testing.assert_array_equal(hidden, kept)
-    assert np.shares_memory(runner.run_segment(0, three, None), hidden), "the buffer of a shape is permanent"
+    first = hidden.copy()
+    second = runner.run_segment(0, two, None).copy()
+    again = runner.run_segment(0, three, None)
+    assert np.shares_memory(again, hidden)
+    np.testing.assert_array_equal(again, first)
+    np.testing.assert_array_equal(runner.run_segment(0, two, None), second)
+
+
+def test_a_buffer_that_was_outgrown_still_serves_its_shape(runner: OrtRunner) -> None:
+    sequence = [np.arange(10)]
+    table = np.array([[0, 1, 2]])
+    one, nine = make_rows(sequence, [0], [1], table), make_rows(sequence, [1], [9], table)
+    first, rest = runner.run_segment(0, one, None).copy(), runner.run_segment(0, nine, None).copy()
+    np.testing.assert_array_equal(runner.run_segment(0, one, None), first)
+    np.testing.assert_array_equal(runner.run_segment(0, nine, None), rest)
 
 
 def test_wider_tables_than_needed_change_nothing(runner: OrtRunner) -> None:

@@ -34,7 +34,7 @@ class ModelRunner(Protocol):
 
         hidden: [T, hidden_size] from the segment before, None for segment 0.
         Returns hidden [T, hidden_size], or logits [R, V] float32 from the last segment. The
-        array may be reused by the next call of the same shape: copy what must live longer.
+        array may be reused by the segment's next call: copy what must live longer.
         """
         ...
 

@@ -1,8 +1,11 @@
-"""Buffers and bindings of one call shape, and a small cache of them.
+"""Buffers of one call shape, and a small cache of them.
 
 A shape is filled in place: what is fixed by the shape is computed once, what changes (token ids,
 positions, block table, slots of the new keys and values) is written over the last call's. Every
 numpy call here costs about a microsecond per model call: keep them few.
+
+What is large (logits, hidden states) is shared by all shapes of a segment, and so is the binding: batches of
+mixed lengths make a new shape in most steps, and fresh pages alone cost 0.2 to 2 ms for each.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from faser_backend.device.kv_pool import KvPool
 from faser_backend.manifest import ModelSpec, SegmentSpec
 
 MAX_SHAPES = 512
-MAX_CACHED_BYTES = 256 << 20
+MAX_CACHED_BYTES = 64 << 20
 
 
 class ShapeKey(NamedTuple):
@@ -48,8 +51,24 @@ def bucketed_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+class Workspace:
+    """Float buffers by name, each as large as the largest call needed. Shapes hold views; what is outgrown is theirs."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def view(self, name: str, num_rows: int, width: int) -> np.ndarray:
+        """[num_rows, width] of the buffer of this name, whose rows are that wide or, where they vary, of any width."""
+        size = num_rows * width
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            capacity = size if buffer is None else max(size, 2 * buffer.size)
+            buffer = self._buffers[name] = np.zeros(capacity, np.float32)
+        return buffer[:size].reshape(num_rows, width)
+
+
 class BoundSegment:
-    """An open segment and the tensors that every one of its calls shares: the pools of its layers."""
+    """An open segment and what all its calls share: the pools of its layers, large buffers and the binding."""
 
     def __init__(self, session: ort.InferenceSession, segment: SegmentSpec, spec: ModelSpec, pool: KvPool) -> None:
         self.session = session
@@ -61,68 +80,72 @@ class BoundSegment:
         self.is_last = segment.last_layer == spec.num_layers
         self.takes_hidden = any(tensor.name == "hidden" for tensor in segment.inputs)
         self.features = {f"aux_hidden.{layer}": array for layer, array in pool.features.items()}
-        self.pools: dict[str, ort.OrtValue] = {}
+        self.workspace = Workspace()
+        self._binding = session.io_binding()
+        self._bound_shape: CallShape | None = None
+        pools: set[str] = set()
         for layer in range(segment.first_layer, segment.last_layer):
             for name, view in (("k", pool.keys(layer)), ("v", pool.values(layer))):
-                value = _ort_value(view)
-                self.pools[f"{name}_pool.{layer}"] = self.pools[f"{name}_pool_out.{layer}"] = value
+                value = _ort_value(view)  # the pools' outputs are their inputs: rows are written in place
+                self._binding.bind_ortvalue_input(f"{name}_pool.{layer}", value)
+                self._binding.bind_ortvalue_output(f"{name}_pool_out.{layer}", value)
+                pools |= {f"{name}_pool.{layer}", f"{name}_pool_out.{layer}"}
+        self.input_names = [tensor.name for tensor in segment.inputs if tensor.name not in pools]
+        self.output_names = [tensor.name for tensor in segment.outputs if tensor.name not in pools]
+
+    def execute(self, shape: CallShape) -> None:
+        """Runs the segment on the buffers of a shape."""
+        if shape is not self._bound_shape:
+            for name, value in shape.input_values:
+                self._binding.bind_ortvalue_input(name, value)
+            for name, value in shape.output_values:
+                self._binding.bind_ortvalue_output(name, value)
+            self._bound_shape = shape
+        self.session.run_with_iobinding(self._binding)
 
 
 class CallShape:
-    """One bound call. `result`, `exit_scores` and `next_hidden` are overwritten by the next run of the shape."""
+    """The buffers of one call. `result`, `exit_scores`, `next_hidden` are overwritten by the segment's next call."""
 
     def __init__(self, bound: BoundSegment, key: ShapeKey) -> None:
         rows, sequences, queries, spec = key.num_rows, key.num_sequences, key.max_rows, bound.spec
-        self._block_size = bound.kv_block_size
-        self._scratch_block = bound.scratch_block
+        view = bound.workspace.view
+        self._bound = bound
         self._max_rows = queries
         self.token_ids = np.zeros(rows, np.int64)
-        self.hidden = np.zeros((rows if bound.takes_hidden else 0, spec.hidden_size), np.float32)
+        self.hidden = view("hidden", rows if bound.takes_hidden else 0, spec.hidden_size)
         self.positions = np.zeros(rows, np.int64)
         self.pad_idx = np.arange(sequences * queries, dtype=np.int64).reshape(sequences, queries)
         self.unpad_idx = np.arange(rows, dtype=np.int64)
         self.block_table = np.zeros((sequences, key.num_blocks), np.int64)
-        self.columns = np.arange(key.num_blocks * self._block_size, dtype=np.int64)
+        self.columns = np.arange(key.num_blocks * bound.kv_block_size, dtype=np.int64)
         self.kv_slots = np.zeros((rows, spec.num_kv_heads, 1, 3), np.int64)
         self.kv_slots[..., 0] = np.arange(spec.num_kv_heads)[:, None]
         self.logit_rows = np.zeros(key.num_logit_rows, np.int64)
         self.exit_candidates = np.zeros((rows, key.num_candidates), np.int64)
         result_shape = (key.num_logit_rows, spec.vocab_size) if bound.is_last else (rows, spec.hidden_size)
-        self.result = np.zeros(result_shape, np.float32)
-        self.exit_scores = np.zeros((rows, key.num_candidates), np.float32)
-        outputs = [tensor.name for tensor in bound.segment.outputs]
+        self.result = view("result", *result_shape)
+        self.exit_scores = view("exit_scores", rows, key.num_candidates)
         own_rows = key.num_logit_rows if bound.is_first and bound.takes_hidden else 0  # of a draft head
-        self.next_hidden = np.zeros((own_rows, spec.hidden_size), np.float32)
+        self.next_hidden = view("next_hidden", own_rows, spec.hidden_size)
         self.features = {
-            name: np.zeros((rows, spec.hidden_size), np.float32) for name in outputs if name in bound.features
+            name: view(name, rows, spec.hidden_size) for name in bound.output_names if name in bound.features
         }
-        self._feature_pools = bound.features
         self._cell_offsets = np.arange(queries)
         self._slot_blocks, self._slot_offsets = self.kv_slots[:, :, 0, 1], self.kv_slots[:, :, 0, 2]
         is_uniform = rows == sequences * queries and key.is_exact
         self._position_cells = self.positions.reshape(sequences, queries) if is_uniform else None
         self._uniform_sequence = np.repeat(np.arange(sequences), queries)  # [T] where uniform
         self.is_last = bound.is_last
-        self._is_first = bound.is_first
-        self._session = bound.session
-        self._binding = self._bind(bound)
+        hidden_out = self.next_hidden if bound.is_last else self.result
+        outputs = {"logits": self.result, "hidden_out": hidden_out, "exit_scores": self.exit_scores, **self.features}
+        self.input_values = [(name, _ort_value(getattr(self, name))) for name in bound.input_names]
+        self.output_values = [(name, _ort_value(outputs[name])) for name in bound.output_names]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffers that grow with rows times something."""
-        return self.result.nbytes + self.hidden.nbytes + self.kv_slots.nbytes + self.block_table.nbytes
-
-    def _bind(self, bound: BoundSegment) -> ort.IOBinding:
-        binding = bound.session.io_binding()
-        hidden_out = self.next_hidden if bound.is_last else self.result
-        outputs = {"logits": self.result, "hidden_out": hidden_out, "exit_scores": self.exit_scores, **self.features}
-        for tensor in bound.segment.inputs:
-            value = bound.pools.get(tensor.name) or _ort_value(getattr(self, tensor.name))
-            binding.bind_ortvalue_input(tensor.name, value)
-        for tensor in bound.segment.outputs:  # the pools' outputs are their inputs: rows are written in place
-            value = bound.pools.get(tensor.name) or _ort_value(outputs[tensor.name])
-            binding.bind_ortvalue_output(tensor.name, value)
-        return binding
+        """Bytes of its own buffers that grow with rows times something."""
+        return self.kv_slots.nbytes + self.block_table.nbytes + self.exit_candidates.nbytes
 
     def run(self, rows: RowBatch, counts: np.ndarray, hidden: np.ndarray | None, candidates: np.ndarray | None) -> None:
         """Fills the buffers and runs the segment. counts [B] = rows of each sequence."""
@@ -131,15 +154,15 @@ class CallShape:
 
     def execute(self) -> None:
         """The part of a call that is ONNX Runtime's."""
-        self._session.run_with_iobinding(self._binding)
+        self._bound.execute(self)
         for name, rows in self.features.items():
-            self._feature_pools[name][self._slot_blocks[:, 0], self._slot_offsets[:, 0]] = rows
+            self._bound.features[name][self._slot_blocks[:, 0], self._slot_offsets[:, 0]] = rows
 
     def _fill(
         self, rows: RowBatch, counts: np.ndarray, hidden: np.ndarray | None, candidates: np.ndarray | None
     ) -> None:
         num_rows, num_logits = rows.token_ids.shape[0], rows.logit_rows.shape[0]
-        if hidden is None or self._is_first:
+        if hidden is None or self._bound.is_first:
             self.token_ids[:num_rows] = rows.token_ids
         if hidden is not None:
             self.hidden[:num_rows] = hidden
@@ -154,9 +177,9 @@ class CallShape:
             sequence = self._uniform_sequence
         else:
             sequence = self._fill_ragged(rows, counts)
-        block, offset = np.divmod(self.positions[:num_rows], self._block_size)
+        block, offset = np.divmod(self.positions[:num_rows], self._bound.kv_block_size)
         self._slot_blocks[:num_rows] = self.block_table[sequence, block][:, None]
-        self._slot_blocks[num_rows:] = self._scratch_block
+        self._slot_blocks[num_rows:] = self._bound.scratch_block
         self._slot_offsets[:num_rows] = offset[:, None]
 
     def _fill_ragged(self, rows: RowBatch, counts: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ class OrtRunner:
             self._shapes.append(ShapeCache(BoundSegment(session, segment, model.spec, self.pool)))
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        """See core.ports.ModelRunner. The result is a buffer of this call shape: copy what must outlive it."""
+        """See core.ports.ModelRunner. The result is a buffer that the segment's next call overwrites."""
         shape = self._run(segment, rows, hidden, None)
         return shape.result[: rows.logit_rows.shape[0] if shape.is_last else rows.token_ids.shape[0]]
 

@@ -39,7 +39,8 @@ class BlockManager:
         self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._digests: list[list[bytes]] = [[] for _ in range(max_num_seqs)]  # of a slot's published blocks
         self._ref_counts = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._is_free = bytearray(b"\1" * num_blocks)
+        self._num_free = num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._published: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -48,7 +49,7 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that an allocation can take: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self._num_free + len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -106,7 +107,7 @@ class BlockManager:
             return False
         table = self.block_tables[slot]
         for _ in range(num_new):
-            block = self._take()
+            block = self._take(blocks[-1] + 1 if blocks else self.num_blocks)
             table[len(blocks)] = block
             blocks.append(block)
         return True
@@ -149,14 +150,24 @@ class BlockManager:
         tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
         return hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
 
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
+    def _take(self, wanted: int) -> int:
+        """The wanted block if it is free. Attention reads neighbouring blocks twice as fast as scattered ones."""
+        if self._num_free == 0:
             block, _ = self._cached.popitem(last=False)
             del self._published[self._digest_of.pop(block)]
+        else:
+            block = wanted if wanted < self.num_blocks and self._is_free[wanted] else self._roomiest_block()
+            self._is_free[block] = False
+            self._num_free -= 1
         self._ref_counts[block] = 1
         return block
+
+    def _roomiest_block(self) -> int:
+        """The middle of the longest run of free blocks: whoever holds the blocks before it can grow, and so can we."""
+        edges = np.flatnonzero(np.diff(np.frombuffer(self._is_free, np.int8), prepend=0, append=0))
+        starts, stops = edges[::2], edges[1::2]
+        longest = int((stops - starts).argmax())
+        return int(starts[longest] + stops[longest]) // 2
 
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
@@ -164,7 +175,8 @@ class BlockManager:
             if block in self._digest_of:
                 self._cached[block] = None
             else:
-                self._free.append(block)
+                self._is_free[block] = True
+                self._num_free += 1
 
     def check_integrity(self) -> None:
         """Asserts that free + cached + used = total and that every count is explained."""
@@ -176,9 +188,9 @@ class BlockManager:
             for block in blocks:
                 counts[block] += 1
         assert counts == self._ref_counts
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(np.flatnonzero(np.frombuffer(self._is_free, np.int8)).tolist()), set(self._cached)
         used = {block for block, count in enumerate(counts) if count}
-        assert len(free) == len(self._free)
+        assert len(free) == self._num_free
         assert not (free & cached or free & used or cached & used)
         assert len(free) + len(cached) + len(used) == self.num_blocks
         assert self._published == {digest: block for block, digest in self._digest_of.items()}
