@@ -1,0 +1,171 @@
+"""The CPU's attention kernel: right against plain numpy, the same bits in any company, blind to what is hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from plugins.host_attention import TILE_ROWS, attention_kernel, scratch_width
+
+
+@dataclass
+class Call:
+    """One call of the kernel; blocks that no context needs and cells behind a context hold NaN."""
+
+    q: np.ndarray  # [T, H, head_dim]
+    k: np.ndarray  # [T, Hkv, head_dim]
+    v: np.ndarray
+    k_pool: np.ndarray  # [Hkv, NB, block, head_dim]
+    v_pool: np.ndarray
+    block_table: np.ndarray  # [B, MB]
+    cu_rows: np.ndarray  # [B + 1]
+    context_lens: np.ndarray  # [B]
+    scale: float
+
+    def run(self, units: list[int] | None = None, *, attends: bool = True) -> np.ndarray:
+        """Writes the pools. units: the borders of the ranges that are called one after another."""
+        num_units = len(self.context_lens) * self.k.shape[1]
+        attended = np.full_like(self.q, np.nan)
+        width = scratch_width(self.block_table.shape[1] * self.k_pool.shape[2])
+        scratch, exponents = np.full((TILE_ROWS, width), np.nan, np.float32), np.zeros(width, np.int32)
+        packed = (self.q, self.k, self.v, self.k_pool, self.v_pool, self.block_table, self.cu_rows, self.context_lens)
+        for first, last in pairwise(units or [0, num_units]):
+            kernel = attention_kernel(self.q.shape[2])
+            kernel(*packed, attended, scratch, exponents, first, last, self.scale, attends)
+        return attended
+
+    def expected(self) -> np.ndarray:
+        """What `run` gives, in float64 from the pools after it."""
+        out = np.empty(self.q.shape)
+        heads_per_kv = self.q.shape[1] // self.k.shape[1]
+        for b, (begin, end) in enumerate(pairwise(self.cu_rows)):
+            for row in range(begin, end):
+                num_visible = self.context_lens[b] + row - begin + 1
+                for head in range(self.q.shape[1]):
+                    keys, values = (
+                        pool[head // heads_per_kv, self.block_table[b]].reshape(-1, self.q.shape[2])[:num_visible]
+                        for pool in (self.k_pool.astype(float), self.v_pool.astype(float))
+                    )
+                    scores = keys @ self.q[row, head].astype(float) * self.scale
+                    weights = np.exp(scores - scores.max())
+                    out[row, head] = weights @ values / weights.sum()
+        return out
+
+    def alone(self, sequence: int, num_rows: int) -> Call:
+        """A call of the sequence's first num_rows rows and nothing else, in other blocks of another pool."""
+        begin, num_blocks = self.cu_rows[sequence], self.block_table.shape[1]
+        rows = slice(begin, begin + num_rows)
+        table = np.arange(num_blocks)[::-1].copy()
+        pools = [np.full_like(pool[:, :num_blocks], np.nan) for pool in (self.k_pool, self.v_pool)]
+        for mine, pool in zip(pools, (self.k_pool, self.v_pool), strict=True):
+            mine[:, table] = pool[:, self.block_table[sequence]]
+        context_lens = self.context_lens[sequence : sequence + 1]
+        packed = [x[rows].copy() for x in (self.q, self.k, self.v)]
+        return Call(*packed, *pools, table[None], np.array([0, num_rows]), context_lens, self.scale)
+
+
+def make_call(
+    rng: np.random.Generator,
+    num_rows: list[int],
+    context_lens: list[int],
+    *,
+    num_kv_heads: int = 2,
+    heads_per_kv: int = 1,
+    block: int = 16,
+    head_dim: int = 64,
+    sharpness: float = 1.0,
+) -> Call:
+    longest = max(context + rows for context, rows in zip(context_lens, num_rows, strict=True))
+    num_blocks, num_sequences = -(-longest // block), len(num_rows)
+    block_table = rng.permutation(num_sequences * num_blocks + 3)[: num_sequences * num_blocks]
+    block_table = block_table.reshape(num_sequences, num_blocks)
+    pools = [np.full((num_kv_heads, num_sequences * num_blocks + 3, block, head_dim), np.nan, np.float32) for _ in "kv"]
+    for pool in pools:
+        for blocks, context in zip(block_table, context_lens, strict=True):
+            position = np.arange(context)
+            known = rng.standard_normal((num_kv_heads, context, head_dim))
+            pool[:, blocks[position // block], position % block] = known
+    total = sum(num_rows)
+    q = rng.standard_normal((total, num_kv_heads * heads_per_kv, head_dim)).astype(np.float32) * np.float32(sharpness)
+    k, v = (rng.standard_normal((total, num_kv_heads, head_dim)).astype(np.float32) for _ in "kv")
+    cu_rows = np.concatenate([[0], np.cumsum(num_rows)])
+    return Call(q, k, v, *pools, block_table, cu_rows, np.array(context_lens), head_dim**-0.5)
+
+
+def random_call(seed: int, **options) -> Call:
+    rng = np.random.default_rng(seed)
+    num_sequences = rng.integers(1, 6)
+    num_rows = rng.choice([0, 1, 2, 3, 5, 8, 17, 40], num_sequences).tolist()
+    num_rows[-1] = max(num_rows[-1], 1)
+    return make_call(rng, num_rows, rng.integers(0, 201, num_sequences).tolist(), **options)
+
+
+@pytest.mark.parametrize("block", [1, 4, 6, 16])
+@pytest.mark.parametrize(("heads_per_kv", "head_dim"), [(1, 64), (2, 24), (4, 8), (8, 16), (3, 64), (1, 128)])
+def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(block: int, heads_per_kv: int, head_dim: int):
+    call = random_call(10 * block + heads_per_kv, block=block, heads_per_kv=heads_per_kv, head_dim=head_dim)
+    attended = call.run()
+    assert np.abs(attended - call.expected()).max() <= 2e-6 * np.abs(call.v).max()
+
+
+def test_keys_and_values_reach_their_cells_and_no_others():
+    call = random_call(3, block=4)
+    expected = {"k": call.k_pool.copy(), "v": call.v_pool.copy()}
+    for b, (begin, end) in enumerate(pairwise(call.cu_rows)):
+        position = call.context_lens[b] + np.arange(end - begin)
+        for name, new in (("k", call.k), ("v", call.v)):
+            expected[name][:, call.block_table[b, position // 4], position % 4] = new[begin:end].swapaxes(0, 1)
+    attended = call.run(attends=False)
+    assert np.isnan(attended).all()
+    np.testing.assert_array_equal(call.k_pool, expected["k"])
+    np.testing.assert_array_equal(call.v_pool, expected["v"])
+
+
+def test_any_ranges_of_units_give_the_same_bits():
+    call = random_call(5, heads_per_kv=2, num_kv_heads=3)
+    attended, num_units = call.run(), 3 * len(call.context_lens)
+    for borders in (range(num_units + 1), [0, 1, num_units - 1, num_units], [0, 0, num_units // 2, num_units]):
+        np.testing.assert_array_equal(call.run(list(borders)), attended)
+
+
+@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1), (1, 128, 16)])
+def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int):
+    """Chunks of 1 to 9 rows, which end in any place of a block and of a tile, against calls of fewer rows."""
+    rng = np.random.default_rng(head_dim)
+    num_rows, contexts = list(range(1, 10)), rng.integers(0, 120, 9).tolist()
+    call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block)
+    parts = [(b, fewer) for b in range(9) for fewer in range(1, num_rows[b] + 1)]
+    calls = [call.alone(b, fewer) for b, fewer in parts]  # from the pools before the call
+    attended = call.run()
+    for (b, fewer), part in zip(parts, calls, strict=True):
+        begin = call.cu_rows[b]
+        np.testing.assert_array_equal(part.run(), attended[begin : begin + fewer])
+
+
+def test_a_chunk_has_the_bits_of_its_rows_one_by_one():
+    """What greedy decoding of one path relies on: the length of a verified chunk changes no bit."""
+    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4)
+    pools = call.k_pool.copy(), call.v_pool.copy()
+    attended = call.run()
+    for row in range(9):
+        step = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
+        one = Call(*step, *pools, call.block_table, np.array([0, 1]), call.context_lens + row, call.scale)
+        np.testing.assert_array_equal(one.run()[0], attended[row])
+
+
+def test_large_scores_stay_finite():
+    call = make_call(np.random.default_rng(2), [5, 1], [60, 0], sharpness=60.0)
+    scores = np.einsum("thd,thd->th", call.q, call.k) * call.scale
+    assert np.abs(scores).max() > 80
+    attended = call.run()
+    assert np.abs(attended - call.expected()).max() <= 1e-4 * np.abs(call.v).max()  # as scores are rounded
+
+
+def test_the_comparison_would_notice_a_row_that_sees_one_column_more_or_less():
+    call = make_call(np.random.default_rng(4), [3], [200])
+    attended = call.run()
+    call.context_lens = call.context_lens - 1
+    assert np.abs(attended - call.expected()).max() > 1e-3
