@@ -1,16 +1,15 @@
-"""`faser::PrunedChunkAttention`: attention of packed rows over a paged KV pool, one body per runtime.
+"""Attention of packed rows over a paged KV pool, one body per runtime.
 
 Contract of all: rows that were pruned are simply absent, the keys and values of the rows that are
-present reach the pool, and each row attends to the tokens of its sequence up to itself. ONNX Runtime
-runs the op's function body and writes the pool in place; TensorRT-RTX, which compiles no op of ours,
-gets standard ops and hands new keys and values out; full TensorRT maps the bare op to our plugin.
+present reach the pool, and each row attends to the tokens of its sequence up to itself. Graphs for ONNX
+Runtime are cut at every attention, which a kernel of ours computes in between; TensorRT-RTX, which compiles
+no op of ours, gets standard ops and hands new keys and values out; full TensorRT maps the op
+`faser::PrunedChunkAttention` to our plugin.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-
-import onnx
 
 from engines.graph import GraphBuilder
 from faser_backend.core.model import ModelSpec
@@ -18,21 +17,6 @@ from faser_backend.core.model import ModelSpec
 DOMAIN = "faser"
 OP_TYPE = "PrunedChunkAttention"
 PLUGIN_VERSION = "1"
-MASKED = -1e30
-
-INPUTS = [
-    "q",  # [T, num_heads, 1, head_dim], rotated
-    "k",  # [T, Hkv, 1, head_dim], rotated
-    "v",  # [T, Hkv, 1, head_dim]
-    "k_pool",  # [Hkv, num_blocks, block, head_dim]
-    "v_pool",
-    "kv_slots",  # [T, Hkv, 1, 3]: head, block and offset of each new key and value
-    "block_table",  # [B, MB]
-    "pad_idx",  # [B, Q]: row of each padded cell
-    "unpad_idx",  # [R]: padded cell of each wanted row
-    "mask",  # [B, heads per KV head * Q, MB * block]: 0 where visible, else MASKED
-]
-OUTPUTS = ["attended", "k_pool_out", "v_pool_out"]  # [R, num_heads * head_dim]; the pools
 
 
 class AttentionBody(ABC):
@@ -62,45 +46,26 @@ class AttentionBody(ABC):
     def _pools(self, layer: int) -> list[str]:
         return [self.graph.input(f"{name}_pool.{layer}", self.pool_shape, self.graph.dtype) for name in ("k", "v")]
 
-    def _declare_pool_outputs(self, first_layer: int, last_layer: int) -> None:
-        for layer in range(first_layer, last_layer):
-            for name in ("k", "v"):
-                self.graph.output(f"{name}_pool_out.{layer}", self.pool_shape, self.graph.dtype)
 
-    def _cells(self, *, only_logit_rows: bool) -> str:
-        """The padded cell of each wanted row."""
-        return self.graph.op("Gather", "unpad_idx", "logit_rows") if only_logit_rows else "unpad_idx"
+class HostAttention(AttentionBody):
+    """For ONNX Runtime: a part of the graph ends with rotated q, k and v, and the next begins with what they attended.
 
-
-class InPlaceAttention(AttentionBody):
-    """For ONNX Runtime: the op with a local function as its body; pools' outputs are bound to their inputs."""
+    The kernel takes packed rows and block tables as they are, so the graph knows no sequences, only rows.
+    """
 
     def _declare_inputs(self) -> None:
-        g = self.graph
-        g.functions.append(attention_function(self.spec))
-        g.input("pad_idx", ("B", "Q"))
-        g.input("unpad_idx", ("T",))
-        g.input("block_table", ("B", "MB"))
-        g.input("columns", ("S",))
-        g.input("kv_slots", ("T", self.spec.num_kv_heads, 1, 3))
-        self._mask = self._make_mask()
-
-    def _make_mask(self) -> str:
-        """[B, heads per KV head * Q, S]: a row sees the columns up to its own position."""
-        g, num_queries = self.graph, self.spec.num_heads // self.spec.num_kv_heads
-        query_positions = g.op("Unsqueeze", g.op("Gather", "positions", "pad_idx"), g.ints(2))  # [B, Q, 1]
-        visible = g.op("LessOrEqual", "columns", query_positions)  # [B, Q, S]
-        mask = g.op("Where", visible, g.scalar(0.0), g.scalar(MASKED))
-        return g.op("Concat", *[mask] * num_queries, axis=1) if num_queries > 1 else mask
+        """Parts share what the decoder itself declares."""
 
     def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
-        cells = self._cells(only_logit_rows=only_logit_rows)
-        inputs = [q, k, v, *self._pools(layer), "kv_slots", "block_table", "pad_idx", cells, self._mask]
-        outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
-        return self.graph.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN)[0]
+        g, spec = self.graph, self.spec
+        heads = (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads))
+        for name, value, num_heads in heads:
+            g.hand_out(value, f"{name}.{layer}", ("T", num_heads, 1, spec.head_dim))
+        attended = g.cut(f"attended.{layer}", ("T", spec.num_heads * spec.head_dim), carried=("T", spec.hidden_size))
+        return g.op("Gather", attended, "logit_rows") if only_logit_rows else attended
 
     def declare_outputs(self, first_layer: int, last_layer: int) -> None:
-        self._declare_pool_outputs(first_layer, last_layer)
+        """The kernel writes the pools."""
 
 
 class GatheredAttention(AttentionBody):
@@ -142,7 +107,8 @@ class GatheredAttention(AttentionBody):
         mixed = g.op("Attention", queries, keys, values, self._mask, scale=spec.head_dim**-0.5)  # [B, H, Q, hd]
         mixed = g.op("Transpose", mixed, perm=[0, 2, 1, 3])
         mixed = g.op("Reshape", mixed, g.ints(-1, spec.num_heads * spec.head_dim))  # [B * Q, H * hd]
-        return g.op("Gather", mixed, self._cells(only_logit_rows=only_logit_rows))
+        cells = g.op("Gather", "unpad_idx", "logit_rows") if only_logit_rows else "unpad_idx"
+        return g.op("Gather", mixed, cells)
 
     def _visible(self, new: str, pool: str, out: str) -> str:
         """What queries can see of keys or values, [B, Hkv, S + Q, head_dim]; the new ones are `out` too."""
@@ -188,40 +154,13 @@ class PluginAttention(AttentionBody):
         return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
 
     def declare_outputs(self, first_layer: int, last_layer: int) -> None:
-        self._declare_pool_outputs(first_layer, last_layer)
+        for layer in range(first_layer, last_layer):
+            for name in ("k", "v"):
+                self.graph.output(f"{name}_pool_out.{layer}", self.pool_shape, self.graph.dtype)
 
 
 BODIES: dict[str, type[AttentionBody]] = {
-    "onnxruntime": InPlaceAttention,
+    "onnxruntime": HostAttention,
     "tensorrt_rtx": GatheredAttention,
     "tensorrt": PluginAttention,
 }
-
-
-def attention_function(spec: ModelSpec) -> onnx.FunctionProto:
-    """The body in standard ops. Query heads of a KV head are stacked as rows of one product."""
-    g = GraphBuilder()
-    num_kv, num_queries, head_dim = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
-    keys, values = (
-        g.op("Reshape", g.op("Gather", pool, "block_table", axis=1), g.ints(0, 0, -1, head_dim))  # [Hkv, B, S, hd]
-        for pool in (
-            g.op("ScatterND", "k_pool", "kv_slots", "k", out="k_pool_out"),
-            g.op("ScatterND", "v_pool", "kv_slots", "v", out="v_pool_out"),
-        )
-    )
-    queries = g.op("Gather", "q", "pad_idx")  # [B, Q, H, 1, hd]
-    if num_queries == 1:
-        queries = g.op("Transpose", g.op("Reshape", queries, g.ints(0, 0, num_kv, head_dim)), perm=[2, 0, 1, 3])
-    else:
-        queries = g.op("Reshape", queries, g.ints(0, 0, num_kv, num_queries, head_dim))
-        queries = g.op("Reshape", g.op("Transpose", queries, perm=[2, 0, 3, 1, 4]), g.ints(0, 0, -1, head_dim))
-    # KV heads as batch and sequences as heads: with a head-major pool nothing larger than q is moved
-    mixed = g.op("Attention", queries, keys, values, "mask", scale=head_dim**-0.5)  # [Hkv, B, nQ, hd]
-    if num_queries == 1:
-        mixed = g.op("Transpose", mixed, perm=[1, 2, 0, 3])
-    else:
-        mixed = g.op("Reshape", mixed, g.ints(0, 0, num_queries, -1, head_dim))
-        mixed = g.op("Transpose", mixed, perm=[1, 3, 0, 2, 4])
-    mixed = g.op("Reshape", mixed, g.ints(-1, spec.num_heads * head_dim))  # [B * Q, H * hd]
-    g.op("Gather", mixed, "unpad_idx", out="attended")
-    return g.function(DOMAIN, OP_TYPE, INPUTS, OUTPUTS)

@@ -236,9 +236,8 @@ def _write_onnx(
             dtype=written.dtype,
             weight_format=written.weights[name],
         )
-        path = directory / f"{name}.{len(segments)}.onnx"
-        path.write_bytes(graph.model.SerializeToString())
-        segments.append(SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs))
+        files = graph.write(directory, f"{name}.{len(segments)}")
+        segments.append(SegmentSpec(files[0], first, last, graph.inputs, graph.outputs, parts=files[1:]))
         first = last
     store.close()
     return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), WeightFormat(written.weights[name]))

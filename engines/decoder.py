@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import onnx
 
@@ -19,16 +20,23 @@ from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
 from engines.weight_formats import graph_builder
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.manifest import TensorSpec
+from faser_backend.manifest import FileSpec, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentGraph:
-    """A segment that can be written to disk: its model and the tensors of its border."""
+    """A segment that can be written to disk: its models, more than one where it is cut, and what crosses its border."""
 
-    model: onnx.ModelProto
+    models: tuple[onnx.ModelProto, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    def write(self, directory: Path, name: str) -> tuple[FileSpec, ...]:
+        """NAME.onnx, and NAME.1.onnx, ... for what lies behind the cuts."""
+        paths = [directory / (f"{name}.{part}.onnx" if part else f"{name}.onnx") for part in range(len(self.models))]
+        for path, model in zip(paths, self.models, strict=True):
+            path.write_bytes(model.SerializeToString())
+        return tuple(map(FileSpec.of, paths))
 
 
 def build_segment(
@@ -94,8 +102,7 @@ class SegmentBuilder:
             if first <= layer < last:
                 g.output(f"aux_hidden.{layer}", ("T", spec.hidden_size), g.dtype)
         self.attention.declare_outputs(first, last)
-        model = g.model(f"layers_{first}_{last}")
-        return SegmentGraph(model, tuple(g.inputs), tuple(g.outputs))
+        return SegmentGraph(g.models(f"layers_{first}_{last}"), tuple(g.inputs), tuple(g.outputs))
 
     def _embedded(self) -> str:
         token_ids = self.graph.input("token_ids", ("T",))
@@ -105,7 +112,6 @@ class SegmentBuilder:
         g = self.graph
         g.input("positions", ("T",))
         self.attention = self._make_attention()
-        self.rope_positions = g.op("Unsqueeze", "positions", g.ints(1))  # [T, 1]
         cos, sin = rotary_tables(self.spec)
         self.cos, self.sin = g.table("rope_cos", cos), g.table("rope_sin", sin)
         if is_last:
@@ -137,7 +143,8 @@ class SegmentBuilder:
         q, k = g.widen(q), g.widen(k)
         if spec.has_qk_norm:
             q, k = self._norm32(q, f"{prefix}.q_norm"), self._norm32(k, f"{prefix}.k_norm")
-        q, k = (g.narrow(g.op("RotaryEmbedding", x, self.cos, self.sin, self.rope_positions)) for x in (q, k))
+        positions = g.op("Unsqueeze", "positions", g.ints(1))  # [T, 1]
+        q, k = (g.narrow(g.op("RotaryEmbedding", x, self.cos, self.sin, positions)) for x in (q, k))
         return self.attention.attend(layer, q, k, v, only_logit_rows=only_logit_rows)
 
     def _norm(self, x: str, name: str) -> str:

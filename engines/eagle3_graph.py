@@ -45,9 +45,8 @@ def write_head(
     store.close()
     segments = []
     for index, graph in enumerate(graphs):
-        path = directory / f"draft.{index}.onnx"
-        path.write_bytes(graph.model.SerializeToString())
-        segments.append(SegmentSpec(FileSpec.of(path), 0, index, graph.inputs, graph.outputs))
+        files = graph.write(directory, f"draft.{index}")
+        segments.append(SegmentSpec(files[0], 0, index, graph.inputs, graph.outputs, parts=files[1:]))
     return ModelEngine(head.spec, FileSpec.of(store.path), tuple(segments))
 
 
@@ -57,7 +56,7 @@ def _join_graph(head: Eagle3Head, target_hidden_size: int, graph: GraphBuilder) 
     joined = graph.linear(graph.op("Concat", *features, axis=1), "fc")
     graph.op("Identity", joined, out="hidden_out")
     graph.output("hidden_out", ("T", head.spec.hidden_size), graph.dtype)
-    return SegmentGraph(graph.model("join"), tuple(graph.inputs), tuple(graph.outputs))
+    return SegmentGraph(graph.models("join"), tuple(graph.inputs), tuple(graph.outputs))
 
 
 class _HeadBuilder(SegmentBuilder):
@@ -81,7 +80,7 @@ class _HeadBuilder(SegmentBuilder):
         g.output("logits", ("R", spec.vocab_size))
         g.output("hidden_out", ("R", spec.hidden_size), g.dtype)
         self.attention.declare_outputs(0, 1)
-        return SegmentGraph(g.model("head"), tuple(g.inputs), tuple(g.outputs))
+        return SegmentGraph(g.models("head"), tuple(g.inputs), tuple(g.outputs))
 
     def _target_logits(self, normed: str) -> None:
         """logits [R, vocab_size]: the head's logits at the ids that it knows, -inf at all others.

@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.arrays import BFLOAT16, converted_blocks
+from engines.parts import Cut, Part, split_at
 from faser_backend.manifest import TensorSpec
 
 OPSET = 23
@@ -81,7 +82,7 @@ class WeightStore:
 
 
 class GraphBuilder:
-    """Collects nodes, inputs, outputs and constants of a graph or of a local function.
+    """Collects nodes, inputs, outputs and constants of a graph.
 
     `dtype` is what matrices and hidden states have; what needs more is computed between `widen` and `narrow`.
     """
@@ -98,10 +99,11 @@ class GraphBuilder:
         self.dtype = dtype
         self.inputs: list[TensorSpec] = []
         self.outputs: list[TensorSpec] = []
-        self.functions: list[onnx.FunctionProto] = []
         self._store = store
         self._weights = weights or {}
         self._nodes: list[onnx.NodeProto] = []
+        self._handed_out: list[TensorSpec] = []  # since the last cut
+        self._cuts: list[Cut] = []
         self._constants: dict[str, TensorProto] = {}
         self._num_values = 0
 
@@ -134,7 +136,7 @@ class GraphBuilder:
 
     def table(self, name: str, array: np.ndarray) -> str:
         """A computed float32 constant that lies in the shared weight file."""
-        assert self._store is not None, "a function body holds no weights"
+        assert self._store is not None, "this graph has no weight file"
         if name not in self._store:
             self._store.add(name, array)
         return self.stored(name, "float32")
@@ -149,7 +151,7 @@ class GraphBuilder:
 
     def stored(self, name: str, dtype: str) -> str:
         """A weight of the model, or what lies in the store already, as a constant of this graph."""
-        assert self._store is not None, "a function body holds no weights"
+        assert self._store is not None, "this graph has no weight file"
         if name not in self._store:
             self._store.add(name, self._weights[name], dtype)
         self._constants[name] = self._store.reference(name)
@@ -190,22 +192,36 @@ class GraphBuilder:
     def output(self, name: str, shape: tuple[int | str, ...], dtype: str = "float32") -> None:
         self.outputs.append(TensorSpec(name, dtype, shape))
 
-    def function(self, domain: str, name: str, inputs: list[str], outputs: list[str]) -> onnx.FunctionProto:
-        """The collected nodes as a local function."""
-        constants = [helper.make_node("Constant", [], [name], value=value) for name, value in self._constants.items()]
-        return helper.make_function(domain, name, inputs, outputs, [*constants, *self._nodes], _opsets())
+    def hand_out(self, value: str, name: str, shape: tuple[int | str, ...]) -> None:
+        """Renames a float32 value that a node of this part made; the next cut makes it an output of the part."""
+        node = next(node for node in reversed(self._nodes) if value in node.output)
+        node.output[list(node.output).index(value)] = name
+        self._handed_out.append(TensorSpec(name, "float32", shape))
 
-    def model(self, name: str) -> onnx.ModelProto:
-        """The collected nodes as a model; constants of `weight` stay in their file."""
+    def cut(self, result: str, shape: tuple[int | str, ...], *, carried: tuple[int | str, ...]) -> str:
+        """Ends a part of the graph: `result`, of this shape, is computed elsewhere from what was handed out.
+
+        carried: the shape of what the next part still reads of this one.
+        """
+        handed_out, self._handed_out = tuple(self._handed_out), []
+        self._cuts.append(Cut(len(self._nodes), handed_out, TensorSpec(result, "float32", shape), carried))
+        return result
+
+    def models(self, name: str) -> tuple[onnx.ModelProto, ...]:
+        """The collected nodes, a model for each part; constants of `weight` stay in their file."""
+        parts = split_at(self._cuts, self._nodes, self.inputs, self.outputs)
+        return tuple(self._model(f"{name}.{index}", part) for index, part in enumerate(parts))
+
+    def _model(self, name: str, part: Part) -> onnx.ModelProto:
         inputs, outputs = (
             [helper.make_tensor_value_info(t.name, _ELEMENT_TYPES[t.dtype], t.shape) for t in tensors]
-            for tensors in (self.inputs, self.outputs)
+            for tensors in (part.inputs, part.outputs)
         )
-        graph = helper.make_graph(self._nodes, name, inputs, outputs, list(self._constants.values()))
-        opsets = _opsets(*sorted({node.domain for node in self._nodes} - {""}))
-        return helper.make_model(
-            graph, opset_imports=opsets, ir_version=IR_VERSION, functions=self.functions, producer_name="faser"
-        )
+        read = {name for node in part.nodes for name in node.input}
+        constants = [value for name, value in self._constants.items() if name in read]
+        graph = helper.make_graph(part.nodes, name, inputs, outputs, constants)
+        opsets = _opsets(*sorted({node.domain for node in part.nodes} - {""}))
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="faser")
 
     def _small(self, name: str, array: np.ndarray) -> str:
         if name not in self._constants:

@@ -25,7 +25,7 @@ from engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
 from engines.families import read_spec
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
-from faser_backend.manifest import read_vocabulary, vocab_hash
+from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
 SIDES = ("target", "draft")
 

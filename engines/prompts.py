@@ -14,7 +14,7 @@ from typing import Any
 
 from engines.arrays import CheckpointError
 from engines.checkpoint import read_json
-from faser_backend.manifest import read_vocabulary
+from faser_backend.vocabulary import read_vocabulary
 
 PROMPTS_FILE = "prompts.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

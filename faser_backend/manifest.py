@@ -6,18 +6,17 @@ them. Knows the formats of the directory, nothing of graphs, runtimes or text.
 Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = block table columns,
 R = logit rows, K = exit candidates). Integers are int64 unless it says otherwise.
 
-Runtime "onnxruntime":
-  in   token_ids [T] or hidden [T, hidden_size]; positions [T]; pad_idx [B, Q], the row of each padded
-       cell (filler cells repeat a valid row); unpad_idx [T], flat index into B * Q; block_table
-       [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...; kv_slots [T, Hkv, 1, 3], the (head, block,
-       offset) that each new key and value is written to; logit_rows [R] (last segment);
-       exit_candidates [T, K] (segments built with exit scores); k_pool.i, v_pool.i
-       [Hkv, num_blocks, kv_block_size, head_dim] for each layer i
-  out  hidden [T, hidden_size] or logits [R, vocab_size]; exit_scores [T, K]; k_pool_out.i,
-       v_pool_out.i: the pools with the new rows. The runner binds them to the buffers of the inputs,
-       so a step writes its rows in place and copies nothing.
+Runtime "onnxruntime", cut at every layer's attention, which a kernel of ours computes and which writes in place:
+  in   token_ids [T] or hidden [T, hidden_size]; positions [T]; logit_rows [R] (last segment); exit_candidates
+       [T, K] (segments built with exit scores)
+  out  hidden_out [T, hidden_size] or logits [R, vocab_size]; exit_scores [T, K]
+  At the cut of layer i, q.i [T, num_heads, 1, head_dim] and k.i, v.i [T, Hkv, 1, head_dim], rotated, come out,
+  attended.i [T, num_heads * head_dim] goes in, and the hidden state [T, hidden_size] is carried over.
 Runtime "tensorrt_rtx", where no op of ours can be compiled and nothing is written in place:
-  in   as above without kv_slots; context_lens [B], how many tokens the pool held before this call
+  in   token_ids or hidden; positions; pad_idx [B, Q], the row of each padded cell (filler cells repeat a valid
+       row); unpad_idx [T], flat index into B * Q; block_table [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...;
+       context_lens [B], how many tokens the pool held before this call; logit_rows; exit_candidates; k_pool.i,
+       v_pool.i [Hkv, num_blocks, kv_block_size, head_dim] for each layer i
   out  hidden_out, logits, exit_scores; k_new.i, v_new.i [T, Hkv, head_dim], which the runner writes to the pool
 Runtimes "tensorrt" and "torch", whose attention is a kernel of ours and writes the pool itself:
   in   token_ids or hidden; positions; slot_mapping [T] int32, flat slot of each new key and value (block *
@@ -39,8 +38,9 @@ from typing import Any
 
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat
+from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 RUNTIMES = ("onnxruntime", "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
@@ -88,6 +88,11 @@ class SegmentSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     buckets: tuple[BucketSpec, ...] = ()  # empty where the runtime takes calls of any shape
+    parts: tuple[FileSpec, ...] = ()  # behind `file`, where the graph is cut
+
+    @property
+    def files(self) -> tuple[FileSpec, ...]:
+        return (self.file, *self.parts)
 
     @property
     def has_exit_scores(self) -> bool:
@@ -107,7 +112,7 @@ class ModelEngine:
     def files(self) -> tuple[FileSpec, ...]:
         """Each file once: segments may share one."""
         shared = () if self.weights is None else (self.weights,)
-        return tuple(dict.fromkeys((*shared, *(segment.file for segment in self.segments))))
+        return tuple(dict.fromkeys((*shared, *(file for segment in self.segments for file in segment.files))))
 
     @property
     def num_weight_bytes(self) -> int:
@@ -193,6 +198,9 @@ class EngineManifest:
                 )
             for segment in model.segments:
                 _check_buckets(path, segment)
+                num_cuts = segment.last_layer - segment.first_layer if self.runtime == "onnxruntime" else 0
+                if len(segment.parts) != num_cuts:
+                    raise ManifestError(f"{path}: {segment.file.name}: {len(segment.parts)} parts, not {num_cuts}")
         for end_id in self.end_ids:
             if not 0 <= end_id < sizes[0]:
                 raise ManifestError(f"{path}: end_ids = {end_id}: must lie in [0, {sizes[0] - 1}]")
@@ -201,29 +209,6 @@ class EngineManifest:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
-    """Token -> id of a Hugging Face tokenizer.json, added tokens included."""
-    try:
-        content = json.loads(tokenizer_file.read_text(encoding="utf-8"))
-        model_vocab = content["model"]["vocab"]
-        entries = (
-            model_vocab.items() if isinstance(model_vocab, dict) else ((t[0], i) for i, t in enumerate(model_vocab))
-        )
-        vocabulary = {str(token): int(token_id) for token, token_id in entries}
-        vocabulary.update({str(added["content"]): int(added["id"]) for added in content.get("added_tokens", ())})
-    except FileNotFoundError:
-        raise ManifestError(f"{tokenizer_file}: missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ManifestError(f"{tokenizer_file}: not a tokenizer.json ({type(error).__name__}: {error})") from None
-    return vocabulary
-
-
-def vocab_hash(vocabulary: dict[str, int]) -> str:
-    """sha256 over (id, token) in order of id: equal exactly where every id means the same token."""
-    ordered = sorted((token_id, token) for token, token_id in vocabulary.items())
-    return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
 
 
 def _check_choice(path: Path, field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -288,7 +273,8 @@ def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
         for side in ("inputs", "outputs")
     )
     file, first, last = _file_from(fields["file"]), int(fields["first_layer"]), int(fields["last_layer"])
-    return SegmentSpec(file, first, last, inputs, outputs, tuple(map(_bucket_from, fields.get("buckets", ()))))
+    buckets = tuple(map(_bucket_from, fields.get("buckets", ())))
+    return SegmentSpec(file, first, last, inputs, outputs, buckets, tuple(map(_file_from, fields.get("parts", ()))))
 
 
 def _bucket_from(fields: dict[str, Any]) -> BucketSpec:

@@ -67,7 +67,7 @@ class GatheredRunner:
         store.close()
         for index, graph in enumerate(self.graphs):
             path = directory / f"{index}.onnx"
-            path.write_bytes(graph.model.SerializeToString())
+            path.write_bytes(graph.models[0].SerializeToString())
             self._sessions.append(ort.InferenceSession(path, providers=["CPUExecutionProvider"]))
         self.num_segments = len(self.graphs)
         shape = (self.spec.num_kv_heads, num_blocks, block_size, self.spec.head_dim)

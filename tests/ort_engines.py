@@ -64,7 +64,7 @@ def write_rtx_model(
             dtype=dtype,
         )
         path = directory / f"target.{index}.engine"
-        path.write_bytes(graph.model.SerializeToString())
+        path.write_bytes(graph.models[0].SerializeToString())
         segment = SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs)
         segments.append(replace(segment, buckets=tuple(narrowed(bucket, graph.inputs) for bucket in buckets)))
     store.close()

@@ -1,4 +1,7 @@
-"""Segments of runtime onnxruntime run as bare sessions: every input is given by name, every output comes back."""
+"""Segments of runtime onnxruntime run as bare sessions, with attention in numpy between their parts.
+
+Every input is given by name, every output of the segment comes back.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from faser_backend.manifest import ModelEngine
 
 
 class SegmentSessions:
-    """A model with pools of its own, filled with noise: what a graph reads beyond a context has to show."""
+    """A model with pools of its own, filled with noise: what is read beyond a context has to show."""
 
     def __init__(self, model: ModelEngine, directory: Path, num_blocks: int, block_size: int) -> None:
         self.model = model
         self._block_size = block_size
-        self._sessions = [
-            ort.InferenceSession(directory / segment.file.name, providers=["CPUExecutionProvider"])
+        self._parts = [
+            [ort.InferenceSession(directory / file.name, providers=["CPUExecutionProvider"]) for file in segment.files]
             for segment in model.segments
         ]
         filler, spec = np.random.default_rng(9), model.spec
@@ -32,13 +35,16 @@ class SegmentSessions:
     def run(self, segment: int, rows: RowBatch | None, **given: np.ndarray) -> dict[str, np.ndarray]:
         """Outputs by name. The pools have the new rows afterwards. rows: None for a segment without layers."""
         described = self.model.segments[segment]
-        feeds = given | self.pools | ({} if rows is None else self._feeds(rows))
-        names = [tensor.name for tensor in described.outputs]
-        found = self._sessions[segment].run(names, {tensor.name: feeds[tensor.name] for tensor in described.inputs})
-        outputs = {name: np.asarray(array) for name, array in zip(names, found, strict=True)}
-        for name in [name for name in outputs if "_pool_out." in name]:
-            self.pools[name.replace("_out", "")] = outputs.pop(name)
-        return outputs
+        values = given if rows is None else given | self._feeds(rows)
+        for part, session in enumerate(self._parts[segment]):
+            if part:
+                assert rows is not None
+                layer = described.first_layer + part - 1
+                values[f"attended.{layer}"] = self._attend(layer, rows, *(values[f"{name}.{layer}"] for name in "qkv"))
+            names = [tensor.name for tensor in session.get_outputs()]
+            found = session.run(names, {tensor.name: values[tensor.name] for tensor in session.get_inputs()})
+            values |= {name: np.asarray(array) for name, array in zip(names, found, strict=True)}
+        return {tensor.name: values[tensor.name] for tensor in described.outputs}
 
     def run_all(self, rows: RowBatch) -> dict[str, np.ndarray]:
         """Every segment in order; the outputs of all of them."""
@@ -49,23 +55,23 @@ class SegmentSessions:
         return outputs
 
     def _feeds(self, rows: RowBatch) -> dict[str, np.ndarray]:
-        counts, num_heads = rows.rows_per_sequence, self.model.spec.num_kv_heads
-        sequence = np.repeat(np.arange(counts.shape[0]), counts)
-        offset = np.arange(rows.num_rows) - rows.cu_rows[sequence]
-        width = int(counts.max())
-        positions = rows.context_lens[sequence] + offset
-        block, cell = np.divmod(positions, self._block_size)
-        kv_slots = np.empty((rows.num_rows, num_heads, 1, 3), np.int64)
-        kv_slots[..., 0] = np.arange(num_heads)[:, None]
-        kv_slots[..., 1] = rows.block_tables[sequence, block][:, None, None]
-        kv_slots[..., 2] = cell[:, None, None]
-        return {
-            "token_ids": rows.token_ids,
-            "positions": positions,
-            "pad_idx": np.minimum(rows.cu_rows[:-1, None] + np.arange(width), rows.cu_rows[1:, None] - 1),
-            "unpad_idx": sequence * width + offset,
-            "block_table": rows.block_tables,
-            "columns": np.arange(rows.block_tables.shape[1] * self._block_size),
-            "kv_slots": kv_slots,
-            "logit_rows": rows.logit_rows,
-        }
+        counts = rows.rows_per_sequence
+        positions = np.arange(rows.num_rows) + np.repeat(rows.context_lens - rows.cu_rows[:-1], counts)
+        return {"token_ids": rows.token_ids, "positions": positions, "logit_rows": rows.logit_rows}
+
+    def _attend(self, layer: int, rows: RowBatch, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        spec, size = self.model.spec, self._block_size
+        key_pool, value_pool = self.pools[f"k_pool.{layer}"], self.pools[f"v_pool.{layer}"]
+        attended = np.empty((rows.num_rows, spec.num_heads, spec.head_dim), np.float32)
+        for index, context in enumerate(rows.context_lens):
+            for row in range(rows.cu_rows[index], rows.cu_rows[index + 1]):
+                positions = np.arange(context + row - rows.cu_rows[index] + 1)
+                block, offset = rows.block_tables[index, positions // size], positions % size
+                key_pool[:, block[-1], offset[-1]], value_pool[:, block[-1], offset[-1]] = k[row, :, 0], v[row, :, 0]
+                keys, values = key_pool[:, block, offset], value_pool[:, block, offset]  # [Hkv, n, head_dim]
+                queries = q[row].reshape(spec.num_kv_heads, -1, spec.head_dim)
+                scores = queries @ keys.transpose(0, 2, 1) * spec.head_dim**-0.5
+                weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+                mixed = weights / weights.sum(axis=-1, keepdims=True) @ values
+                attended[row] = mixed.reshape(spec.num_heads, spec.head_dim)
+        return attended.reshape(rows.num_rows, -1)

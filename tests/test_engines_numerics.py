@@ -172,17 +172,20 @@ def test_rows_pruned_between_segments_do_not_touch_the_kept_ones(tmp_path: Path)
     assert np.abs(resumed - np.concatenate([expected[0][10:], expected[1][12:]])).max() <= MAX_ERROR
 
 
-def test_inlined_segments_are_valid_standard_onnx(tmp_path: Path) -> None:
-    """What other compilers are given: one local function that inlines, and nothing but standard ops."""
+def test_parts_of_segments_are_valid_standard_onnx(tmp_path: Path) -> None:
+    """Nothing but standard ops, cut at every attention; the parts' borders are those of the manifest."""
     built = Built(tmp_path, exit_layers=(1,))
     for segment in built.manifest.target.segments:
-        path = built.directory / segment.file.name
-        onnx.checker.check_model(path, full_check=True)
-        model = onnx.load(path, load_external_data=False)
-        assert [(f.domain, f.name) for f in model.functions] == [("faser", "PrunedChunkAttention")]
-        num_calls = sum(node.op_type == "PrunedChunkAttention" for node in model.graph.node)
-        assert num_calls == segment.last_layer - segment.first_layer
-        inlined = onnx.inliner.inline_local_functions(model)
-        assert {node.domain for node in inlined.graph.node} == {""}
-        assert [tensor.name for tensor in model.graph.input] == [tensor.name for tensor in segment.inputs]
-        assert [tensor.name for tensor in model.graph.output] == [tensor.name for tensor in segment.outputs]
+        layers = range(segment.first_layer, segment.last_layer)
+        assert len(segment.files) == len(layers) + 1
+        models = []
+        for file in segment.files:
+            onnx.checker.check_model(built.directory / file.name, full_check=True)
+            models.append(onnx.load(built.directory / file.name, load_external_data=False))
+        assert {node.domain for model in models for node in model.graph.node} == {""}
+        known = {tensor.name for tensor in (*segment.inputs, *segment.outputs)}
+        inner = {f"{name}.{layer}" for layer in layers for name in ("q", "k", "v", "attended")}
+        inner |= {f"carried.{cut}.0" for cut in range(len(layers))}
+        borders = [tensor.name for model in models for tensor in (*model.graph.input, *model.graph.output)]
+        first_is_carried = segment.first_layer == 0  # else the residual of the first layer is the input itself
+        assert set(borders) == known | (inner if first_is_carried else inner - {"carried.0.0"})

@@ -52,7 +52,7 @@ class Layer:
         graph.input("rows", ("T", HIDDEN), "float32")
         graph.op("Identity", chosen_experts(graph, spec, "x", "rows"), out="mixed")
         graph.output("mixed", ("T", HIDDEN))
-        model = graph.model("experts")
+        model = graph.models("experts")[0]
         store.close()
         [split] = [node for node in model.graph.node if node.op_type == "Split"]
         self._parts = list(split.output)
@@ -99,7 +99,7 @@ def run_joined(layer: Layer, directory: Path, rows: np.ndarray) -> np.ndarray:
     graph.input("rows", ("T", HIDDEN), "float32")
     graph.op("Identity", every_expert(graph, layer.spec, "x", "rows"), out="mixed")
     graph.output("mixed", ("T", HIDDEN))
-    onnx.save(graph.model("joined"), directory / "joined.onnx")
+    onnx.save(graph.models("joined")[0], directory / "joined.onnx")
     store.close()
     session = ort.InferenceSession(directory / "joined.onnx", providers=["CPUExecutionProvider"])
     return np.asarray(session.run(["mixed"], {"rows": rows})[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import MAX_SHAPES, bucketed_blocks
+from faser_backend.device.call_shapes import MAX_SHAPES
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, core_partitions
@@ -110,13 +110,6 @@ def test_shapes_are_cached_but_not_without_bound(runner: OrtRunner) -> None:
         rows = make_rows(sequence, [0], [1], table, logit_rows=np.zeros(num_logits, np.int64))
         runner.run_segment(0, rows, None)
     assert len(cache) == MAX_SHAPES
-
-
-@given(num_blocks=st.integers(1, 100_000))
-def test_bucketed_tables_are_wide_enough_and_few(num_blocks: int) -> None:
-    width = bucketed_blocks(num_blocks)
-    assert num_blocks <= width <= max(num_blocks * 1.25, num_blocks + 1)
-    assert bucketed_blocks(width) == width
 
 
 def test_runners_of_one_pool_see_each_others_tokens(engine: Path) -> None:

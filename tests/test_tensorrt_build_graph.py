@@ -151,7 +151,7 @@ def test_the_plugin_body_is_the_bare_op(dtype: str, source: Path, tmp_path: Path
         spec, ModelWeights(checkpoint, spec), store, 1, 3, kv_block_size=4, runtime="tensorrt", dtype=dtype
     )
     store.close()
-    model = graph.model
+    model = graph.models[0]
     path = tmp_path / "segment.onnx"
     path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(path)

@@ -101,7 +101,7 @@ def model(source: Path) -> onnx.ModelProto:
         spec, ModelWeights(checkpoint, spec), store, 0, 3, kv_block_size=BLOCK_SIZE, runtime="tensorrt"
     )
     store.close()
-    return graph.model
+    return graph.models[0]
 
 
 @pytest.mark.parametrize("is_split", [False, True])

@@ -1,4 +1,4 @@
-"""Inputs of GPU calls: equal to what ONNX Runtime's call shapes are filled with, padded, and staged in turn."""
+"""Inputs of GPU calls: what they say of each row, padded, and staged in turn."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engines.build import build_engines
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import CallShape
 from faser_backend.device.cuda.buffers import (
     ALIGNMENT,
     NUM_AREAS,
@@ -27,10 +25,8 @@ from faser_backend.device.cuda.segment import (
     clipped,
     power_of_two,
 )
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import CorePartition
-from faser_backend.manifest import EngineManifest, TensorSpec
-from tests.tiny_models import make_rows, write_checkpoint
+from faser_backend.manifest import TensorSpec
+from tests.tiny_models import make_rows
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -62,41 +58,31 @@ def filled(rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None = N
     return {name: tensor.numpy() for name, tensor in block.tensors.items()}
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> OrtRunner:
-    root = tmp_path_factory.mktemp("buffers")
-    source = write_checkpoint(root / "source", num_hidden_layers=1)
-    build_engines(source, source, root / "engine", kv_block_size=BLOCK_SIZE)
-    target = EngineManifest.load(root / "engine").target
-    return OrtRunner(target, root / "engine", 40, BLOCK_SIZE, CorePartition("test", (0,)))
-
-
-def onnx_shape(runner: OrtRunner, rows: RowBatch) -> CallShape:
-    """The one call shape that is left after ONNX Runtime has run these rows alone."""
-    cache = runner._shapes[0]
-    cache._shapes.clear()
-    runner.run_segment(0, rows, None)
-    return next(iter(cache._shapes.values()))
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_inputs_are_those_of_onnx_runtime(runner: OrtRunner, seed: int) -> None:
+def test_inputs_say_where_each_row_is_and_writes(seed: int) -> None:
     rows = random_rows(np.random.default_rng(seed))
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
-    max_rows = int(rows.rows_per_sequence.max())
-    shape = onnx_shape(runner, rows)
-    width = shape.block_table.shape[1]
-    bounds = CallBounds(num_rows, num_sequences, max_rows, width, rows.logit_rows.shape[0], 0)
-    inputs = filled(rows, bounds)
-    for name in ("token_ids", "positions", "unpad_idx"):
-        np.testing.assert_array_equal(inputs[name], getattr(shape, name)[:num_rows], err_msg=name)
-    for name in ("pad_idx", "block_table"):
-        np.testing.assert_array_equal(inputs[name], getattr(shape, name), err_msg=name)
-    np.testing.assert_array_equal(inputs["logit_rows"], rows.logit_rows)
-    _, block, offset = np.moveaxis(shape.kv_slots[:num_rows, 0, 0], 1, 0)
-    np.testing.assert_array_equal(inputs["slot_mapping"], block * BLOCK_SIZE + offset)
-    np.testing.assert_array_equal(inputs["context_lens"], rows.context_lens)
-    np.testing.assert_array_equal(inputs["cu_rows"], rows.cu_rows)
+    counts = rows.rows_per_sequence
+    max_rows, width = int(counts.max()), rows.block_tables.shape[1]
+    inputs = filled(rows, CallBounds(num_rows, num_sequences, max_rows, width, rows.logit_rows.shape[0], 0))
+    sequence = np.repeat(np.arange(num_sequences), counts)
+    offset = np.concatenate([np.arange(count) for count in counts])
+    positions = rows.context_lens[sequence] + offset
+    block = rows.block_tables[sequence, positions // BLOCK_SIZE]
+    last_rows = rows.cu_rows[1:, None] - 1
+    wanted = {
+        "token_ids": rows.token_ids,
+        "positions": positions,
+        "unpad_idx": sequence * max_rows + offset,
+        "pad_idx": np.minimum(rows.cu_rows[:-1, None] + np.arange(max_rows), last_rows),
+        "block_table": rows.block_tables,
+        "slot_mapping": block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        "logit_rows": rows.logit_rows,
+        "context_lens": rows.context_lens,
+        "cu_rows": rows.cu_rows,
+    }
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(inputs[name], array, err_msg=name)
 
 
 @pytest.mark.parametrize("seed", range(20))

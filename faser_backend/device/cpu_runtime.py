@@ -14,7 +14,6 @@ import numpy as np
 
 from faser_backend.core.model import EAGLE3, ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
-from faser_backend.device.call_shapes import bucketed_blocks
 from faser_backend.device.head_runner import OrtHeadRunner
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.lanes import ThreadLanes
@@ -128,14 +127,10 @@ def useful_splits(
     return splits, reason
 
 
-def key_columns(num_tokens: int, kv_block_size: int) -> int:
-    """Columns of keys that a call gathers for a sequence of so many tokens."""
-    return bucketed_blocks(-(-num_tokens // kv_block_size)) * kv_block_size
-
-
 def identity() -> dict[str, str | int]:
-    """What decides how long calls take here, by name: the processor, the cores in use, ONNX Runtime."""
-    return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, "onnxruntime": version("onnxruntime")}
+    """What decides how long calls take here, by name: the processor, the cores in use, who compiles and computes."""
+    versions = {name: version(name) for name in ("onnxruntime", "numba")}
+    return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}
 
 
 def cpu_name() -> str:

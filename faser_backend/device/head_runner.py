@@ -28,7 +28,7 @@ class OrtHeadRunner(OrtRunner):
         block, offset = np.divmod(positions, self.pool.kv_block_size)
         blocks = rows.block_tables[sequence, block]
         features = {f"aux_hidden.{layer}": array[blocks, offset] for layer, array in self.pool.features.items()}
-        return np.asarray(self._shapes[JOIN].bound.session.run(["hidden_out"], features)[0])
+        return np.asarray(self._shapes[JOIN].bound.sessions[0].run(["hidden_out"], features)[0])
 
     def run_layer(self, rows: RowBatch, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See core.ports.HeadRunner."""

@@ -1,8 +1,8 @@
 """`OrtRunner`: a compiled model on ONNX Runtime with its KV pool; implements core.ports.ModelRunner.
 
-A call copies a few small integers into buffers that ONNX Runtime already holds and runs the graph.
-Buffers and bindings of a call shape are kept, so that a steady state allocates nothing; the graph
-writes new keys and values into the pool itself.
+A call copies a few small integers into buffers that ONNX Runtime already holds and runs the graph part by part;
+between two parts a layer's attention is computed by a kernel of ours, which reads and writes the pool in place.
+Buffers and bindings of a call shape are kept, so that a steady state allocates nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import (
-    BoundSegment,
-    CallShape,
-    ShapeCache,
-    ShapeKey,
-    bucketed_blocks,
-    bucketed_rows,
-)
+from faser_backend.device.call_shapes import BoundSegment, CallShape, ShapeCache, ShapeKey
+from faser_backend.device.host_attention import HostAttention
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
@@ -69,12 +63,12 @@ class OrtRunner:
         self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
-        self._fewest_queries = fewest_queries(model)
-        self._block_size = self.pool.kv_block_size
+        # Matrices of a small model are too small for a second thread, keys and values of a large batch are not.
+        self._attention = HostAttention(model.spec, self.pool, min(num_threads or partition.size, partition.size))
         self._shapes: list[ShapeCache] = []
         for segment in model.segments:
-            session = _open_session(engine_dir / segment.file.name, self.num_threads, can_spin)
-            self._shapes.append(ShapeCache(BoundSegment(session, segment, model.spec, self.pool)))
+            sessions = [_open_session(engine_dir / file.name, self.num_threads, can_spin) for file in segment.files]
+            self._shapes.append(ShapeCache(BoundSegment(sessions, segment, model.spec, self.pool)))
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """See core.ports.ModelRunner. The result is a buffer that the segment's next call overwrites."""
@@ -102,44 +96,30 @@ class OrtRunner:
         self.pool.check_integrity()
 
     def close(self) -> None:
-        """Frees sessions and buffers; the runner cannot be used afterwards."""
+        """Frees sessions, buffers and threads; the runner cannot be used afterwards."""
         self._shapes.clear()
+        self._attention.close()
 
     def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None) -> CallShape:
-        cu_rows = rows.cu_rows
-        counts = cu_rows[1:] - cu_rows[:-1]
-        num_tokens = int((rows.context_lens + counts).max())
-        num_rows, num_logits = rows.token_ids.shape[0], rows.logit_rows.shape[0]
-        num_sequences, max_rows = counts.shape[0], max(int(counts.max()), self._fewest_queries)
-        is_exact = num_rows == num_sequences * max_rows
-        key = ShapeKey(
-            num_rows if is_exact else bucketed_rows(num_rows),
-            num_sequences,
-            max_rows,
-            bucketed_blocks(-(-num_tokens // self._block_size)),
-            bucketed_rows(num_logits) if num_logits == num_rows and not is_exact else num_logits,
-            0 if candidates is None else candidates.shape[1],
-            is_exact,
-        )
-        shape = self._shapes[segment].get(key)
-        shape.run(rows, counts, hidden, candidates)
+        counts = rows.rows_per_sequence
+        num_logits = rows.logit_rows.shape[0]
+        cache = self._shapes[segment]
+        bound = cache.bound
+        shape = cache.get(ShapeKey(rows.num_rows, num_logits, 0 if candidates is None else candidates.shape[1]))
+        shape.fill(rows, counts, hidden, candidates)
+        self._attention.begin(rows, counts)
+        shape.run_part(0)
+        for part, layer in enumerate(bound.layers, 1):
+            is_wanted = num_logits > 0 or layer < self.spec.num_layers - 1
+            self._attention.run(layer, shape.q, shape.k, shape.v, shape.attended, attends=is_wanted)
+            shape.run_part(part)
+        shape.keep_features(rows, counts, self.pool.kv_block_size)
         return shape
 
 
 def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
     """Threads that calls of the model gain from on this partition."""
     return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size
-
-
-def fewest_queries(model: ModelEngine) -> int:
-    """Query rows that attention computes for each KV head and sequence at least.
-
-    ONNX Runtime sums the product of a single row otherwise than that of several, in the last bits, which 8-bit
-    products make 10,000 times as large. With two rows at least (+5 to +11 % of a decoding call) a row of logits has
-    the same bits in every call shape. Grouped heads are several rows anyway.
-    """
-    has_single_rows = model.spec.num_heads == model.spec.num_kv_heads
-    return 2 if has_single_rows and model.weight_format.name == "int8" else 1
 
 
 @cache

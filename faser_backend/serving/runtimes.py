@@ -52,8 +52,6 @@ def identity_of(runtime: str) -> dict[str, str | int]:
 
 def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
     """Columns of keys that a call reads for a sequence of so many tokens."""
-    if runtime == "onnxruntime":
-        return cpu_runtime.key_columns(num_tokens, kv_block_size)
     num_blocks = -(-num_tokens // kv_block_size)
     if runtime == "tensorrt_rtx":  # gathers what the block table has columns for
         num_blocks = 1 << max(num_blocks - 1, MIN_TABLE_BLOCKS - 1).bit_length()

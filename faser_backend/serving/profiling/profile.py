@@ -30,6 +30,7 @@ from faser_backend.serving.profiling.store import (
     Fingerprint,
     FitError,
     Profile,
+    is_padded,
     key_columns,
     load_cost_model,
 )
@@ -103,8 +104,11 @@ class _Profiler:
         sampled = self._measure_calls()
         overhead, overhead_points, exit_points = self._measure_overhead()
         self._report("done", 1.0)
-        costs = {(share.model, share.partition): fit_segments(points, widths) for share, points in sampled.items()}
-        model = CostModel(costs, overhead, widths, is_measured=True)
+        costs = {
+            (share.model, share.partition): fit_segments(points, widths, pads=is_padded(manifest))
+            for share, points in sampled.items()
+        }
+        model = CostModel(costs, overhead, widths, is_measured=True, is_padded=is_padded(manifest))
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -154,10 +158,10 @@ class _Profiler:
         return overhead, samples, exit_samples
 
 
-def fit_segments(points: list[Sampled], widths: np.ndarray) -> tuple[CallCost, ...]:
-    """A cost per segment from the points that are not held out."""
+def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:
+    """A cost per segment from the points that are not held out. pads: see CostModel.is_padded."""
     fitted = [point for point in points if not point.case.is_held_out]
-    shapes = shapes_of([point.case for point in fitted], widths)
+    shapes = shapes_of([point.case for point in fitted], widths, pads=pads)
     times = np.array([point.segment_us for point in fitted])
     return tuple(fit_call_cost(shapes, times[:, segment]) for segment in range(times.shape[1]))
 
@@ -194,11 +198,13 @@ def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError
     )
 
 
-def shapes_of(cases: list[Case], widths: np.ndarray) -> CallShapes:
-    columns = widths[[case.num_tokens for case in cases]]
+def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:
     rows = [(case.num_rows, len(case.counts), max(case.counts), case.num_logit_rows) for case in cases]
     num_rows, num_sequences, max_rows, num_logit_rows = np.array(rows, np.float64).T
-    return CallShapes(num_rows, num_sequences, max_rows, columns, num_logit_rows)
+    if not pads:  # as CostModel.call_us has it: on average, a sequence reads its context and its own rows
+        max_rows = num_rows / num_sequences
+    num_tokens = np.array([case.context for case in cases]) + max_rows
+    return CallShapes(num_rows, num_sequences, max_rows, widths[num_tokens.astype(np.int64)], num_logit_rows)
 
 
 def run_profile(

@@ -163,7 +163,8 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """The profile's; guesses where there is no profile. Raises ConfigError for one that does not fit."""
     if not (Path(engine_dir) / PROFILE_FILE).exists():
-        return Knowledge(default_cost_model(*map(_size_of, _models(manifest).values())))
+        sizes = map(_size_of, _models(manifest).values())
+        return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
     profile = load_profile(engine_dir, manifest)
     exits = tuple(report.calibration for report in profile.calibration.exits)
     return Knowledge(cost_model_of(profile, manifest), profile.calibration.margins, exits)
@@ -175,7 +176,14 @@ def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
 
 
 def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
-    return CostModel(profile.costs, profile.overhead, key_columns(manifest), is_measured=True)
+    return CostModel(
+        profile.costs, profile.overhead, key_columns(manifest), is_measured=True, is_padded=is_padded(manifest)
+    )
+
+
+def is_padded(manifest: EngineManifest) -> bool:
+    """Whether attention treats all sequences of a call as the longest; kernels of ours take each as it is."""
+    return manifest.runtime == "tensorrt_rtx"
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:

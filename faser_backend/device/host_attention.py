@@ -1,0 +1,142 @@
+"""`HostAttention`: the attention of a model's layers on some of this machine's cores.
+
+Spreads the kernel's work (plugins/host_attention.py), which is a unit per sequence and KV head, over threads.
+Knows pools and rows; nothing of graphs.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.model import ModelSpec
+from faser_backend.device.kv_pool import KvPool
+from plugins.host_attention import TILE_ROWS, Kernel, attention_kernel, scratch_width
+
+# Numbers of keys and values that a thread should have to read: waking it takes 50 us, and they about as long.
+FEWEST_NUMBERS_PER_THREAD = 1 << 19
+ROWS_TO_READ = 5  # rows whose arithmetic takes as long as it takes to read what they attend to
+
+
+class _Work(NamedTuple):
+    """What a call's layers have in common. bounds: units of each thread lie between two neighbours."""
+
+    block_table: np.ndarray
+    cu_rows: np.ndarray
+    context_lens: np.ndarray
+    bounds: list[int]
+
+
+class HostAttention:
+    """Not thread-safe: the layers of one call after the other. Threads start on the cores of who first calls."""
+
+    def __init__(self, spec: ModelSpec, pool: KvPool, num_threads: int) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._num_threads = num_threads
+        self._kernel = attention_kernel(spec.head_dim)
+        self._queries_per_head = spec.num_heads // spec.num_kv_heads
+        self._numbers_per_token = 2 * spec.num_kv_heads * spec.head_dim  # of keys and values
+        self._scale = np.float32(spec.head_dim**-0.5)
+        self._helpers = [_Helper() for _ in range(num_threads - 1)]
+        self._scratch = [(np.empty((TILE_ROWS, 0), np.float32), np.empty(0, np.int32))] * num_threads
+        self._work: _Work | None = None
+
+    def begin(self, rows: RowBatch, counts: np.ndarray) -> None:
+        """Shares out a call: counts [B] = rows of each sequence."""
+        num_units = counts.size * self._spec.num_kv_heads
+        last_tokens = rows.context_lens + counts
+        reads = (counts * self._queries_per_head + (ROWS_TO_READ - 1)) / ROWS_TO_READ
+        numbers = reads * last_tokens * self._numbers_per_token
+        num_threads = min(self._num_threads, int(numbers.sum() / FEWEST_NUMBERS_PER_THREAD))
+        bounds = [0, num_units]
+        if num_threads > 1:
+            before = np.concatenate([[0], np.cumsum(numbers)])
+            goals = before[-1] * np.arange(1, num_threads) / num_threads
+            units = np.interp(goals, before, np.arange(counts.size + 1) * self._spec.num_kv_heads)
+            bounds[1:1] = np.rint(units).astype(np.int64).tolist()
+        width = scratch_width(-(-int(last_tokens.max()) // self._pool.kv_block_size) * self._pool.kv_block_size)
+        if self._scratch[0][1].size < width:
+            width = max(width, 2 * self._scratch[0][1].size)
+            self._scratch = [
+                (np.empty((TILE_ROWS, width), np.float32), np.empty(width, np.int32)) for _ in self._scratch
+            ]
+        self._work = _Work(*map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens)), bounds)
+
+    def run(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, *, attends: bool) -> None:
+        """Writes k and v [T, Hkv, 1, head_dim] to the layer's pool, and what q [T, H, 1, head_dim] attends to, to out.
+
+        attends: False where nobody wants `out` [T, H * head_dim], which is then left as it is.
+        """
+        work, spec = self._work, self._spec
+        assert work is not None, "begin() shares out a call first"
+        num_rows = q.shape[0]
+        arrays = (
+            q.reshape(num_rows, spec.num_heads, spec.head_dim),
+            k.reshape(num_rows, spec.num_kv_heads, spec.head_dim),
+            v.reshape(num_rows, spec.num_kv_heads, spec.head_dim),
+            self._pool.keys(layer),
+            self._pool.values(layer),
+            work.block_table,
+            work.cu_rows,
+            work.context_lens,
+            out.reshape(num_rows, spec.num_heads, spec.head_dim),
+        )
+        bounds = work.bounds
+        shares = [
+            (*arrays, *scratch, first, last, self._scale, attends)
+            for scratch, first, last in zip(self._scratch, bounds, bounds[1:], strict=False)
+        ]
+        helpers = self._helpers[: len(shares) - 1]
+        for helper, share in zip(helpers, shares[1:], strict=True):
+            helper.start(self._kernel, share)
+        self._kernel(*shares[0])
+        for helper in helpers:
+            helper.wait()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for helper in self._helpers:
+            helper.close()
+        self._helpers.clear()
+
+
+class _Helper:
+    """A thread that runs kernels. Queues hand over in a fraction of what a thread pool's futures take."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Kernel, tuple] | None] = SimpleQueue()
+        self._errors: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def start(self, kernel: Kernel, arguments: tuple) -> None:
+        """The first time, starts the thread on the cores of the caller's."""
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, name="attention", daemon=True)
+            self._thread.start()
+        self._work.put((kernel, arguments))
+
+    def wait(self) -> None:
+        """Until what was started has ended. Raises what it raised."""
+        error = self._errors.get()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            kernel, arguments = work
+            try:
+                kernel(*arguments)
+            except BaseException as error:
+                self._errors.put(error)
+            else:
+                self._errors.put(None)

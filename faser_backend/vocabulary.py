@@ -1,0 +1,32 @@
+"""Vocabularies of tokenizer files: read, and named by a hash so that two can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from faser_backend.core.errors import ManifestError
+
+
+def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
+    """Token -> id of a Hugging Face tokenizer.json, added tokens included."""
+    try:
+        content = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+        model_vocab = content["model"]["vocab"]
+        entries = (
+            model_vocab.items() if isinstance(model_vocab, dict) else ((t[0], i) for i, t in enumerate(model_vocab))
+        )
+        vocabulary = {str(token): int(token_id) for token, token_id in entries}
+        vocabulary.update({str(added["content"]): int(added["id"]) for added in content.get("added_tokens", ())})
+    except FileNotFoundError:
+        raise ManifestError(f"{tokenizer_file}: missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ManifestError(f"{tokenizer_file}: not a tokenizer.json ({type(error).__name__}: {error})") from None
+    return vocabulary
+
+
+def vocab_hash(vocabulary: dict[str, int]) -> str:
+    """sha256 over (id, token) in order of id: equal exactly where every id means the same token."""
+    ordered = sorted((token_id, token) for token, token_id in vocabulary.items())
+    return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
