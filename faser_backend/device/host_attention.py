@@ -59,13 +59,24 @@ class HostAttention:
             goals = before[-1] * np.arange(1, num_threads) / num_threads
             units = np.interp(goals, before, np.arange(counts.size + 1) * self._spec.num_kv_heads)
             bounds[1:1] = np.rint(units).astype(np.int64).tolist()
+        self._check_blocks(rows.block_tables, int(last_tokens.max()))
         width = scratch_width(-(-int(last_tokens.max()) // self._pool.kv_block_size) * self._pool.kv_block_size)
         if self._scratch[0][1].size < width:
             width = max(width, 2 * self._scratch[0][1].size)
             self._scratch = [
                 (np.empty((TILE_ROWS, width), np.float32), np.empty(width, np.int32)) for _ in self._scratch
             ]
-        self._work = _Work(*map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens)), bounds)
+        tables, cu_rows, context_lens = map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens))
+        self._work = _Work(tables, cu_rows, context_lens, bounds)
+
+    def _check_blocks(self, block_tables: np.ndarray, num_tokens: int) -> None:
+        """The kernel trusts its indices. Raises IndexError before anything is read or written."""
+        num_blocks, size = self._pool.num_blocks, self._pool.kv_block_size
+        least, most = int(block_tables.min()), int(block_tables.max())
+        if least < 0 or most >= num_blocks:
+            raise IndexError(f"block_tables = {least} to {most}: blocks of the pool are 0 to {num_blocks - 1}")
+        if num_tokens > block_tables.shape[1] * size:
+            raise IndexError(f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}")
 
     def run(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, *, attends: bool) -> None:
         """Writes k and v [T, Hkv, 1, head_dim] to the layer's pool, and what q [T, H, 1, head_dim] attends to, to out.

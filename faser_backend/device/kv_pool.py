@@ -13,10 +13,10 @@ from faser_backend.manifest import ModelSpec
 
 
 class KvPool:
-    """`storage` [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim] float32, zeroed.
+    """`storage` [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim] float32, zeroed.
 
-    The last block is nobody's: rows that only pad a call write there. `features`, by layer: what goes into it,
-    [num_blocks + 1, kv_block_size, hidden_size], of every token; the layers are those that a draft head reads.
+    `features`, by layer: what goes into it,
+    [num_blocks, kv_block_size, hidden_size], of every token; the layers are those that a draft head reads.
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int) -> None:
@@ -25,7 +25,7 @@ class KvPool:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
-        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
+        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
         try:
             self.storage = np.zeros(shape, np.float32)
             self.features = feature_pools(spec, num_blocks, kv_block_size)
@@ -34,16 +34,12 @@ class KvPool:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
 
     def keys(self, layer: int) -> np.ndarray:
-        """The keys of a layer, [num_kv_heads, num_blocks + 1, kv_block_size, head_dim]; a view."""
+        """The keys of a layer, [num_kv_heads, num_blocks, kv_block_size, head_dim]; a view."""
         return self.storage[layer, 0]
 
     def values(self, layer: int) -> np.ndarray:
         """The values of a layer, of the shape of its keys; a view."""
         return self.storage[layer, 1]
-
-    @property
-    def scratch_block(self) -> int:
-        return self.num_blocks
 
     @property
     def num_bytes(self) -> int:
@@ -65,5 +61,5 @@ class KvPool:
 
 def feature_pools(spec: ModelSpec, num_blocks: int, kv_block_size: int) -> dict[int, np.ndarray]:
     """Room for what goes into the feature layers of a model: see KvPool."""
-    shape = (num_blocks + 1, kv_block_size, spec.hidden_size)
+    shape = (num_blocks, kv_block_size, spec.hidden_size)
     return {layer: np.zeros(shape, np.float32) for layer in spec.feature_layers}
