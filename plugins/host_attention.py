@@ -15,6 +15,7 @@ wrote them, so they are finite. What lies behind the longest row of a tile is ne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 
@@ -31,6 +32,7 @@ LOG2_E = np.float32(np.log2(np.e))
 HALF, ONE, SMALLEST_EXPONENT = np.float32(0.5), np.float32(1), np.float32(-126)
 
 Kernel = Callable[..., None]
+warn_once = cache(logging.getLogger(__name__).warning)  # per text: a process has a kernel for each head_dim
 
 f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in (1, 2, 3, 4)}
 i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
@@ -66,7 +68,6 @@ def attention_kernel(head_dim: int) -> Kernel:
     shapes and indices that do not fit read and write foreign memory. What a row sees is finite.
     """
 
-    @numba.njit(SIGNATURE, cache=True, nogil=True, error_model="numpy")
     def kernel(
         q,  # [T, H, head_dim], rotated; query head h belongs to KV head h // (H // Hkv)
         k,  # [T, Hkv, head_dim], rotated
@@ -121,7 +122,17 @@ def attention_kernel(head_dim: int) -> Kernel:
                         for t in range(0, last + 1, GROUP):
                             mix_group(mixed, weights, column + t, values, t, last, head_dim)  # pyright: ignore[reportCallIssue]
 
-    return kernel
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(SIGNATURE, cache=True, **options)(kernel)
+    except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
+        warn_once(f"attention is compiled anew in every process; NUMBA_CACHE_DIR can name where to keep it ({error})")
+    return numba.njit(SIGNATURE, **options)(kernel)
+
+
+def kernel_directory() -> str:
+    """Where compiled kernels are kept; numba makes the directory. Raises RuntimeError where they cannot be."""
+    return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
 
 
 @inlined
@@ -135,9 +146,9 @@ def softmax(scores, exponents, num_visible, num_columns, scale):
     """scores[:num_visible] become weights whose sum is 1; scores[num_visible:num_columns] become 0.
 
     A weight is 2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial is the one of degree 5 with the least
-    relative error on that range, 7.5e-8, or 2.2e-7 with the roundings of float32. 2^n is put
-    together from its bits, in an array because numba reinterprets whole arrays only. x is at least -126, where the
-    exponents of float32 end: such a weight is 1e-38 in place of 0, which no sum that holds a 1 can tell apart.
+    relative error on that range, 7.5e-8, or 2.2e-7 with the roundings of float32. 2^n is put together from its bits,
+    in an array because numba reinterprets whole arrays only. x is at least -126, where the exponents of float32 end:
+    such a weight is 1e-38 in place of 0, which no sum that holds a 1 can tell apart.
     """
     largest = scores[0]
     for t in range(num_visible):

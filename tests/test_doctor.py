@@ -1,11 +1,14 @@
-"""What `faser doctor` says of a GPU, from a faked driver; the rest of the report is in test_cli.py."""
+"""What `faser doctor` says of a GPU, from a faked driver, and of kernels; the rest of the report is in test_cli.py."""
 
 from __future__ import annotations
 
 import re
+import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from numba.core import caching
 
 from faser_backend.device.cuda.green_contexts import DriverError
 from faser_backend.device.cuda.identity import GpuFacts, gpu_facts, identity
@@ -81,6 +84,21 @@ def test_cuda_python_is_named_where_it_is_missing() -> None:
 
     found = {finding.name: finding for finding in examine(missing)}
     assert re.search(r"no NVIDIA driver|cuda-python is missing", found["NVIDIA GPU"].detail)
+
+
+class TestCpuAttention:
+    def test_where_kernels_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finding = found_with(FakeDriver(132))["CPU attention"]
+        assert finding.is_ok and finding.is_needed
+        assert re.fullmatch(rf"numba {re.escape(version('numba'))}, kernels are kept in /\S+", finding.detail)
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+        finding = found_with(FakeDriver(132))["CPU attention"]
+        assert finding.is_ok and "compiled anew in every process: set NUMBA_CACHE_DIR" in finding.detail
+
+    def test_numba_is_named_where_it_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "numba", None)
+        finding = found_with(FakeDriver(132))["CPU attention"]
+        assert not finding.is_ok and finding.is_needed and "numba" in finding.detail
 
 
 def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from numba.core import caching
 
+from plugins import host_attention
 from plugins.host_attention import TILE_ROWS, attention_kernel, scratch_width
 
 
@@ -169,3 +172,28 @@ def test_the_comparison_would_notice_a_row_that_sees_one_column_more_or_less():
     attended = call.run()
     call.context_lens = call.context_lens - 1
     assert np.abs(attended - call.expected()).max() > 1e-3
+
+
+@pytest.mark.parametrize("trouble", ["no directory", "no room"])
+def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
+    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if trouble == "no directory":
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    else:
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
+        monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
+    host_attention.warn_once.cache_clear()
+    kernels = [host_attention.attention_kernel.__wrapped__(head_dim) for head_dim in (8, 16)]
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.name == "plugins.host_attention"
+    assert "NUMBA_CACHE_DIR" in record.message
+    call = random_call(6, head_dim=16)
+    pools = call.k_pool.copy(), call.v_pool.copy()
+    expected = call.run()
+    monkeypatch.setitem(globals(), "attention_kernel", lambda _: kernels[1])
+    call.k_pool, call.v_pool = pools
+    np.testing.assert_array_equal(call.run(), expected)

@@ -43,6 +43,7 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
         _check("Python", _python, is_needed=True),
         _check("CPU partitions", lambda: core_partitions().note),
         _check("ONNX Runtime", _onnx_runtime, is_needed=True),
+        _check("CPU attention", _host_attention, is_needed=True),
         _check("Triton server", lambda: str(find_triton().binary), is_needed=True),
         _check("Triton Python stub", _stub, is_needed=True),
         _check("model repository", _repository, is_needed=True),
@@ -88,6 +89,19 @@ def _onnx_runtime() -> str:
     import onnxruntime
 
     return f"{onnxruntime.__version__}, providers {', '.join(onnxruntime.get_available_providers())}"
+
+
+def _host_attention() -> str:
+    """Compiles nothing: what a runner opens here is compiled when it opens."""
+    import numba
+
+    from plugins.host_attention import kernel_directory
+
+    try:
+        keeping = f"kernels are kept in {kernel_directory()}"
+    except RuntimeError:
+        keeping = "kernels are compiled anew in every process: set NUMBA_CACHE_DIR to where they can be kept"
+    return f"numba {numba.__version__}, {keeping}"
 
 
 def _stub() -> str:
