@@ -1,10 +1,10 @@
-"""Milliseconds per model call of an engine directory, and how much of it is Python around ONNX Runtime.
+"""Milliseconds per model call of an engine directory, how much of it is attention, and how much Python around both.
 
     python scripts/bench_runner.py ENGINE_DIR [--threads 1,2] [--repeats 40]
 
 Prints, for target and draft, the 20th percentile over repeats (other work on the machine only ever
-adds time): the whole call, and the part outside the session. Calls of different thread counts are
-interleaved, so that noise hits all alike.
+adds time): the whole call, the attention of all its layers, and what is neither attention nor ONNX Runtime.
+Calls of different thread counts are interleaved, so that noise hits all alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.device.call_shapes import CallShape
+from faser_backend.device.host_attention import HostAttention
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, core_partitions
 from faser_backend.manifest import EngineManifest
@@ -69,24 +70,31 @@ def run_model(runner: OrtRunner, batch: RowBatch) -> None:
         hidden = runner.run_segment(segment, batch, hidden)
 
 
-class SessionTimer:
-    """Adds up the time spent inside ONNX Runtime by timing CallShape.execute."""
+class Stopwatch:
+    """Adds up the time that one method of a class takes, whoever calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: type, method: str) -> None:
         self.seconds = 0.0
-        self._run: Callable[[CallShape], None] = CallShape.execute
-        timer = self
-        CallShape.execute = lambda shape: timer._timed(shape)  # noqa: PLW0108  a bound method would not get the shape
+        run: Callable[..., None] = getattr(owner, method)
 
-    def _timed(self, shape: CallShape) -> None:
-        start = time.perf_counter()
-        self._run(shape)
-        self.seconds += time.perf_counter() - start
+        def timed(*args: Any, **options: Any) -> None:
+            start = time.perf_counter()
+            run(*args, **options)
+            self.seconds += time.perf_counter() - start
+
+        setattr(owner, method, timed)
 
 
-def bench_model(name: str, runners: dict[str, OrtRunner], repeats: int, timer: SessionTimer) -> None:
+class Stopwatches(NamedTuple):
+    """Of the two that share a call's time, with what is left over."""
+
+    sessions: Stopwatch
+    attention: Stopwatch
+
+
+def bench_model(name: str, runners: dict[str, OrtRunner], repeats: int, watches: Stopwatches) -> None:
     """Prints a line per case; runners take turns. Runners are named for their column."""
-    header = "".join(f"{f'{column} ms':>18}{'outside us':>12}" for column in runners)
+    header = "".join(f"{f'{column} ms':>18}{'attention us':>14}{'rest us':>10}" for column in runners)
     print(f"{name:22}{header}")
     rng = np.random.default_rng(0)
     for case in CASES:
@@ -94,27 +102,29 @@ def bench_model(name: str, runners: dict[str, OrtRunner], repeats: int, timer: S
         if case.context + case.num_rows > runner.spec.max_context:
             continue
         batch = make_batch(case, runner.vocab_size, runner.pool.kv_block_size, rng)
-        samples: dict[str, list[tuple[float, float]]] = {column: [] for column in runners}
+        samples: dict[str, list[tuple[float, float, float]]] = {column: [] for column in runners}
         for repeat in range(repeats + 1):
             for column, runner in runners.items():
-                timed = time_calls(runner, batch, 3, timer)
+                timed = time_calls(runner, batch, 3, watches)
                 samples[column] += timed if repeat else []  # the first round warms up
         row = ""
         for of_runner in samples.values():
-            whole, outside = np.percentile(np.array(of_runner), 20, axis=0)
-            row += f"{whole * 1e3:18.3f}{outside * 1e6:12.1f}"
+            whole, attention, rest = np.percentile(np.array(of_runner), 20, axis=0)
+            row += f"{whole * 1e3:18.3f}{attention * 1e6:14.1f}{rest * 1e6:10.1f}"
         print(f"{case!s:22}{row}", flush=True)
 
 
-def time_calls(runner: OrtRunner, batch: RowBatch, num_calls: int, timer: SessionTimer) -> list[tuple[float, float]]:
-    """(seconds, seconds outside the session) of each call."""
+def time_calls(
+    runner: OrtRunner, batch: RowBatch, num_calls: int, watches: Stopwatches
+) -> list[tuple[float, float, float]]:
+    """Of each call: seconds, seconds of attention, and seconds outside both attention and sessions."""
     samples = []
     for _ in range(num_calls):
-        timer.seconds = 0.0
+        watches.sessions.seconds = watches.attention.seconds = 0.0
         start = time.perf_counter()
         run_model(runner, batch)
         whole = time.perf_counter() - start
-        samples.append((whole, whole - timer.seconds))
+        samples.append((whole, watches.attention.seconds, whole - watches.sessions.seconds - watches.attention.seconds))
     return samples
 
 
@@ -129,10 +139,13 @@ def main() -> None:
     if not threads:
         parser.error(f"--threads {options.threads}: must lie in [1, {num_cores}]")
     manifest = EngineManifest.load(options.engine_dir)
-    timer, block_size = SessionTimer(), manifest.kv_block_size
+    watches = Stopwatches(Stopwatch(CallShape, "run_part"), Stopwatch(HostAttention, "run"))
+    block_size = manifest.kv_block_size
     num_blocks = max(c.num_sequences * -(-(c.context + c.num_rows) // block_size) for c in CASES)
     cores = core_partitions().whole.cores
     for name, model in (("target", manifest.target), ("draft", manifest.draft)):
+        if model is None:
+            continue
         runners = {}
         for count in threads:
             partition = CorePartition("bench", cores[:count])
@@ -141,7 +154,7 @@ def main() -> None:
                 runners[column] = OrtRunner(
                     model, options.engine_dir, num_blocks, block_size, partition, can_spin=can_spin
                 )
-        bench_model(name, runners, options.repeats, timer)
+        bench_model(name, runners, options.repeats, watches)
 
 
 if __name__ == "__main__":
