@@ -124,3 +124,47 @@ def test_random_operations_keep_every_block_accounted_for(seed: int):
         blocks.free(slot)
     blocks.check_integrity()
     assert blocks.num_free_blocks == blocks.num_blocks
+
+
+def test_sequences_that_grow_together_get_neighbouring_blocks():
+    """32 of them, a token at a time and in turn, as in a batch that decodes."""
+    blocks = manager(num_blocks=32 * 32, num_slots=32, max_context=16 * SIZE)
+    for num_tokens in range(1, 16 * SIZE + 1):
+        for slot in range(32):
+            assert blocks.grow(slot, num_tokens)
+    assert (np.diff(blocks.block_tables, axis=1) == 1).all()
+    blocks.check_integrity()
+
+
+def test_a_sequence_that_gave_blocks_back_grows_into_them_again():
+    blocks = manager(num_blocks=64, num_slots=2, max_context=16 * SIZE)
+    for slot in (0, 1):
+        blocks.grow(slot, 4 * SIZE)
+    table = blocks.block_tables.copy()
+    blocks.truncate(0, 2 * SIZE)
+    blocks.grow(1, 5 * SIZE)
+    blocks.grow(0, 4 * SIZE)
+    np.testing.assert_array_equal(blocks.block_tables[0], table[0])
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_last_blocks_are_taken_wherever_they_lie(seed: int):
+    """Free blocks lie apart, some of them cached: each is found, and then there is none."""
+    rng = np.random.default_rng(seed)
+    blocks = manager(num_blocks=40, num_slots=41)
+    for slot in range(40):
+        admit(blocks, slot, rng.integers(0, 1000, SIZE))
+    given_back = rng.permutation(40)[:10]
+    for slot in given_back[:3]:
+        blocks.publish(int(slot), np.full(SIZE, slot), SIZE, SIZE)
+    expected = {int(blocks.block_tables[slot, 0]) for slot in given_back}
+    for slot in given_back:
+        blocks.free(int(slot))
+    assert (blocks.num_free_blocks, blocks.num_cached_blocks) == (10, 3)
+    assert not blocks.grow(40, 10 * SIZE + 1)
+    for num_tokens in range(1, 10 * SIZE + 1):
+        assert blocks.grow(40, num_tokens)
+        blocks.check_integrity()
+    assert set(blocks.block_tables[40].tolist()) == expected
+    assert blocks.num_free_blocks == 0 and not blocks.grow(40, 10 * SIZE + 1)
