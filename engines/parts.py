@@ -49,6 +49,8 @@ def split_at(
         if index:
             part_inputs.append(cuts[index - 1].result)
             carried = [name for name in read if made_by.get(name, index) < index]
+            handed_out = {tensor.name for tensor in (*cuts[index - 1].outputs, *outputs)}
+            assert not handed_out.intersection(carried), f"{carried}: handed out under a name of its own and carried"
             assert all(made_by[name] == index - 1 for name in carried), f"{carried}: carried over more than one cut"
             names = {name: f"carried.{index - 1}.{place}" for place, name in enumerate(carried)}
             _rename([*parts[-1].nodes, *own], names)

@@ -53,7 +53,7 @@ def test_what_is_read_behind_a_cut_is_carried_over_it():
 
 def test_each_of_several_values_is_carried_once():
     nodes = [add("x", "x", "g"), add("g", "x", "h"), add("h", "a", "i"), add("h", "g", "j"), add("i", "j", "y")]
-    before, after = split_at([cut(2, "h", "a")], nodes, [tensor("x")], [tensor("y")])
+    before, after = split_at([cut(2, "x", "a")], nodes, [tensor("x")], [tensor("y")])
     assert sorted(set(names(after.inputs)) - {"a"}) == ["carried.0.0", "carried.0.1"]
     assert names(before.outputs)[1:] == names(after.inputs)[1:]
 

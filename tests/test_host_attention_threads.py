@@ -13,6 +13,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.device import host_attention
 from faser_backend.device.host_attention import HostAttention
 from faser_backend.device.kv_pool import KvPool
+from plugins.host_attention import attention_kernel
 
 SPEC = ModelSpec(2, 64, 6, 3, 24, 64, 97, 256, 1e4, 1e-5, tie_word_embeddings=False)
 BLOCK = 4
@@ -120,7 +121,7 @@ def test_where_nobody_wants_the_result_it_is_left_alone_and_the_pool_is_written(
 def test_what_a_helper_raises_reaches_the_caller_and_the_next_call_is_whole(
     opened: list[HostAttention], monkeypatch: pytest.MonkeyPatch
 ):
-    rng, kernel = np.random.default_rng(4), host_attention.attention_kernel(SPEC.head_dim)
+    rng, kernel = np.random.default_rng(4), attention_kernel(SPEC.head_dim)
     rows, counts = random_batch(rng)
     assert counts.size * SPEC.num_kv_heads > 1
     qkv, out = random_qkv(rng, rows.num_rows), room_for(rows)
@@ -138,6 +139,29 @@ def test_what_a_helper_raises_reaches_the_caller_and_the_next_call_is_whole(
         with pytest.raises(ValueError, match="not on this thread"):
             attention.run(0, *qkv, out, attends=True)
     assert np.isnan(out).any()
+    attention.run(0, *qkv, out, attends=True)
+    assert np.isfinite(out).all()
+
+
+def test_where_the_caller_s_own_share_fails_no_helper_is_left_at_work(
+    opened: list[HostAttention], monkeypatch: pytest.MonkeyPatch
+):
+    rng, kernel = np.random.default_rng(5), attention_kernel(SPEC.head_dim)
+    rows, counts = random_batch(rng)
+    assert counts.size * SPEC.num_kv_heads > 1
+    qkv, out = random_qkv(rng, rows.num_rows), room_for(rows)
+    caller = threading.current_thread()
+
+    def fails_everywhere(*arguments: object) -> None:
+        raise ValueError("here" if threading.current_thread() is caller else "there")
+
+    attention = attention_of(opened, 2)
+    attention.begin(rows, counts)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_kernel", fails_everywhere)
+        with pytest.raises(ValueError, match="here"):
+            attention.run(0, *qkv, out, attends=True)
+    assert attention._kernel is kernel
     attention.run(0, *qkv, out, attends=True)
     assert np.isfinite(out).all()
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.harness import ROOT, Outcome, Setting
 
 RESULTS = ROOT / "benchmarks" / "results"
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
-USEFUL = ("onnx", "onnxruntime", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
+USEFUL = ("onnx", "onnxruntime", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
 _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 

@@ -6,6 +6,7 @@ Knows pools and rows; nothing of graphs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple
@@ -15,8 +16,8 @@ import numpy as np
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.model import ModelSpec
 from faser_backend.device.kv_pool import KvPool
-from plugins.host_attention import TILE_ROWS, Kernel, attention_kernel, scratch_width
 
+Kernel = Callable[..., None]
 # Numbers of keys and values that a thread should have to read: waking it takes 50 us, and they about as long.
 FEWEST_NUMBERS_PER_THREAD = 1 << 19
 ROWS_TO_READ = 5  # rows whose arithmetic takes as long as it takes to read what they attend to
@@ -38,12 +39,15 @@ class HostAttention:
         self._spec = spec
         self._pool = pool
         self._num_threads = num_threads
-        self._kernel = attention_kernel(spec.head_dim)
+        from plugins import host_attention  # not above: it loads numba, which other runtimes do without
+
+        self._kernel = host_attention.attention_kernel(spec.head_dim)
+        self._tile_rows, self._scratch_width = host_attention.TILE_ROWS, host_attention.scratch_width
         self._queries_per_head = spec.num_heads // spec.num_kv_heads
         self._numbers_per_token = 2 * spec.num_kv_heads * spec.head_dim  # of keys and values
         self._scale = np.float32(spec.head_dim**-0.5)
         self._helpers = [_Helper() for _ in range(num_threads - 1)]
-        self._scratch = [(np.empty((TILE_ROWS, 0), np.float32), np.empty(0, np.int32))] * num_threads
+        self._scratch = [(np.empty((self._tile_rows, 0), np.float32), np.empty(0, np.int32))] * num_threads
         self._work: _Work | None = None
 
     def begin(self, rows: RowBatch, counts: np.ndarray) -> None:
@@ -60,11 +64,11 @@ class HostAttention:
             units = np.interp(goals, before, np.arange(counts.size + 1) * self._spec.num_kv_heads)
             bounds[1:1] = np.rint(units).astype(np.int64).tolist()
         self._check_blocks(rows.block_tables, int(last_tokens.max()))
-        width = scratch_width(-(-int(last_tokens.max()) // self._pool.kv_block_size) * self._pool.kv_block_size)
+        width = self._scratch_width(-(-int(last_tokens.max()) // self._pool.kv_block_size) * self._pool.kv_block_size)
         if self._scratch[0][1].size < width:
             width = max(width, 2 * self._scratch[0][1].size)
             self._scratch = [
-                (np.empty((TILE_ROWS, width), np.float32), np.empty(width, np.int32)) for _ in self._scratch
+                (np.empty((self._tile_rows, width), np.float32), np.empty(width, np.int32)) for _ in self._scratch
             ]
         tables, cu_rows, context_lens = map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens))
         self._work = _Work(tables, cu_rows, context_lens, bounds)
@@ -76,7 +80,9 @@ class HostAttention:
         if least < 0 or most >= num_blocks:
             raise IndexError(f"block_tables = {least} to {most}: blocks of the pool are 0 to {num_blocks - 1}")
         if num_tokens > block_tables.shape[1] * size:
-            raise IndexError(f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}")
+            raise IndexError(
+                f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}"
+            )
 
     def run(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, *, attends: bool) -> None:
         """Writes k and v [T, Hkv, 1, head_dim] to the layer's pool, and what q [T, H, 1, head_dim] attends to, to out.
@@ -105,9 +111,14 @@ class HostAttention:
         helpers = self._helpers[: len(shares) - 1]
         for helper, share in zip(helpers, shares[1:], strict=True):
             helper.start(self._kernel, share)
-        self._kernel(*shares[0])
-        for helper in helpers:
-            helper.wait()
+        errors: list[BaseException | None] = []
+        try:
+            self._kernel(*shares[0])
+        finally:  # whatever happened here, nobody works on when this returns, and no error waits for the next call
+            errors += [helper.wait() for helper in helpers]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Ends the threads."""
@@ -131,11 +142,9 @@ class _Helper:
             self._thread.start()
         self._work.put((kernel, arguments))
 
-    def wait(self) -> None:
-        """Until what was started has ended. Raises what it raised."""
-        error = self._errors.get()
-        if error is not None:
-            raise error
+    def wait(self) -> BaseException | None:
+        """Until what was started has ended. Returns what it raised."""
+        return self._errors.get()
 
     def close(self) -> None:
         if self._thread is not None:

@@ -70,7 +70,7 @@ class CallCost:
 
     rows(T) + keys(B L) + B sequence_us + B Q cell_us + B Q L cell_key_us + R logit_row_us, where T = rows,
     B = sequences, Q = most rows of one sequence, L = columns of keys that the runtime reads, R = rows of
-    logits. B L stands for gathering the paged keys, B Q L for attention, rows(T) for the matrix products.
+    logits. B L stands for reading the paged keys, B Q L for attention, rows(T) for the matrix products.
     """
 
     rows: Curve

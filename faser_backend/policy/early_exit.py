@@ -102,7 +102,7 @@ def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: V
     """Microseconds that this exit alone saves a verification on average; negative where it costs.
 
     Deeper segments, sampling and acceptance of the pruned rows, less the time that the lost tokens are worth, less
-    the exit's own scores and bookkeeping. The longest chain is taken to stay: attention is padded to it.
+    the exit's own scores and bookkeeping. The longest chain is taken to stay.
     """
     num_draft_rows = batch.num_rows - batch.num_sequences
     if num_draft_rows <= 0:

@@ -24,11 +24,12 @@ from faser_backend.policy.pricing import BatchTimes, Pricer
 from faser_backend.policy.probing import PROBE_STEPS, Prober, probe_price_us, probed_lengths
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
-# What predictions are divided by. Speculation: for what the cost model does not see, such as the draft's own prefill
-# and calls of shapes that are new. Overlap: two models at once disturb each other.
-SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.08, 1.1
-WEIGH_EVERY = 4  # decisions, unless the batch changes: weighing costs more than a plain decision
+# What predictions are divided by. Speculation: for what the cost model does not see, such as steps in which sequences
+# begin and end. Overlap: two models at once disturb each other.
+SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.04, 1.1
+WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth: weighing costs more than a plain decision
 PATIENCE = 2  # weighings in a row in which another arm needs its advantage
+LEARN_EVERY = 2  # steps of an arm that goes on: learning takes 0.1 ms, as much as a fifth of the smallest step
 
 
 class Faser:
@@ -47,21 +48,21 @@ class Faser:
         self._challenger = SERIAL
         self._num_ahead = 0  # weighings in a row that the challenger was ahead
         self._promises: dict[Arm, Promise] = {}  # as last weighed
-        self._probe_price_us = 0.0
+        self._plain_us = self._probe_price_us = 0.0
         self._num_unweighed, self._weighed_size = 0, 0
         self._last_arm: Arm | None = None  # that was observed, probes included
+        self._num_observed = 0
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         pricer, size = self._pricer, len(sequences)
         context = pricer.context(sequences)
-        times = pricer.times(size, context, WHOLE)
-        chosen = self._chosen(sequences, context, times)
-        arm = self._prober.arm(chosen, times.verify_us(0, 0), self._probe_price_us)
+        chosen = self._chosen(sequences, context)
+        arm = self._prober.arm(chosen, self._plain_us, self._probe_price_us)
         if arm == PLAIN:
             return Decision([0] * size, prefills_draft=chosen != PLAIN)
         speed = max(item.tokens_per_us for item in self._promises.values())
         if chosen == PLAIN:
-            rule = pricer.rule(times, speed) if arm.is_trimmed else None
+            rule = pricer.rule(pricer.times(size, context, WHOLE), speed) if arm.is_trimmed else None
             return Decision(probed_lengths(sequences), trim=rule, prefills_draft=False)
         assert arm.mode is not None
         cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
@@ -73,15 +74,18 @@ class Faser:
         rule = pricer.rule(pricer.times(cohort, context, arm.partition), speed)
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
-    def _chosen(self, sequences: Sequence[RunningSequence], context: int, times: BatchTimes) -> Arm:
-        """The arm of this step, probes aside; weighed anew every few decisions and where the batch has changed."""
+    def _chosen(self, sequences: Sequence[RunningSequence], context: int) -> Arm:
+        """The arm of this step, probes aside; weighed anew every few decisions and where the batch has changed much."""
         size = len(sequences)
         self._num_unweighed += 1
-        if self.arm is None or self._num_unweighed >= WEIGH_EVERY or size != self._weighed_size:
+        has_changed = 8 * abs(size - self._weighed_size) > self._weighed_size
+        if self.arm is None or self._num_unweighed >= WEIGH_EVERY or has_changed:
             self._num_unweighed, self._weighed_size = 0, size
+            times = self._pricer.times(size, context, WHOLE)
+            self._plain_us = times.verify_us(0, 0)
             self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
             self.arm = self._weigh()
-            self._probe_price_us = PROBE_STEPS * times.verify_us(0, 0)
+            self._probe_price_us = PROBE_STEPS * self._plain_us
             if self.arm == PLAIN:
                 self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
         assert self.arm is not None
@@ -91,8 +95,8 @@ class Faser:
         """The arm that was chosen last, unless a challenger has been ahead for long enough."""
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
         best = max(speeds, key=speeds.__getitem__)
-        if self.arm is None:  # overlapped arms have to beat one that was seen at work
-            self.arm = max((SERIAL, PLAIN, UNIFORM), key=speeds.__getitem__)
+        if self.arm is None:  # overlapped and trimmed rounds have to beat what was seen at work
+            self.arm = max((UNIFORM, PLAIN), key=speeds.__getitem__)
         if speeds[best] < MIN_GAIN * speeds[self.arm]:
             self._num_ahead = 0
             return self.arm
@@ -129,8 +133,11 @@ class Faser:
         return None if exit_ is None else EarlyExit((exit_,), self._pricer.match)
 
     def observe(self, record: StepRecord) -> None:
-        self._pricer.observe(record)
         arm = _arm_of(record)
+        self._num_observed += 1
+        if arm == self.arm == self._last_arm and self._num_observed % LEARN_EVERY:
+            return
+        self._pricer.observe(record)
         measured_us = record.step_us + record.drafting_us - self._prefill_us(record, arm)
         emitted = float(record.acceptance.num_emitted.sum())
         if self.arm is not None and arm != self.arm:
@@ -142,7 +149,8 @@ class Faser:
         if not is_warm or predicted_us <= 0.0:
             return
         self._corrections.observe(arm, predicted_us, measured_us)
-        if arm == self.arm:  # a probe does not run as promised
+        if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
+            # Probes among plain rounds do not run as promised, those of serial rounds among others do.
             promised = self._promises[arm].tokens_per_us * predicted_us
             self._corrections.observe_yield(arm, record.num_tokens.size, emitted, promised)
 

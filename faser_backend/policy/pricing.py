@@ -20,7 +20,7 @@ from faser_backend.policy.knowledge import Knowledge
 
 _GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
 _CONTEXT_STEP = 32
-_MAX_TIMES = 64  # batches whose predicted times are kept
+_MAX_TIMES = 512  # batches whose predicted times are kept, some kB each: working one out takes 0.1 to 0.2 ms
 _FADE = 0.95  # of the running means, per round
 
 

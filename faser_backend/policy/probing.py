@@ -19,6 +19,7 @@ from faser_backend.policy.pricing import BatchTimes, Pricer
 PROBE_SHARE = 0.01  # of the time
 PROBE_STEPS = 2  # in a row: the first one after a change finds caches cold and is not counted
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
+LEAST_PAID = 0.25  # of a plain step: an arm that is as good as the chosen one is not probed all the time
 PROBED_PART = 8  # one sequence in so many drafts then, but one at least
 
 
@@ -27,7 +28,7 @@ class Prober:
 
     def __init__(self, corrections: Corrections) -> None:
         self._corrections = corrections
-        self._saved_us = 0.0
+        self._saved_us = self._plain_us = 0.0
         self._arm = PLAIN
         self._num_left = 0  # steps of the current probe
 
@@ -39,6 +40,7 @@ class Prober:
         A first look at plain decoding comes at once: it is cheap, and tells whether slow steps are the arm's or the
         machine's.
         """
+        self._plain_us = plain_us
         self._saved_us += PROBE_SHARE * plain_us
         if self._num_left == 0:
             is_urgent = chosen != PLAIN and not self._corrections.knows(PLAIN)
@@ -54,7 +56,7 @@ class Prober:
 
     def pay(self, excess_us: float) -> None:
         """What a step of a probe took beyond the time in which the chosen arm emits as much. May leave a debt."""
-        self._saved_us -= excess_us
+        self._saved_us -= max(excess_us, LEAST_PAID * self._plain_us)
 
 
 def probed_lengths(sequences: Sequence[RunningSequence]) -> list[int]:
