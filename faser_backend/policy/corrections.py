@@ -1,6 +1,8 @@
 """What predictions turn out to be worth: by how much each arm is slower, and yields more, than promised.
 
-Two running ratios per arm. Time: measured over predicted, of the step that was really made. Yield: tokens over
+Two running ratios per arm. Time: measured over predicted, of the step that was really made, apart for each level,
+a power of two of sequences: what is wrong about a prediction for two is seldom what is wrong about one for sixty, and
+load comes and goes too fast to learn it again each time. Yield: tokens over
 those that the arm's promise implies for that step, at the cost model's own time; it holds what a promise leaves
 out, such as what trimming gains over uniform rounds, and is known only of an arm that ran as promised.
 """
@@ -25,25 +27,31 @@ class Corrections:
     """Running ratios of each arm; a probe teaches of time alone."""
 
     def __init__(self) -> None:
-        self._log_ratio: dict[Arm, float] = {}
-        self._last_step: dict[Arm, int] = {}
+        self.level = 0  # of the steps that are asked and told about; set by whoever asks
+        self._log_ratio: dict[tuple[Arm, int], float] = {}
+        self._last_step: dict[tuple[Arm, int], int] = {}
         self._tokens: dict[Arm, tuple[float, float]] = {}  # faded sums: emitted, promised
         self._num_steps = 0
 
     def knows(self, arm: Arm) -> bool:
-        return arm in self._log_ratio
+        return any(each == arm for each, _ in self._log_ratio)
 
     def age(self, arm: Arm) -> int:
-        """Steps since the arm was seen at work."""
-        return self._num_steps - self._last_step.get(arm, -(10**6))
+        """Steps since the arm was seen at work on this level."""
+        return self._num_steps - self._last_step.get((arm, self.level), -(10**6))
 
     def slowdown(self, arm: Arm) -> float:
-        """Measured over predicted time. Of an arm that never ran: that of its kin, which makes the same calls, else
-        the mean of those that ran, for a slow machine is slow with every arm."""
+        """Measured over predicted time. Where the arm never ran on this level: on the nearest level; of one that never
+        ran: that of its kin, which makes the same calls, else the mean of those that ran, for a slow machine is slow
+        with every arm."""
         known = self._log_ratio
         for each in (arm, _kin(arm)):
-            if each in known:
-                return math.exp(known[each])
+            if (each, self.level) in known:
+                return math.exp(known[each, self.level])
+        for each in (arm, _kin(arm)):
+            levels = [level for other, level in known if other == each]
+            if levels:
+                return math.exp(known[each, min(levels, key=lambda level: abs(level - self.level))])
         return math.exp(sum(known.values()) / len(known)) if known else 1.0
 
     def yield_ratio(self, arm: Arm) -> float:
@@ -59,9 +67,13 @@ class Corrections:
         if self._log_ratio:  # a step that the machine lost to something else says little: cut at a factor of 2
             ratio = min(max(ratio, expected - math.log(2.0)), expected + math.log(2.0))
         # The machine's speed changes with time: the older what is known of an arm, the more a new step counts.
-        old = self._log_ratio.get(arm, ratio)
-        self._log_ratio[arm] = ratio + _FADE * _AGE_FADE ** self.age(arm) * (old - ratio)
-        self._last_step[arm] = self._num_steps
+        key = (arm, self.level)
+        if key in self._log_ratio:
+            old, weight = self._log_ratio[key], _FADE * _AGE_FADE ** self.age(arm)
+        else:
+            old, weight = (expected if self.knows(arm) else ratio), 0.5
+        self._log_ratio[key] = ratio + weight * (old - ratio)
+        self._last_step[key] = self._num_steps
         self._num_steps += 1
 
     def observe_yield(self, arm: Arm, num_sequences: int, emitted: float, promised: float) -> None:

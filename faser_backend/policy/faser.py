@@ -50,6 +50,7 @@ class Faser:
         self._promises: dict[Arm, Promise] = {}  # as last weighed
         self._plain_us = self._probe_price_us = 0.0
         self._num_unweighed, self._weighed_size = 0, 0
+        self._arms_of_levels: dict[int, Arm] = {}  # as chosen last; a level is a power of two of sequences
         self._last_arm: Arm | None = None  # that was observed, probes included
         self._num_observed = 0
 
@@ -84,28 +85,30 @@ class Faser:
             times = self._pricer.times(size, context, WHOLE)
             self._plain_us = times.verify_us(0, 0)
             self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
-            self.arm = self._weigh()
+            self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
             self._probe_price_us = PROBE_STEPS * self._plain_us
             if self.arm == PLAIN:
                 self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
         assert self.arm is not None
         return self.arm
 
-    def _weigh(self) -> Arm:
-        """The arm that was chosen last, unless a challenger has been ahead for long enough."""
+    def _weigh(self, level: int) -> Arm:
+        """The arm that was chosen last on this level, unless a challenger has been ahead for long enough."""
+        has_moved, self._corrections.level = level != self._corrections.level, level
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
         best = max(speeds, key=speeds.__getitem__)
-        if self.arm is None:  # overlapped and trimmed rounds have to beat what was seen at work
-            self.arm = max((UNIFORM, PLAIN), key=speeds.__getitem__)
-        if speeds[best] < MIN_GAIN * speeds[self.arm]:
+        chosen = self._arms_of_levels.get(level) if has_moved else self.arm
+        if chosen is None:  # overlapped and trimmed rounds have to beat what was seen at work
+            chosen = max((UNIFORM, PLAIN), key=speeds.__getitem__)
+        if has_moved or best != self._challenger or speeds[best] < MIN_GAIN * speeds[chosen]:
             self._num_ahead = 0
-            return self.arm
-        self._num_ahead = self._num_ahead + 1 if best == self._challenger else 1
         self._challenger = best
-        if self._num_ahead < PATIENCE:
-            return self.arm
-        self._num_ahead = 0
-        return best
+        if speeds[best] >= MIN_GAIN * speeds[chosen]:
+            self._num_ahead += 1
+            if self._num_ahead >= PATIENCE:
+                self._num_ahead, chosen = 0, best
+        self._arms_of_levels[level] = chosen
+        return chosen
 
     def _expected_speed(self, arm: Arm) -> float:
         """Promised tokens per microsecond, corrected by what is known of the arm."""
@@ -142,8 +145,8 @@ class Faser:
         emitted = float(record.acceptance.num_emitted.sum())
         if self.arm is not None and arm != self.arm:
             self._prober.pay(measured_us - emitted / self._expected_speed(self.arm))
-        if record.plan.draft_prefills:
-            return
+        if record.plan.draft_prefills and arm != self.arm:
+            return  # catching up is a price of changing over, which the chosen arm has to earn, and a probe has not
         predicted_us = self._predicted_us(record, arm)
         is_warm, self._last_arm = arm == self._last_arm, arm
         if not is_warm or predicted_us <= 0.0:
