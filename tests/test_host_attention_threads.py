@@ -118,50 +118,31 @@ def test_where_nobody_wants_the_result_it_is_left_alone_and_the_pool_is_written(
     assert (pools[1].storage[1] != filled_pool().storage[1]).any()
 
 
-def test_what_a_helper_raises_reaches_the_caller_and_the_next_call_is_whole(
-    opened: list[HostAttention], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails_here", [False, True])
+def test_an_error_on_any_thread_reaches_the_caller_and_the_next_call_is_whole(
+    fails_here: bool, opened: list[HostAttention], monkeypatch: pytest.MonkeyPatch
 ):
+    """Where the caller's own share fails too, its error goes first and the helper's does not wait for the next call."""
     rng, kernel = np.random.default_rng(4), attention_kernel(SPEC.head_dim)
     rows, counts = random_batch(rng)
     assert counts.size * SPEC.num_kv_heads > 1
     qkv, out = random_qkv(rng, rows.num_rows), room_for(rows)
     caller = threading.current_thread()
 
-    def fails_elsewhere(*arguments: object) -> None:
+    def failing(*arguments: object) -> None:
         if threading.current_thread() is not caller:
-            raise ValueError("not on this thread")
+            raise ValueError("on a helper")
+        if fails_here:
+            raise ValueError("on the caller")
         kernel(*arguments)
 
     attention = attention_of(opened, 2)
     attention.begin(rows, counts)
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_kernel", fails_elsewhere)
-        with pytest.raises(ValueError, match="not on this thread"):
+        patch.setattr(attention, "_kernel", failing)
+        with pytest.raises(ValueError, match="on the caller" if fails_here else "on a helper"):
             attention.run(0, *qkv, out, attends=True)
     assert np.isnan(out).any()
-    attention.run(0, *qkv, out, attends=True)
-    assert np.isfinite(out).all()
-
-
-def test_where_the_caller_s_own_share_fails_no_helper_is_left_at_work(
-    opened: list[HostAttention], monkeypatch: pytest.MonkeyPatch
-):
-    rng, kernel = np.random.default_rng(5), attention_kernel(SPEC.head_dim)
-    rows, counts = random_batch(rng)
-    assert counts.size * SPEC.num_kv_heads > 1
-    qkv, out = random_qkv(rng, rows.num_rows), room_for(rows)
-    caller = threading.current_thread()
-
-    def fails_everywhere(*arguments: object) -> None:
-        raise ValueError("here" if threading.current_thread() is caller else "there")
-
-    attention = attention_of(opened, 2)
-    attention.begin(rows, counts)
-    with monkeypatch.context() as patch:
-        patch.setattr(attention, "_kernel", fails_everywhere)
-        with pytest.raises(ValueError, match="here"):
-            attention.run(0, *qkv, out, attends=True)
-    assert attention._kernel is kernel
     attention.run(0, *qkv, out, attends=True)
     assert np.isfinite(out).all()
 

@@ -6,10 +6,9 @@ Knows pools and rows; nothing of graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,9 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.model import ModelSpec
 from faser_backend.device.kv_pool import KvPool
 
-Kernel = Callable[..., None]
+if TYPE_CHECKING:
+    from plugins.host_attention import Kernel
+
 # Numbers of keys and values that a thread should have to read: waking it takes 50 us, and they about as long.
 FEWEST_NUMBERS_PER_THREAD = 1 << 19
 ROWS_TO_READ = 5  # rows whose arithmetic takes as long as it takes to read what they attend to
@@ -111,11 +112,10 @@ class HostAttention:
         helpers = self._helpers[: len(shares) - 1]
         for helper, share in zip(helpers, shares[1:], strict=True):
             helper.start(self._kernel, share)
-        errors: list[BaseException | None] = []
         try:
             self._kernel(*shares[0])
         finally:  # whatever happened here, nobody works on when this returns, and no error waits for the next call
-            errors += [helper.wait() for helper in helpers]
+            errors = [helper.wait() for helper in helpers]
         for error in errors:
             if error is not None:
                 raise error
