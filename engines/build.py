@@ -24,7 +24,7 @@ from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.torch_build import write_torch_model
-from engines.weight_formats import FLOAT32, check_formats
+from engines.weight_formats import FLOAT32, check_formats, choose_kv_cache_dtype
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.manifest import (
@@ -86,6 +86,7 @@ def build_engines(
     weights: str = FLOAT32,
     draft_weights: str = FLOAT32,
     kv_block_size: int = 16,
+    kv_cache_dtype: str | None = None,
     max_context: int | None = None,
     tensorrt: TensorRtOptions | None = None,
     progress: Progress | None = None,
@@ -95,6 +96,7 @@ def build_engines(
     draft_dir: None builds a target alone, for which n-grams of its text will draft.
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
     weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.
+    kv_cache_dtype: of keys and values, see engines.weight_formats.choose_kv_cache_dtype.
     max_context: prompt + output tokens that the engines take, where that is to be less than the models could.
     tensorrt: what engines are compiled for, for the runtimes of TensorRT alone; None = its defaults.
     progress: called as progress(what, steps_done, steps_total) before each step, within long ones, and at the
@@ -122,6 +124,7 @@ def build_engines(
     if pair.head is not None and runtime != "onnxruntime":
         raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for 'onnxruntime' alone")
     check_formats(runtime, formats, has_head=pair.head is not None)
+    kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
     written = _Format(runtime, dtype, kv_block_size, compiler, formats)
     prompts = read_prompts(pair.tokenizer)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
@@ -139,6 +142,7 @@ def build_engines(
             runtime=runtime,
             dtype=dtype,
             kv_block_size=kv_block_size,
+            kv_cache_dtype=kv_cache_dtype,
             exit_layers=tuple(exit_layers),
             target=models["target"],
             draft=models.get("draft"),

@@ -14,12 +14,14 @@ import onnxruntime.capi._pybind_state as onnxruntime_kernels
 
 from engines.arrays import CheckpointError, converted_blocks
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
-from faser_backend.core.model import WEIGHT_FORMATS
+from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec
+from faser_backend.manifest import CPU_KV_CACHE_DTYPES
 
 FLOAT32, INT8 = "fp32", "int8"
 INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how many rows the call has
 INT8_ZERO = 128
 INT8_PRODUCTS = 4  # MatMulNBits' accuracy_level for products of 8-bit numbers: float32 ones are slower than fp32
+HALF_CHECKPOINTS = ("F16", "BF16")  # as safetensors files name them
 CONTRIB_DOMAIN = "com.microsoft"
 # what matmul_nbits_quantizer calls for each matrix of a whole graph; that module wants onnx_ir, and graphs in memory
 _quantize: Callable[..., None] = getattr(onnxruntime_kernels, "quantize_matmul_8bits")  # noqa: B009 (not in its stubs)
@@ -39,6 +41,18 @@ def check_formats(runtime: str, formats: Mapping[str, str], *, has_draft: bool =
             raise CheckpointError(f"{field}: there is no draft model to build")
         if has_head:
             raise CheckpointError(f"{field}: pairs with an EAGLE-3 head, which may share matrices, take 'fp32' alone")
+
+
+def choose_kv_cache_dtype(runtime: str, dtype: str, asked: str | None, specs: Mapping[str, ModelSpec]) -> str:
+    """asked: None leaves the choice: on a CPU fp16, as precise as the weights are, where both checkpoints hold 16
+    bits a number, else fp32. Other runtimes keep keys and values in the engine's dtype. Raises CheckpointError."""
+    is_half = all(spec.checkpoint_dtype in HALF_CHECKPOINTS for spec in specs.values())
+    choices = CPU_KV_CACHE_DTYPES if runtime == "onnxruntime" else (dtype,)
+    usual = "fp16" if is_half and len(choices) > 1 else choices[0]
+    chosen = asked or usual
+    if chosen not in choices:
+        raise CheckpointError(f"kv_cache_dtype = {asked!r}: on {runtime!r} must be one of {', '.join(choices)}")
+    return chosen
 
 
 def graph_builder(

@@ -52,6 +52,13 @@ def build(
         ),
     ] = True,
     kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32 or fp16 keys and values. For onnxruntime; elsewhere they have the dtype.",
+            show_default="fp16 where the checkpoints hold 16 bits a number, else fp32",
+        ),
+    ] = None,
     max_context: Annotated[
         int | None,
         typer.Option(help="Tokens of a sequence, prompt and output.", show_default="the models'; TensorRT: 4096"),
@@ -93,6 +100,7 @@ def build(
             exit_layers=parse_integers("--exit-layers", exit_layers),
             dtype=dtype,
             kv_block_size=kv_block_size,
+            kv_cache_dtype=kv_cache_dtype,
             max_context=max_context,
             tensorrt=options,
             progress=handles.enter_context(progress_display()),
@@ -143,6 +151,8 @@ def summary(output: Path, manifest: EngineManifest) -> str:
     parts = [f"built {output} for {manifest.runtime}, {manifest.dtype}"]
     if manifest.draft is None:
         parts.append("no draft model: n-grams draft")
+    if manifest.kv_cache_dtype != manifest.dtype:
+        parts.append(f"KV cache {manifest.kv_cache_dtype}")
     for side, model in (("target", manifest.target), ("draft", manifest.draft)):
         if model is not None and model.weight_format.name != "fp32":
             parts.append(f"{side} weights {model.weight_format.name}")

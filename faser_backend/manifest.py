@@ -23,7 +23,8 @@ Runtimes "tensorrt" and "torch", whose attention is a kernel of ours and writes 
        kv_block_size + offset), -1 for a row that writes nothing; cu_rows [B + 1] int32; context_lens [B] int32;
        block_table [B, MB] int32; logit_rows (last segment); exit_candidates; k_pool.i, v_pool.i
   out  hidden_out, logits, exit_scores; "tensorrt" also k_pool_out.i, v_pool_out.i, aliases of the inputs
-Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32. Runtime "torch"
+Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtime
+"onnxruntime" keys and values have its kv_cache_dtype. Runtime "torch"
 compiles nothing: all segments of a model name its one weight file, safetensors under the names of the graphs.
 """
 
@@ -40,10 +41,11 @@ from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 RUNTIMES = ("onnxruntime", "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
+CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of runtime "onnxruntime"; elsewhere keys and values have the engine's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class EngineManifest:
     runtime: str
     dtype: str
     kv_block_size: int
+    kv_cache_dtype: str  # of keys and values in the pool
     exit_layers: tuple[int, ...]
     target: ModelEngine
     draft: ModelEngine | None  # None: built to draft by n-grams of the text so far
@@ -183,6 +186,8 @@ class EngineManifest:
     def _check_fields(self, path: Path) -> None:
         _check_choice(path, "runtime", self.runtime, RUNTIMES)
         _check_choice(path, "dtype", self.dtype, DTYPES)
+        kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime == "onnxruntime" else (self.dtype,)
+        _check_choice(path, "kv_cache_dtype", self.kv_cache_dtype, kv_cache_dtypes)
         if self.kv_block_size < 1:
             raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
         models = {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})

@@ -5,6 +5,10 @@ Work comes in units, one KV head of one sequence each. A unit writes its new key
 then attends tile by tile: a tile is up to TILE_ROWS pairs (row, query head), which share each block of keys and
 of values while it is in the cache. Knows nothing of threads, models or engines.
 
+A pool holds float32 or halves. Halves are widened block by block, once for all pairs of a tile, and all arithmetic is
+float32's: where many sequences decode, attention waits for memory, and halves are half of what it waits for. For the
+same reason memory is asked for ahead: for values while keys are read, and for the next unit's keys while values are.
+
 The bits of a row's result depend on its query, the keys and values that it sees, its position and the size of a
 block. They do not depend on the other rows, sequences or units of the call, nor on which blocks hold the context:
 all pairs run through the same code; products are summed by vector code whose order is written out here, in groups
@@ -21,27 +25,21 @@ from functools import cache
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils
-from numba.extending import intrinsic
+from llvmlite import binding
+from numba.extending import overload
+
+from plugins.host_vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
 
 TILE_ROWS = 8  # pairs of a tile
-GROUP = 4  # columns that the inner loops take at a time
-LANES = 16  # floats of a vector; a narrower CPU splits it, with the same result
 LOG2_E = np.float32(np.log2(np.e))
 HALF, ONE, SMALLEST_EXPONENT = np.float32(0.5), np.float32(1), np.float32(-126)
 
 Kernel = Callable[..., None]
 warn_once = cache(logging.getLogger(__name__).warning)  # per text: a process has a kernel for each head_dim
 
-f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in (1, 2, 3, 4)}
+f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in (1, 2, 3)}
 i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
-SIGNATURE = numba.void(
-    f32[3], f32[3], f32[3], f32[4], f32[4],  # q, k, v, k_pool, v_pool
-    i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
-    f32[3], f32[2], numba.int32[::1],  # attended, scratch, exponents
-    numba.int64, numba.int64, numba.float32, numba.boolean,  # first_unit, last_unit, scale, attends
-)  # fmt: skip
+POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's words; numba knows no halves
 
 # LLVM sees head_dim as a constant everywhere, and numba can keep the kernel on disk as its closure is an int alone.
 inlined = numba.njit(forceinline=True, error_model="numpy")
@@ -50,23 +48,34 @@ inlined_reassociated = numba.njit(
     forceinline=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}
 )
 
-FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-VECTOR = ir.VectorType(FLOAT, LANES)
-
 
 def scratch_width(num_columns: int) -> int:
     """Columns of `scratch` and `exponents` where block_table's width * block is num_columns."""
     return -(-(num_columns + GROUP) // LANES) * LANES
 
 
+def has_halves() -> bool:
+    """Whether this CPU converts halves by instructions; elsewhere a kernel for them cannot be linked."""
+    features = binding.get_host_cpu_features()
+    return features.get("f16c", not features.get("sse2", False))  # other CPUs than x86's: as of ARMv8
+
+
 @cache
-def attention_kernel(head_dim: int) -> Kernel:
+def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
     """The kernel for heads of head_dim values; compiled once per CPU and kept on disk, later loaded.
 
+    pool_dtype: of POOL_DTYPES; a pool of halves is given as uint16 of the same bits, where has_halves().
     It runs without the interpreter's lock, so that threads can do ranges of units side by side. All arrays are
     C-contiguous, writable and, where no type is given, float32: TypeError otherwise. Nothing else is checked:
     shapes and indices that do not fit read and write foreign memory. What a row sees is finite.
     """
+    pool = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C")
+    signature = numba.void(
+        f32[3], f32[3], f32[3], pool, pool,  # q, k, v, k_pool, v_pool
+        i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
+        f32[3], f32[2], numba.int32[::1], f32[2],  # attended, scratch, exponents, widened
+        numba.int64, numba.int64, numba.float32, numba.boolean,  # first_unit, last_unit, scale, attends
+    )  # fmt: skip
 
     def kernel(
         q,  # [T, H, head_dim], rotated; query head h belongs to KV head h // (H // Hkv)
@@ -80,6 +89,7 @@ def attention_kernel(head_dim: int) -> Kernel:
         attended,  # [T, H, head_dim]: the result
         scratch,  # [TILE_ROWS, scratch_width(MB * block)]: work space of the calling thread
         exponents,  # [scratch_width(MB * block)] int32: likewise
+        widened,  # [block, head_dim]: likewise
         first_unit,  # unit = sequence * Hkv + KV head
         last_unit,  # exclusive
         scale,
@@ -91,18 +101,20 @@ def attention_kernel(head_dim: int) -> Kernel:
             sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
             first_row, num_rows = cu_rows[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
             context, blocks = context_lens[sequence], block_table[sequence]
+            next_sequence, next_kv_head = (unit + 1) // num_kv_heads, (unit + 1) % num_kv_heads
             for row in range(num_rows):
                 block, offset = blocks[(context + row) // kv_block_size], (context + row) % kv_block_size
-                for d in range(head_dim):
-                    k_pool[kv_head, block, offset, d] = k[first_row + row, kv_head, d]
-                    v_pool[kv_head, block, offset, d] = v[first_row + row, kv_head, d]
+                copy_row(k_pool[kv_head, block, offset], k[first_row + row, kv_head], head_dim)  # pyright: ignore[reportCallIssue]
+                copy_row(v_pool[kv_head, block, offset], v[first_row + row, kv_head], head_dim)  # pyright: ignore[reportCallIssue]
             num_pairs = num_rows * heads_per_kv if attends else 0
             for tile in range(0, num_pairs, TILE_ROWS):
                 tile_end = min(tile + TILE_ROWS, num_pairs)
                 num_columns = context + (tile_end - 1) // heads_per_kv + 1  # of the longest row
                 for column in range(0, num_columns, kv_block_size):
-                    keys = k_pool[kv_head, blocks[column // kv_block_size]]
                     last = min(kv_block_size, num_columns - column) - 1
+                    if tile == 0:
+                        prefetch(v_pool[kv_head, blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
+                    keys = readable(k_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
                     for pair in range(tile, tile_end):
                         scores = scratch[pair - tile]
                         query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
@@ -114,8 +126,10 @@ def attention_kernel(head_dim: int) -> Kernel:
                     for d in range(head_dim):
                         mixed[d] = 0
                 for column in range(0, num_columns, kv_block_size):
-                    values = v_pool[kv_head, blocks[column // kv_block_size]]
                     last = min(kv_block_size, num_columns - column) - 1
+                    if tile_end == num_pairs and unit + 1 < last_unit and column < context_lens[next_sequence]:
+                        prefetch(k_pool[next_kv_head, block_table[next_sequence, column // kv_block_size]])  # pyright: ignore[reportCallIssue]
+                    values = readable(v_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
                     for pair in range(tile, tile_end):
                         weights = scratch[pair - tile]
                         mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
@@ -124,15 +138,33 @@ def attention_kernel(head_dim: int) -> Kernel:
 
     options = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(SIGNATURE, cache=True, **options)(kernel)
+        return numba.njit(signature, cache=True, **options)(kernel)
     except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
         warn_once(f"attention is compiled anew in every process; NUMBA_CACHE_DIR can name where to keep it ({error})")
-    return numba.njit(SIGNATURE, **options)(kernel)
+    return numba.njit(signature, **options)(kernel)
 
 
 def kernel_directory() -> str:
     """Where compiled kernels are kept; numba makes the directory. Raises RuntimeError where they cannot be."""
     return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
+
+
+def readable(block, last, widened, head_dim):
+    """The block [kv_block_size, head_dim] as float32: itself, or its rows up to `last` in `widened`. Compiled alone."""
+    raise NotImplementedError
+
+
+@overload(readable, jit_options={"forceinline": True, "error_model": "numpy"})
+def _readable(block, last, widened, head_dim):
+    if block.dtype == numba.float32:
+        return lambda block, last, widened, head_dim: block
+
+    def widen(block, last, widened, head_dim):
+        for t in range(last + 1):
+            copy_row(widened[t], block[t], head_dim)  # pyright: ignore[reportCallIssue]
+        return widened
+
+    return widen
 
 
 @inlined
@@ -178,123 +210,3 @@ def softmax(scores, exponents, num_visible, num_columns, scale):
         scores[t] *= inverse
     for t in range(num_visible, num_columns):
         scores[t] = 0
-
-
-@intrinsic
-def score_group(_typing, scores, column, query, keys, first, last, head_dim):
-    """scores[column + i] = query . keys[min(first + i, last)] for i < GROUP.
-
-    LANES partial sums of each product are added in halves; values of head_dim beyond whole vectors follow one by one.
-    """
-
-    def emit(context, builder, signature, arguments):
-        _, column, _, _, first, last, head_dim = arguments
-        scores, query = (row_address(context, builder, signature, arguments, i) for i in (0, 2))
-        columns = group_columns(builder, first, last)
-        rows = [row_address(context, builder, signature, arguments, 3, t) for t in columns]
-        vectors_end = builder.and_(head_dim, INT64(-LANES))
-        partial = [cgutils.alloca_once_value(builder, VECTOR([0.0] * LANES)) for _ in rows]
-        with cgutils.for_range_slice(builder, INT64(0), vectors_end, INT64(LANES), INT64) as (d, _):
-            x = load(builder, query, d, VECTOR)
-            for row, total in zip(rows, partial, strict=True):
-                builder.store(multiply_add(builder, x, load(builder, row, d, VECTOR), builder.load(total)), total)
-        sums = cgutils.alloca_once_value(builder, add_halves(builder, [builder.load(total) for total in partial]))
-        with cgutils.for_range_slice(builder, vectors_end, head_dim, INT64(1), INT64) as (d, _):
-            x = splat(builder, load(builder, query, d, FLOAT), GROUP)
-            y = x
-            for i, row in enumerate(rows):
-                y = builder.insert_element(y, load(builder, row, d, FLOAT), INT32(i))
-            builder.store(multiply_add(builder, x, y, builder.load(sums)), sums)
-        store(builder, builder.load(sums), scores, column)
-        return context.get_dummy_value()
-
-    return numba.void(scores, numba.intp, query, keys, numba.intp, numba.intp, numba.intp), emit
-
-
-@intrinsic
-def mix_group(_typing, mixed, weights, column, values, first, last, head_dim):
-    """mixed += (w0 * v0 + w1 * v1) + (w2 * v2 + w3 * v3), wi = weights[column + i] and vi = values[first + i].
-
-    Where first + i is behind last, wi is 0 and vi is values[last], which adds +-0 to a sum: no bit changes.
-    """
-
-    def emit(context, builder, signature, arguments):
-        _, _, column, _, first, last, head_dim = arguments
-        mixed, weights = (row_address(context, builder, signature, arguments, i) for i in (0, 1))
-        columns = group_columns(builder, first, last)
-        rows = [row_address(context, builder, signature, arguments, 3, t) for t in columns]
-        w = []
-        for i in range(GROUP):
-            is_there = builder.icmp_signed("<=", builder.add(first, INT64(i)), last)
-            w.append(builder.select(is_there, load(builder, weights, builder.add(column, INT64(i)), FLOAT), FLOAT(0.0)))
-
-        def add(d, w, kind):
-            x = [load(builder, row, d, kind) for row in rows]
-            sums = [multiply_add(builder, w[i + 1], x[i + 1], builder.fmul(w[i], x[i])) for i in range(0, GROUP, 2)]
-            while len(sums) > 1:
-                sums = [builder.fadd(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
-            store(builder, builder.fadd(load(builder, mixed, d, kind), *sums), mixed, d)
-
-        vectors_end = builder.and_(head_dim, INT64(-LANES))
-        wide = [splat(builder, x, LANES) for x in w]
-        with cgutils.for_range_slice(builder, INT64(0), vectors_end, INT64(LANES), INT64) as (d, _):
-            add(d, wide, VECTOR)
-        with cgutils.for_range_slice(builder, vectors_end, head_dim, INT64(1), INT64) as (d, _):
-            add(d, w, FLOAT)
-        return context.get_dummy_value()
-
-    return numba.void(mixed, weights, numba.intp, values, numba.intp, numba.intp, numba.intp), emit
-
-
-def row_address(context, builder, signature, arguments, argument, row=None):
-    """Address of the argument's first value, or of its row's."""
-    array = context.make_array(signature.args[argument])(context, builder, arguments[argument])
-    if row is None:
-        return array.data
-    row_length = cgutils.unpack_tuple(builder, array.shape)[1]
-    return builder.gep(array.data, [builder.mul(row, row_length)])
-
-
-def group_columns(builder, first, last):
-    """first, first + 1 ..., GROUP in all, none behind last: what is not there is not read."""
-    columns = [builder.add(first, INT64(i)) for i in range(GROUP)]
-    return [builder.select(builder.icmp_signed("<", t, last), t, last) for t in columns]
-
-
-def multiply_add(builder, a, b, c):
-    """a * b + c, one rounding where the CPU has such an instruction: of c, no product is ever fused instead."""
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
-
-
-def add_halves(builder, vectors):
-    """GROUP vectors of LANES -> the vector of their sums, [GROUP]."""
-    while len(vectors) > 1:  # one behind another
-        num_lanes = 2 * vectors[0].type.count
-        vectors = [pick(builder, a, b, range(num_lanes)) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-    (sums,) = vectors
-    half = LANES // 2
-    while half:
-        low = [i for i in range(sums.type.count) if i // half % 2 == 0]
-        high = [i + half for i in low]
-        sums = builder.fadd(pick(builder, sums, sums, low), pick(builder, sums, sums, high))
-        half //= 2
-    return sums
-
-
-def pick(builder, a, b, lanes):
-    """Lanes of a, then b."""
-    return builder.shuffle_vector(a, b, ir.VectorType(INT32, len(lanes))(list(lanes)))
-
-
-def splat(builder, value, num_lanes):
-    vector = builder.insert_element(ir.VectorType(FLOAT, num_lanes)(ir.Undefined), value, INT32(0))
-    return pick(builder, vector, vector, [0] * num_lanes)
-
-
-def load(builder, row, offset, kind):
-    address = builder.bitcast(builder.gep(row, [offset]), kind.as_pointer())
-    return builder.load(address, align=4)
-
-
-def store(builder, value, row, offset):
-    builder.store(value, builder.bitcast(builder.gep(row, [offset]), value.type.as_pointer()), align=4)

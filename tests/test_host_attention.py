@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike
 from numba.core import caching
 
 from plugins import host_attention
@@ -21,7 +22,7 @@ class Call:
     q: np.ndarray  # [T, H, head_dim]
     k: np.ndarray  # [T, Hkv, head_dim]
     v: np.ndarray
-    k_pool: np.ndarray  # [Hkv, NB, block, head_dim]
+    k_pool: np.ndarray  # [Hkv, NB, block, head_dim] float32 or float16
     v_pool: np.ndarray
     block_table: np.ndarray  # [B, MB]
     cu_rows: np.ndarray  # [B + 1]
@@ -34,10 +35,13 @@ class Call:
         attended = np.full_like(self.q, np.nan)
         width = scratch_width(self.block_table.shape[1] * self.k_pool.shape[2])
         scratch, exponents = np.full((TILE_ROWS, width), np.nan, np.float32), np.zeros(width, np.int32)
-        packed = (self.q, self.k, self.v, self.k_pool, self.v_pool, self.block_table, self.cu_rows, self.context_lens)
+        widened = np.full(self.k_pool.shape[2:], np.nan, np.float32)
+        has_halves = self.k_pool.dtype == np.float16
+        pools = (pool.view(np.uint16) if has_halves else pool for pool in (self.k_pool, self.v_pool))
+        packed = (self.q, self.k, self.v, *pools, self.block_table, self.cu_rows, self.context_lens)
         for first, last in pairwise(units or [0, num_units]):
-            kernel = attention_kernel(self.q.shape[2])
-            kernel(*packed, attended, scratch, exponents, first, last, self.scale, attends)
+            kernel = attention_kernel(self.q.shape[2], "fp16" if has_halves else "fp32")
+            kernel(*packed, attended, scratch, exponents, widened, first, last, self.scale, attends)
         return attended
 
     def expected(self) -> np.ndarray:
@@ -80,12 +84,13 @@ def make_call(
     block: int = 16,
     head_dim: int = 64,
     sharpness: float = 1.0,
+    dtype: DTypeLike = np.float32,
 ) -> Call:
     longest = max(context + rows for context, rows in zip(context_lens, num_rows, strict=True))
     num_blocks, num_sequences = -(-longest // block), len(num_rows)
     block_table = rng.permutation(num_sequences * num_blocks + 3)[: num_sequences * num_blocks]
     block_table = block_table.reshape(num_sequences, num_blocks)
-    pools = [np.full((num_kv_heads, num_sequences * num_blocks + 3, block, head_dim), np.nan, np.float32) for _ in "kv"]
+    pools = [np.full((num_kv_heads, num_sequences * num_blocks + 3, block, head_dim), np.nan, dtype) for _ in "kv"]
     for pool in pools:
         for blocks, context in zip(block_table, context_lens, strict=True):
             position = np.arange(context)
@@ -106,16 +111,24 @@ def random_call(seed: int, **options) -> Call:
     return make_call(rng, num_rows, rng.integers(0, 201, num_sequences).tolist(), **options)
 
 
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16])
+
+
+@BOTH_DTYPES
 @pytest.mark.parametrize("block", [1, 4, 6, 16])
 @pytest.mark.parametrize(("heads_per_kv", "head_dim"), [(1, 64), (2, 24), (4, 8), (8, 16), (3, 64), (1, 128)])
-def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(block: int, heads_per_kv: int, head_dim: int):
-    call = random_call(10 * block + heads_per_kv, block=block, heads_per_kv=heads_per_kv, head_dim=head_dim)
+def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(
+    block: int, heads_per_kv: int, head_dim: int, dtype: DTypeLike
+):
+    seed = 10 * block + heads_per_kv
+    call = random_call(seed, block=block, heads_per_kv=heads_per_kv, head_dim=head_dim, dtype=dtype)
     attended = call.run()
     assert np.abs(attended - call.expected()).max() <= 2e-6 * np.abs(call.v).max()
 
 
-def test_keys_and_values_reach_their_cells_and_no_others():
-    call = random_call(3, block=4)
+@BOTH_DTYPES
+def test_keys_and_values_reach_their_cells_and_no_others(dtype: DTypeLike):
+    call = random_call(3, block=4, head_dim=24, dtype=dtype)
     expected = {"k": call.k_pool.copy(), "v": call.v_pool.copy()}
     for b, (begin, end) in enumerate(pairwise(call.cu_rows)):
         position = call.context_lens[b] + np.arange(end - begin)
@@ -127,19 +140,36 @@ def test_keys_and_values_reach_their_cells_and_no_others():
     np.testing.assert_array_equal(call.v_pool, expected["v"])
 
 
-def test_any_ranges_of_units_give_the_same_bits():
-    call = random_call(5, heads_per_kv=2, num_kv_heads=3)
+@BOTH_DTYPES
+def test_halves_are_rounded_as_numpy_rounds_and_stay_finite(dtype: DTypeLike):
+    """Ties to even, the smallest ones too, and what no half can hold becomes the largest one."""
+    call = make_call(np.random.default_rng(7), [40], [0], head_dim=24, dtype=dtype)
+    call.k[:] = call.k * 2.0 ** np.random.default_rng(8).integers(-26, 15, call.k.shape)
+    call.k[0, 0, :4] = [1 + 2**-11, 1 + 3 * 2**-11, 2**-25, -(2**-24)]  # halfway up and down, and subnormal
+    call.v[:] = call.k[::-1]
+    call.k[1, 1, :4] = [65504, 65520, 1e30, -1e30]
+    call.run(attends=False)
+    most = np.finfo(dtype).max
+    for pool, new in ((call.k_pool, call.k), (call.v_pool, call.v)):
+        found = pool[:, call.block_table[0]].reshape(2, -1, 24)[:, :40].swapaxes(0, 1)
+        np.testing.assert_array_equal(found, np.clip(new, -most, most).astype(dtype))
+
+
+@BOTH_DTYPES
+def test_any_ranges_of_units_give_the_same_bits(dtype: DTypeLike):
+    call = random_call(5, heads_per_kv=2, num_kv_heads=3, dtype=dtype)
     attended, num_units = call.run(), 3 * len(call.context_lens)
     for borders in (range(num_units + 1), [0, 1, num_units - 1, num_units], [0, 0, num_units // 2, num_units]):
         np.testing.assert_array_equal(call.run(list(borders)), attended)
 
 
+@BOTH_DTYPES
 @pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1), (1, 128, 16)])
-def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int):
+def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike):
     """Chunks of 1 to 9 rows, which end in any place of a block and of a tile, against calls of fewer rows."""
     rng = np.random.default_rng(head_dim)
     num_rows, contexts = list(range(1, 10)), rng.integers(0, 120, 9).tolist()
-    call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block)
+    call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block, dtype=dtype)
     parts = [(b, fewer) for b in range(9) for fewer in range(1, num_rows[b] + 1)]
     calls = [call.alone(b, fewer) for b, fewer in parts]  # from the pools before the call
     attended = call.run()
@@ -148,9 +178,10 @@ def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int
         np.testing.assert_array_equal(part.run(), attended[begin : begin + fewer])
 
 
-def test_a_chunk_has_the_bits_of_its_rows_one_by_one():
+@BOTH_DTYPES
+def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
     """What greedy decoding of one path relies on: the length of a verified chunk changes no bit."""
-    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4)
+    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4, dtype=dtype)
     pools = call.k_pool.copy(), call.v_pool.copy()
     attended = call.run()
     for row in range(9):
@@ -194,6 +225,6 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
     call = random_call(6, head_dim=16)
     pools = call.k_pool.copy(), call.v_pool.copy()
     expected = call.run()
-    monkeypatch.setitem(globals(), "attention_kernel", lambda _: kernels[1])
+    monkeypatch.setitem(globals(), "attention_kernel", lambda *_: kernels[1])
     call.k_pool, call.v_pool = pools
     np.testing.assert_array_equal(call.run(), expected)

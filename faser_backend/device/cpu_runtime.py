@@ -39,12 +39,14 @@ class OrtRuntime:
         models: ModelPair,
         kv_block_size: int,
         *,
+        kv_cache_dtype: str = "fp32",
         num_threads: int | None = None,
         can_spin: bool = False,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """num_threads, can_spin: as of OrtRunner. menu: the cores to use, by default all of this process."""
+        """kv_cache_dtype: of kv_pool.DTYPES. num_threads, can_spin: as of OrtRunner. menu: the cores to use, by default all of this process."""
         self.kv_block_size = kv_block_size
+        self._kv_cache_dtype = kv_cache_dtype
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
         splits, self.splits_note = useful_splits(self.menu, models, num_threads, self.free_bytes())
@@ -58,13 +60,13 @@ class OrtRuntime:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
-        return KvPool.bytes_per_block(spec, self.kv_block_size)
+        return KvPool.bytes_per_block(spec, self.kv_block_size, self._kv_cache_dtype)
 
     def bind_step_thread(self) -> None:
         """Calls run where they are made, and end before they return."""
 
     def open_pool(self, model: ModelEngine, num_blocks: int) -> KvPool:
-        return KvPool(model.spec, num_blocks, self.kv_block_size)
+        return KvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._kv_cache_dtype)
 
     def fill_pool(self, pool: KvPool, numbers: np.ndarray) -> None:
         """Pages that were never written would all be one page in the cache."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.device.kv_pool import KvPool
 
@@ -37,18 +38,27 @@ class HostAttention:
     """Not thread-safe: the layers of one call after the other. Threads start on the cores of who first calls."""
 
     def __init__(self, spec: ModelSpec, pool: KvPool, num_threads: int) -> None:
+        """Raises ConfigError where this CPU has no instructions for the pool's dtype."""
         self._spec = spec
         self._pool = pool
         self._num_threads = num_threads
         from plugins import host_attention  # not above: it loads numba, which other runtimes do without
 
-        self._kernel = host_attention.attention_kernel(spec.head_dim)
+        has_halves = pool.storage.dtype == np.float16
+        if has_halves and not host_attention.has_halves():
+            raise ConfigError(
+                "kv_cache_dtype = fp16: this CPU cannot convert halves; build the engine with --kv-cache-dtype fp32"
+            )
+        self._kernel = host_attention.attention_kernel(spec.head_dim, "fp16" if has_halves else "fp32")
+        bits = np.uint16 if has_halves else np.float32
+        layers = range(spec.num_layers)
+        self._layers = [(pool.keys(layer).view(bits), pool.values(layer).view(bits)) for layer in layers]
         self._tile_rows, self._scratch_width = host_attention.TILE_ROWS, host_attention.scratch_width
         self._queries_per_head = spec.num_heads // spec.num_kv_heads
         self._numbers_per_token = 2 * spec.num_kv_heads * spec.head_dim  # of keys and values
         self._scale = np.float32(spec.head_dim**-0.5)
         self._helpers = [_Helper() for _ in range(num_threads - 1)]
-        self._scratch = [(np.empty((self._tile_rows, 0), np.float32), np.empty(0, np.int32))] * num_threads
+        self._scratch = [self._make_scratch(0) for _ in range(num_threads)]
         self._work: _Work | None = None
 
     def begin(self, rows: RowBatch, counts: np.ndarray) -> None:
@@ -68,11 +78,14 @@ class HostAttention:
         width = self._scratch_width(-(-int(last_tokens.max()) // self._pool.kv_block_size) * self._pool.kv_block_size)
         if self._scratch[0][1].size < width:
             width = max(width, 2 * self._scratch[0][1].size)
-            self._scratch = [
-                (np.empty((self._tile_rows, width), np.float32), np.empty(width, np.int32)) for _ in self._scratch
-            ]
+            self._scratch = [self._make_scratch(width) for _ in self._scratch]
         tables, cu_rows, context_lens = map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens))
         self._work = _Work(tables, cu_rows, context_lens, bounds)
+
+    def _make_scratch(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Work space of a thread: scores, exponents, and a block's keys or values as float32."""
+        widened = np.empty((self._pool.kv_block_size, self._spec.head_dim), np.float32)
+        return np.empty((self._tile_rows, width), np.float32), np.empty(width, np.int32), widened
 
     def _check_blocks(self, block_tables: np.ndarray, num_tokens: int) -> None:
         """The kernel trusts its indices. Raises IndexError before anything is read or written."""
@@ -97,8 +110,7 @@ class HostAttention:
             q.reshape(num_rows, spec.num_heads, spec.head_dim),
             k.reshape(num_rows, spec.num_kv_heads, spec.head_dim),
             v.reshape(num_rows, spec.num_kv_heads, spec.head_dim),
-            self._pool.keys(layer),
-            self._pool.values(layer),
+            *self._layers[layer],
             work.block_table,
             work.cu_rows,
             work.context_lens,

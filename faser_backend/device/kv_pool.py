@@ -11,26 +11,28 @@ import numpy as np
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import ModelSpec
 
+DTYPES = {"fp32": np.float32, "fp16": np.float16}  # by the manifest's words
+
 
 class KvPool:
-    """`storage` [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim] float32, zeroed.
+    """`storage` [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim], zeroed.
 
     `features`, by layer: what goes into it,
-    [num_blocks, kv_block_size, hidden_size], of every token; the layers are those that a draft head reads.
+    [num_blocks, kv_block_size, hidden_size] float32, of every token; the layers are those that a draft head reads.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int) -> None:
-        """Raises ConfigError where the pool is empty or does not fit into memory."""
+    def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int, *, dtype: str = "fp32") -> None:
+        """dtype: of DTYPES. Raises ConfigError where the pool is empty or does not fit into memory."""
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
         try:
-            self.storage = np.zeros(shape, np.float32)
+            self.storage = np.zeros(shape, DTYPES[dtype])
             self.features = feature_pools(spec, num_blocks, kv_block_size)
         except MemoryError:
-            num_bytes = 4 * int(np.prod(shape))
+            num_bytes = num_blocks * self.bytes_per_block(spec, kv_block_size, dtype)
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
 
     def keys(self, layer: int) -> np.ndarray:
@@ -46,10 +48,10 @@ class KvPool:
         return self.storage.nbytes + sum(array.nbytes for array in self.features.values())
 
     @staticmethod
-    def bytes_per_block(spec: ModelSpec, kv_block_size: int) -> int:
+    def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str = "fp32") -> int:
         """Bytes that one block takes over all layers, keys, values and features."""
-        kv_width = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
-        return (kv_width + len(spec.feature_layers) * spec.hidden_size) * kv_block_size * 4
+        kv_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * np.dtype(DTYPES[dtype]).itemsize
+        return (kv_bytes + len(spec.feature_layers) * spec.hidden_size * 4) * kv_block_size
 
     def check_integrity(self) -> None:
         """Asserts that layers are contiguous views of the storage and that every value is finite."""

@@ -27,6 +27,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
             engine_dir,
             models,
             manifest.kv_block_size,
+            kv_cache_dtype=manifest.kv_cache_dtype,
             num_threads=config.num_threads,
             can_spin=config.can_spin,
         )

@@ -48,7 +48,8 @@ class Fingerprint:
     def here(cls, manifest: EngineManifest) -> Fingerprint:
         """Of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
-        return cls(identity_of(manifest.runtime), version("faser-backend"), files)
+        device = {**identity_of(manifest.runtime), "kv_cache_dtype": manifest.kv_cache_dtype}
+        return cls(device, version("faser-backend"), files)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:
