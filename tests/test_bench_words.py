@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faser_backend.serving.bench.compare import add_comparisons, best_static, gain, in_words, spread_warning
+from faser_backend.serving.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
 from faser_backend.serving.bench.in_process import ClosedLoop, OpenLoop
 from faser_backend.serving.bench.ladder import split_names
 from faser_backend.serving.bench.workload import merge_repeats, take_turns
@@ -26,7 +26,9 @@ def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e
         "tokens_per_s": speed,
         "tokens_per_s_min": speed * (1 - spread),
         "tokens_per_s_max": speed * (1 + spread),
+        "tokens_per_s_repeats": [speed, speed * (1 - spread), speed * (1 + spread)],
         "e2e_ms_p50": e2e,
+        "e2e_ms_p50_repeats": [e2e, e2e * (1 + spread), e2e * (1 - spread)],
         "num_different": 0,
         "num_jobs": 4,
         "repeats": 3,
@@ -40,10 +42,12 @@ def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e
 
 def test_the_winner_the_whole_and_the_losers_are_named():
     rows = [row("none", 100), row("fixed:2", 150), row("fixed:4", 140), row("fixed:8", 80), row("faser", 200)]
+    rows[-1]["tokens_per_s_repeats"] = [200, 190 * 0.99, 205 * 1.01]
     sentence = in_words(rows)[0]
     assert sentence.startswith("Low load, temperature 0.8: `faser` leads with 200 tokens/s, 2.00x of `none`")
     assert "slower than `none`: `fixed:8`" in sentence
-    assert "`faser` is at 2.00x of `none`, 1.43x of `fixed:4`, 1.33x of the best static length (`fixed:2`)" in sentence
+    wanted = "`faser` is at 2.00x (1.90 to 2.05) of `none`, 1.43x (1.36 to 1.46) of `fixed:4`, "
+    assert wanted + "1.33x (1.27 to 1.37) of the best static length (`fixed:2`)" in sentence
     assert "speculation does not pay here" in in_words([row("none", 100), row("fixed:4", 90)])[0]
     assert (
         "within the spread of it: `fixed:4`" in in_words([row("none", 9), row("fixed:2", 20), row("fixed:4", 19.9)])[0]
@@ -98,9 +102,27 @@ def test_loops_and_turns():
     opened = OpenLoop([0.0, 0.5, 0.5, 2.0])
     assert [opened.num_due(now, 0) for now in (0.0, 0.4, 0.5, 3.0)] == [1, 1, 3, 4] and opened.due_s(3, 9.0) == 2.0
     assert list(take_turns(["a", "b", "c"], 2)) == ["a", "b", "c", "b", "c", "a"]
-    assert merge_repeats([{"tokens_per_s": 3.0, "n": 1}, {"tokens_per_s": 5.0, "n": 4}]) == {
-        "tokens_per_s": 4.0, "n": 1, "tokens_per_s_min": 3.0, "tokens_per_s_max": 5.0, "repeats": 2,
+    runs = [{"tokens_per_s": 3.0, "e2e_ms_p50": 9.0, "n": 1}, {"tokens_per_s": 5.0, "e2e_ms_p50": 7.0, "n": 4}]
+    assert merge_repeats(runs) == {
+        "tokens_per_s": 4.0, "e2e_ms_p50": 8.0, "n": 1, "tokens_per_s_min": 3.0, "tokens_per_s_max": 5.0, "repeats": 2,
+        "tokens_per_s_repeats": [3.0, 5.0], "e2e_ms_p50_repeats": [9.0, 7.0],
     }  # fmt: skip
+
+
+def test_ratios_are_taken_within_a_repeat_and_told_with_their_range():
+    """A machine that was half as fast in the second repeat was so for both."""
+    slow, fast = row("none", 100), row("faser", 110)
+    slow["tokens_per_s_repeats"], fast["tokens_per_s_repeats"] = [100, 50, 120], [110, 54, 126]
+    rows = [slow, fast]
+    add_comparisons(rows)
+    assert fast["speedup_none"] == pytest.approx(1.08) and fast["speedup_none_range"] == pytest.approx([1.05, 1.1])
+    assert is_clear(fast, slow) and not is_clear(row("faser", 101), slow)
+    fast["tokens_per_s_repeats"][1] = 49
+    assert not is_clear(fast, slow), "one repeat says otherwise"
+    assert "1.05x (0.98 to 1.10) of `none`" in in_words(rows)[0]
+
+
+def test_names_are_separated_by_commas_that_schedules_have_too():
     assert split_names("none, schedule:4:4,8:2,fixed:4 (ping-pong)") == [
         "none",
         "schedule:4:4,8:2",

@@ -27,9 +27,11 @@ MIN_GAIN = 1.05  # predicted advantage that another arm needs
 # What predictions are divided by. Speculation: for what the cost model does not see, such as steps in which sequences
 # begin and end. Overlap: two models at once disturb each other.
 SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.04, 1.1
-WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth: weighing costs more than a plain decision
+# Decisions in between cost next to nothing: a step of one sequence takes 2 ms, and Python that runs where a model has
+# just emptied the caches takes three times as long as it does alone.
+WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth
 PATIENCE = 2  # weighings in a row in which another arm needs its advantage
-LEARN_EVERY = 2  # steps of an arm that goes on: learning takes 0.1 ms, as much as a fifth of the smallest step
+LEARN_EVERY = 4  # steps of an arm that goes on
 
 
 class Faser:
@@ -50,47 +52,66 @@ class Faser:
         self._promises: dict[Arm, Promise] = {}  # as last weighed
         self._plain_us = self._probe_price_us = 0.0
         self._num_unweighed, self._weighed_size = 0, 0
+        self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
+        self._is_probing = False  # in the last decision
         self._arms_of_levels: dict[int, Arm] = {}  # as chosen last; a level is a power of two of sequences
         self._last_arm: Arm | None = None  # that was observed, probes included
         self._num_observed = 0
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
-        pricer, size = self._pricer, len(sequences)
-        context = pricer.context(sequences)
-        chosen = self._chosen(sequences, context)
-        arm = self._prober.arm(chosen, self._plain_us, self._probe_price_us)
-        if arm == PLAIN:
-            return Decision([0] * size, prefills_draft=chosen != PLAIN)
-        speed = max(item.tokens_per_us for item in self._promises.values())
-        if chosen == PLAIN:
-            rule = pricer.rule(pricer.times(size, context, WHOLE), speed) if arm.is_trimmed else None
-            return Decision(probed_lengths(sequences), trim=rule, prefills_draft=False)
-        assert arm.mode is not None
-        cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
-        pruner = self._pruner(cohort, context, speed, arm)
-        if arm.mode is PipelineMode.RUN_AHEAD or not arm.is_trimmed:
-            length = self._promises[arm].num_draft_tokens
-            assert length is not None
-            return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
-        rule = pricer.rule(pricer.times(cohort, context, arm.partition), speed)
-        return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
-
-    def _chosen(self, sequences: Sequence[RunningSequence], context: int) -> Arm:
-        """The arm of this step, probes aside; weighed anew every few decisions and where the batch has changed much."""
         size = len(sequences)
         self._num_unweighed += 1
         has_changed = 8 * abs(size - self._weighed_size) > self._weighed_size
         if self.arm is None or self._num_unweighed >= WEIGH_EVERY or has_changed:
-            self._num_unweighed, self._weighed_size = 0, size
-            times = self._pricer.times(size, context, WHOLE)
-            self._plain_us = times.verify_us(0, 0)
-            self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
-            self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
-            self._probe_price_us = PROBE_STEPS * self._plain_us
-            if self.arm == PLAIN:
-                self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
+            self._look_again(sequences, has_changed=has_changed)
         assert self.arm is not None
-        return self.arm
+        arm = self._prober.arm(self.arm, self._plain_us, self._probe_price_us)
+        self._is_probing = arm != self.arm
+        if self._is_probing:
+            return self._probe(arm, sequences)
+        if self._decision is None or len(self._decision.num_draft_tokens) != size:
+            self._decision = self._run(arm, sequences)
+        return self._decision
+
+    def _look_again(self, sequences: Sequence[RunningSequence], *, has_changed: bool) -> None:
+        """Weighs the arms for this batch. has_changed: by so much that another level may be the right one."""
+        size, context = len(sequences), self._pricer.context(sequences)
+        self._num_unweighed, self._weighed_size, self._decision = 0, size, None
+        times = self._pricer.times(size, context, WHOLE)
+        self._plain_us = times.verify_us(0, 0)
+        self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
+        self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
+        self._probe_price_us = PROBE_STEPS * self._plain_us
+        if self.arm == PLAIN:
+            self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
+
+    def _run(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
+        """A step of the arm that was chosen, or of another one beside plain decoding that is probed in its place."""
+        pricer, size = self._pricer, len(sequences)
+        if arm == PLAIN:
+            return Decision([0] * size, prefills_draft=self.arm != PLAIN)
+        assert arm.mode is not None
+        context = pricer.context(sequences)
+        cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
+        pruner = self._pruner(cohort, context, self._best_speed, arm)
+        if arm.mode is PipelineMode.RUN_AHEAD or not arm.is_trimmed:
+            length = self._promises[arm].num_draft_tokens
+            assert length is not None
+            return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
+        rule = pricer.rule(pricer.times(cohort, context, arm.partition), self._best_speed)
+        return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
+
+    def _probe(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
+        if self.arm != PLAIN:
+            return self._run(arm, sequences)
+        times = self._pricer.times(len(sequences), self._pricer.context(sequences), WHOLE)
+        rule = self._pricer.rule(times, self._best_speed) if arm.is_trimmed else None
+        return Decision(probed_lengths(sequences), trim=rule, prefills_draft=False)
+
+    @property
+    def _best_speed(self) -> float:
+        """What time is worth: tokens per microsecond."""
+        return max(promise.tokens_per_us for promise in self._promises.values())
 
     def _weigh(self, level: int) -> Arm:
         """The arm that was chosen last on this level, unless a challenger has been ahead for long enough."""
@@ -136,10 +157,10 @@ class Faser:
         return None if exit_ is None else EarlyExit((exit_,), self._pricer.match)
 
     def observe(self, record: StepRecord) -> None:
-        arm = _arm_of(record)
         self._num_observed += 1
-        if arm == self.arm == self._last_arm and self._num_observed % LEARN_EVERY:
+        if self._num_observed % LEARN_EVERY and not self._is_probing and self._last_arm == self.arm:
             return
+        arm = _arm_of(record)
         self._pricer.observe(record)
         measured_us = record.step_us + record.drafting_us - self._prefill_us(record, arm)
         emitted = float(record.acceptance.num_emitted.sum())

@@ -16,7 +16,7 @@ from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
-PROBE_SHARE = 0.01  # of the time
+PROBE_SHARE = 0.005  # of the time
 PROBE_STEPS = 2  # in a row: the first one after a change finds caches cold and is not counted
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 LEAST_PAID = 0.25  # of a plain step: an arm that is as good as the chosen one is not probed all the time

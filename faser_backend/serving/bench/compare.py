@@ -1,7 +1,8 @@
 """Rows beside each other: speed-ups, the best static length, and the ladder in plain words.
 
 A closed loop is judged by its tokens per second. In a bursty load the arrivals set the throughput,
-so it is judged by the median time of a whole answer.
+so it is judged by the median time of a whole answer. Ratios are taken within a repeat, in which everyone had a turn,
+and their median is told: a machine that is slower for a minute is slower for both.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from statistics import median
 from typing import Any
 
 from faser_backend.serving.bench.ladder import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+
+CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # in the median of several repeats, in a single one
 
 Row = dict[str, Any]
 BUSY_SPREAD = 0.15  # between the slowest and the fastest repeat, of the median throughput
@@ -23,21 +26,32 @@ def groups(rows: list[Row]) -> dict[tuple[str, float], list[Row]]:
     return found
 
 
+def gains(row: Row, reference: Row) -> list[float]:
+    """By what factor `row` does better than `reference` in the measure of its load, in each repeat."""
+    return latency_gains(row, reference) if row["load"] == BURSTY.name else speedups(row, reference)
+
+
 def gain(row: Row, reference: Row) -> float:
-    """By what factor `row` does better than `reference` in the measure of its load."""
-    if row["load"] == BURSTY.name:
-        return reference["e2e_ms_p50"] / row["e2e_ms_p50"]
-    return row["tokens_per_s"] / reference["tokens_per_s"]
+    return median(gains(row, reference))
+
+
+def speedups(row: Row, reference: Row) -> list[float]:
+    """Throughput over the reference's, in each repeat."""
+    pairs = zip(row["tokens_per_s_repeats"], reference["tokens_per_s_repeats"], strict=True)
+    return [mine / others for mine, others in pairs]
+
+
+def latency_gains(row: Row, reference: Row) -> list[float]:
+    """The reference's median time of an answer over the row's, in each repeat."""
+    pairs = zip(row["e2e_ms_p50_repeats"], reference["e2e_ms_p50_repeats"], strict=True)
+    return [others / mine for mine, others in pairs]
 
 
 def is_clear(row: Row, reference: Row) -> bool:
-    """Whether no repeat of one reached the other, in tokens per second; of a bursty load: 5 % apart."""
-    if row["load"] == BURSTY.name:
-        return abs(gain(row, reference) - 1.0) > 0.05
-    return (
-        row["tokens_per_s_min"] > reference["tokens_per_s_max"]
-        or row["tokens_per_s_max"] < reference["tokens_per_s_min"]
-    )
+    """Whether all repeats agree on which of the two does better, and by more than a little."""
+    ratios = gains(row, reference)
+    least = CLEAR_GAIN if len(ratios) > 1 else CLEAR_GAIN_OF_ONE
+    return (min(ratios) > 1.0 or max(ratios) < 1.0) and abs(median(ratios) - 1.0) > least
 
 
 def add_comparisons(rows: list[Row]) -> None:
@@ -53,8 +67,10 @@ def add_comparisons(rows: list[Row]) -> None:
         for row in group:
             row["is_best_static"] = row is static
             for name, reference in references.items():
-                row[f"speedup_{name}"] = None if reference is None else row["tokens_per_s"] / reference["tokens_per_s"]
-                row[f"e2e_gain_{name}"] = None if reference is None else reference["e2e_ms_p50"] / row["e2e_ms_p50"]
+                for key, ratios in (("speedup", speedups), ("e2e_gain", latency_gains)):
+                    found = None if reference is None else ratios(row, reference)
+                    row[f"{key}_{name}"] = None if found is None else median(found)
+                    row[f"{key}_{name}_range"] = None if found is None else [min(found), max(found)]
 
 
 def spread_warning(rows: list[Row]) -> list[str]:
@@ -133,8 +149,14 @@ def _whole(group: list[Row]) -> str:
         references.append((fixed, f"`{FIXED_REFERENCE}`"))
     if static is not None and static is not fixed:
         references.append((static, f"the best static length (`{static['policy']}`)"))
-    told = ", ".join(f"{gain(row, reference):.2f}x of {name}" for reference, name in references)
+    told = ", ".join(f"{_with_range(gains(row, reference))} of {name}" for reference, name in references)
     return f"`{WHOLE}` is at {told}."
+
+
+def _with_range(ratios: list[float]) -> str:
+    """The median, and lowest and highest where there are several."""
+    shown = f"{median(ratios):.2f}x"
+    return shown if len(ratios) == 1 else f"{shown} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _mechanisms(group: list[Row]) -> list[str]:

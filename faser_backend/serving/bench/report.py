@@ -23,7 +23,7 @@ class Column:
 
     heading: str
     unit: str
-    key: str | Callable[[Row], float | None]
+    key: str | Callable[[Row], float | str | None]
     form: str
     meaning: str
 
@@ -41,11 +41,16 @@ def _percent(key: str) -> Callable[[Row], float]:
     return lambda row: 100 * row[key]
 
 
+def _range(key: str) -> Callable[[Row], str | None]:
+    return lambda row: row[f"{key}_range"] and "{:.2f}-{:.2f}".format(*row[f"{key}_range"])
+
+
 SPEED = (
     Column("throughput", "tokens/s", "tokens_per_s", "{:.0f}", "Output tokens per second of the whole run."),
     Column("lowest", "tokens/s", "tokens_per_s_min", "{:.0f}", "Throughput of the slowest repeat."),
     Column("highest", "tokens/s", "tokens_per_s_max", "{:.0f}", "Throughput of the fastest repeat."),
-    Column("of none", "x", "speedup_none", "{:.2f}", "Throughput over that of plain decoding."),
+    Column("of none", "x", "speedup_none", "{:.2f}", "Throughput over that of plain decoding, median of repeats."),
+    Column("of none", "lowest-highest", _range("speedup_none"), "{}", "The same, in the worst and the best repeat."),
     Column("of fixed:4", "x", "speedup_fixed4", "{:.2f}", "Throughput over that of four draft tokens, always."),
     Column(
         "of best static", "x", "speedup_best_static", "{:.2f}",

@@ -88,8 +88,12 @@ def take_turns(names: Sequence[str], repeats: int) -> Iterator[str]:
         yield from (*names[first:], *names[:first])
 
 
+PAIRED_FIGURES = ("tokens_per_s", "e2e_ms_p50")
+
+
 def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:
-    """The median of each figure (of counts the lower one), and the lowest and highest throughput."""
+    """The median of each figure (of counts the lower one), the lowest and highest throughput, and, for ratios within
+    a repeat, each repeat's throughput and median time of an answer."""
     merged: dict[str, Any] = {}
     for key, first in repeats[0].items():
         median = statistics.median_low if isinstance(first, int) else statistics.median
@@ -99,6 +103,7 @@ def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:
         "tokens_per_s_min": min(throughput),
         "tokens_per_s_max": max(throughput),
         "repeats": len(repeats),
+        **{f"{key}_repeats": [r[key] for r in repeats] for key in PAIRED_FIGURES},
     }
 
 
