@@ -102,10 +102,9 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
             first_row, num_rows = cu_rows[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
             context, blocks = context_lens[sequence], block_table[sequence]
             next_sequence, next_kv_head = (unit + 1) // num_kv_heads, (unit + 1) % num_kv_heads
-            for row in range(num_rows):
-                block, offset = blocks[(context + row) // kv_block_size], (context + row) % kv_block_size
-                copy_row(k_pool[kv_head, block, offset], k[first_row + row, kv_head], head_dim)  # pyright: ignore[reportCallIssue]
-                copy_row(v_pool[kv_head, block, offset], v[first_row + row, kv_head], head_dim)  # pyright: ignore[reportCallIssue]
+            rows = slice(first_row, first_row + num_rows)
+            write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
+            write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
             num_pairs = num_rows * heads_per_kv if attends else 0
             for tile in range(0, num_pairs, TILE_ROWS):
                 tile_end = min(tile + TILE_ROWS, num_pairs)
@@ -147,6 +146,15 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
 def kernel_directory() -> str:
     """Where compiled kernels are kept; numba makes the directory. Raises RuntimeError where they cannot be."""
     return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
+
+
+@inlined
+def write_rows(pool, blocks, context, rows, head_dim):
+    """rows [n, head_dim] go to positions context, context + 1, ... of a KV head's pool [NB, block, head_dim]."""
+    for row in range(rows.shape[0]):
+        position = context + row
+        cell = pool[blocks[position // pool.shape[1]], position % pool.shape[1]]
+        copy_row(cell, rows[row], head_dim)  # pyright: ignore[reportCallIssue]
 
 
 def readable(block, last, widened, head_dim):

@@ -44,7 +44,10 @@ class OrtRuntime:
         can_spin: bool = False,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """kv_cache_dtype: of kv_pool.DTYPES. num_threads, can_spin: as of OrtRunner. menu: the cores to use, by default all of this process."""
+        """kv_cache_dtype: of kv_pool.DTYPES. num_threads, can_spin: as of OrtRunner.
+
+        menu: the cores to use, by default all of this process.
+        """
         self.kv_block_size = kv_block_size
         self._kv_cache_dtype = kv_cache_dtype
         self.menu = menu or core_partitions()
