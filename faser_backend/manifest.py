@@ -24,8 +24,8 @@ Runtimes "tensorrt" and "torch", whose attention is a kernel of ours and writes 
        block_table [B, MB] int32; logit_rows (last segment); exit_candidates; k_pool.i, v_pool.i
   out  hidden_out, logits, exit_scores; "tensorrt" also k_pool_out.i, v_pool_out.i, aliases of the inputs
 Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtime
-"onnxruntime" keys and values have its kv_cache_dtype. Runtime "torch"
-compiles nothing: all segments of a model name its one weight file, safetensors under the names of the graphs.
+"onnxruntime" keys and values have its kv_cache_dtype. Runtime "torch" compiles nothing: all segments of a model name
+its one weight file, safetensors under the names of the graphs.
 """
 
 from __future__ import annotations

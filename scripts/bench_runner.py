@@ -4,7 +4,8 @@
 
 Prints, for target and draft, the 20th percentile over repeats (other work on the machine only ever
 adds time): the whole call, the attention of all its layers, and what is neither attention nor ONNX Runtime.
-Calls of different thread counts are interleaved, so that noise hits all alike.
+Calls of different thread counts are interleaved, so that noise hits all alike. Keys and values have the engine's
+kv_cache_dtype.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import numpy as np
 from faser_backend.core.batch import RowBatch
 from faser_backend.device.call_shapes import CallShape
 from faser_backend.device.host_attention import HostAttention
+from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, core_partitions
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import EngineManifest, ModelEngine
 
 
 class Case(NamedTuple):
@@ -45,6 +47,9 @@ CASES = [
     Case(4, 5, 128),
     Case(16, 1, 128),
     Case(16, 5, 128),
+    Case(64, 1, 170),
+    Case(64, 5, 170),
+    Case(128, 1, 170),
     Case(1, 128, 0, wants_logits=False),
     Case(1, 256, 128, wants_logits=False),
 ]
@@ -62,6 +67,21 @@ def make_batch(case: Case, vocab_size: int, block_size: int, rng: np.random.Gene
         block_tables=blocks,
         logit_rows=np.arange(num_rows if case.wants_logits else 0),
     )
+
+
+def filled_pool(model: ModelEngine, manifest: EngineManifest) -> KvPool:
+    """Blocks for the largest case, in the engine's dtype.
+
+    Pages that were never written are all one page, which stays in the cache: attention then looks far too fast.
+    """
+    size = manifest.kv_block_size
+    num_blocks = max(case.num_sequences * -(-(case.context + case.num_rows) // size) for case in CASES)
+    pool = KvPool(model.spec, num_blocks, size, dtype=manifest.kv_cache_dtype)
+    rng = np.random.default_rng(1)
+    for layer in range(model.spec.num_layers):
+        for part in (pool.keys(layer), pool.values(layer)):
+            part[:] = rng.standard_normal(part.shape, np.float32)
+    return pool
 
 
 def run_model(runner: OrtRunner, batch: RowBatch) -> None:
@@ -140,19 +160,24 @@ def main() -> None:
         parser.error(f"--threads {options.threads}: must lie in [1, {num_cores}]")
     manifest = EngineManifest.load(options.engine_dir)
     watches = Stopwatches(Stopwatch(CallShape, "run_part"), Stopwatch(HostAttention, "run"))
-    block_size = manifest.kv_block_size
-    num_blocks = max(c.num_sequences * -(-(c.context + c.num_rows) // block_size) for c in CASES)
+    print(f"keys and values in {manifest.kv_cache_dtype}")
     cores = core_partitions().whole.cores
     for name, model in (("target", manifest.target), ("draft", manifest.draft)):
         if model is None:
             continue
-        runners = {}
+        runners, pool = {}, filled_pool(model, manifest)  # columns take turns, so that one pool serves them all
         for count in threads:
             partition = CorePartition("bench", cores[:count])
             for can_spin in (False, True)[: 1 + (count > 1)]:
                 column = f"{count} thread{'s' if count > 1 else ''}{' spin' if can_spin else ''}"
                 runners[column] = OrtRunner(
-                    model, options.engine_dir, num_blocks, block_size, partition, can_spin=can_spin
+                    model,
+                    options.engine_dir,
+                    pool.num_blocks,
+                    pool.kv_block_size,
+                    partition,
+                    can_spin=can_spin,
+                    pool=pool,
                 )
         bench_model(name, runners, options.repeats, watches)
 

@@ -27,6 +27,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.device.sampler import NumpySampler
@@ -65,9 +66,11 @@ class Tracer:
         context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
         self._num_blocks = -(-context // self._block_size)
         whole = core_partitions().whole
-        models = (manifest.target, manifest.draft)
+        models, dtype = (manifest.target, manifest.draft), manifest.kv_cache_dtype
+        pools = (KvPool(model.spec, self._num_blocks, self._block_size, dtype=dtype) for model in models)
         self._target, self._draft = (
-            OrtRunner(model, engine_dir, self._num_blocks, self._block_size, whole) for model in models
+            OrtRunner(model, engine_dir, self._num_blocks, self._block_size, whole, pool=pool)
+            for model, pool in zip(models, pools, strict=True)
         )
         self._sampler = NumpySampler(manifest.target.spec.vocab_size, 1)
 

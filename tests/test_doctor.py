@@ -15,6 +15,7 @@ from faser_backend.device.cuda.identity import GpuFacts, gpu_facts, identity
 from faser_backend.serving import doctor
 from faser_backend.serving.bench import environment
 from faser_backend.serving.doctor import Finding, examine
+from plugins import host_attention
 from tests.fake_cuda import FakeDriver, Status
 
 
@@ -90,10 +91,18 @@ class TestCpuAttention:
     def test_where_kernels_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found_with(FakeDriver(132))["CPU attention"]
         assert finding.is_ok and finding.is_needed
-        assert re.fullmatch(rf"numba {re.escape(version('numba'))}, kernels are kept in /\S+", finding.detail)
+        words = rf"numba {re.escape(version('numba'))}, kernels are kept in /\S+; fp16 KV caches are converted by \w+"
+        assert re.fullmatch(words, finding.detail) or not host_attention.has_halves()
         monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
         finding = found_with(FakeDriver(132))["CPU attention"]
         assert finding.is_ok and "compiled anew in every process: set NUMBA_CACHE_DIR" in finding.detail
+
+    def test_a_cpu_that_cannot_convert_halves_can_serve_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(host_attention, "has_halves", lambda: False)
+        finding = found_with(FakeDriver(132))["CPU attention"]
+        assert finding.is_ok and finding.detail.endswith(
+            "; this CPU cannot convert fp16 KV caches: build engines with --kv-cache-dtype fp32"
+        )
 
     def test_numba_is_named_where_it_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "numba", None)

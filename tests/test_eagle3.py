@@ -30,12 +30,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class Built:
     """A target and a head, built together, and the references of both."""
 
-    def __init__(self, root: Path, *, exit_layers: tuple[int, ...] = (), **config: Any) -> None:
+    def __init__(
+        self, root: Path, *, exit_layers: tuple[int, ...] = (), kv_cache_dtype: str | None = None, **config: Any
+    ) -> None:
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
         self.head_dir = write_head(root / "head", **config)
         self.directory = root / "engine"
         self.manifest = build_engines(
-            self.source, self.head_dir, self.directory, exit_layers=exit_layers, kv_block_size=BLOCK_SIZE
+            self.source,
+            self.head_dir,
+            self.directory,
+            exit_layers=exit_layers,
+            kv_block_size=BLOCK_SIZE,
+            kv_cache_dtype=kv_cache_dtype,
         )
         assert EngineManifest.load(self.directory) == self.manifest
         self.target_reference = reference_model(self.source)

@@ -162,6 +162,14 @@ def test_tokens_equal_plain_decoding(built: Built, policy: str, options: dict[st
     assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
 
 
+def test_tokens_equal_plain_decoding_where_keys_and_values_are_halves(tmp_path: Path) -> None:
+    built, requests = Built(tmp_path, kv_cache_dtype="fp16"), make_requests()
+    assert built.manifest.kv_cache_dtype == "fp16"
+    plain = tokens_of(built, "none", requests)
+    for policy in ("fixed:4", "faser"):
+        assert tokens_of(built, policy, requests) == plain
+
+
 def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:
     engine = open_engine(built, "fixed:2", pipeline="ping_pong")
     assert list(engine.stepper.partitions) == [WHOLE]

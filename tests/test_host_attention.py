@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from numpy.typing import DTypeLike
 from numba.core import caching
+from numpy.typing import DTypeLike
 
 from plugins import host_attention
 from plugins.host_attention import TILE_ROWS, attention_kernel, scratch_width
@@ -178,16 +180,39 @@ def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int
         np.testing.assert_array_equal(part.run(), attended[begin : begin + fewer])
 
 
+def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> np.ndarray:
+    """The rows of the call's one sequence, in calls of their own. after(k_pool, v_pool) follows each call."""
+    attended = []
+    for row in range(call.q.shape[0]):
+        step = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
+        pools, context_lens = (call.k_pool, call.v_pool), call.context_lens + row
+        attended.append(Call(*step, *pools, call.block_table, np.array([0, 1]), context_lens, call.scale).run())
+        after(*pools)
+    return np.concatenate(attended)
+
+
 @BOTH_DTYPES
 def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
     """What greedy decoding of one path relies on: the length of a verified chunk changes no bit."""
     call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4, dtype=dtype)
-    pools = call.k_pool.copy(), call.v_pool.copy()
-    attended = call.run()
-    for row in range(9):
-        step = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
-        one = Call(*step, *pools, call.block_table, np.array([0, 1]), call.context_lens + row, call.scale)
-        np.testing.assert_array_equal(one.run()[0], attended[row])
+    steps = copy.deepcopy(call)
+    np.testing.assert_array_equal(run_one_by_one(steps), call.run())
+    np.testing.assert_array_equal(steps.k_pool, call.k_pool)
+    np.testing.assert_array_equal(steps.v_pool, call.v_pool)
+
+
+def test_rows_that_are_read_before_they_are_rounded_would_be_noticed():
+    """Negative control: as halves, but what a call writes is rounded only behind it."""
+
+    def to_halves(*pools: np.ndarray) -> None:
+        for pool in pools:
+            pool[:] = pool.astype(np.float16)
+
+    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4)
+    to_halves(call.k_pool, call.v_pool)
+    steps = copy.deepcopy(call)
+    is_other = (run_one_by_one(steps, after=to_halves) != call.run()).any(axis=(1, 2))
+    assert is_other.tolist() == [False] + 8 * [True], "a row sees itself before it is rounded either way"
 
 
 def test_large_scores_stay_finite():

@@ -12,7 +12,7 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.model import ModelSpec
 from faser_backend.device import host_attention
 from faser_backend.device.host_attention import HostAttention
-from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.kv_pool import DTYPES, KvPool
 from plugins.host_attention import attention_kernel
 
 SPEC = ModelSpec(2, 64, 6, 3, 24, 64, 97, 256, 1e4, 1e-5, tie_word_embeddings=False)
@@ -57,8 +57,8 @@ def random_qkv(rng: np.random.Generator, num_rows: int) -> tuple[np.ndarray, ...
     return tuple(rng.standard_normal((num_rows, n, 1, SPEC.head_dim)).astype(np.float32) for n in heads)
 
 
-def filled_pool() -> KvPool:
-    pool = KvPool(SPEC, 7 * 34, BLOCK)
+def filled_pool(dtype: str = "fp32") -> KvPool:
+    pool = KvPool(SPEC, 7 * 34, BLOCK, dtype=dtype)
     pool.storage[:] = np.random.default_rng(1).standard_normal(pool.storage.shape)
     return pool
 
@@ -72,8 +72,9 @@ def room_for(rows: RowBatch) -> np.ndarray:
     return np.full((rows.num_rows, SPEC.num_heads * SPEC.head_dim), np.nan, np.float32)
 
 
-def test_results_have_the_same_bits_on_one_two_and_three_threads(opened: list[HostAttention]):
-    pools = [filled_pool() for _ in range(3)]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_have_the_same_bits_on_one_two_and_three_threads(opened: list[HostAttention], dtype: str):
+    pools = [filled_pool(dtype) for _ in range(3)]
     attentions = [attention_of(opened, index + 1, pool) for index, pool in enumerate(pools)]
     before = attention_threads()
     rng = np.random.default_rng(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,9 @@ def test_a_directory_round_trips(engine: Path) -> None:
     manifest.save(engine)
     assert EngineManifest.load(engine) == manifest
     assert {file.name for file in manifest.files} == {p.name for p in engine.iterdir()} - {"manifest.json"}
+    assert manifest.kv_cache_dtype == "fp32"
+    replace(manifest, kv_cache_dtype="fp16").save(engine)
+    assert EngineManifest.load(engine) == replace(manifest, kv_cache_dtype="fp16")
 
 
 def test_a_missing_or_unreadable_manifest(engine: Path, tmp_path: Path) -> None:
@@ -92,6 +96,10 @@ def test_a_missing_or_unreadable_manifest(engine: Path, tmp_path: Path) -> None:
         (lambda m: m.update(end_ids=[VOCAB_SIZE]), "end_ids"),
         (lambda m: m.update(runtime="abacus"), "abacus"),
         (lambda m: m.update(dtype="fp7"), "fp7"),
+        (lambda m: m.pop("kv_cache_dtype"), "kv_cache_dtype"),
+        (lambda m: m.update(kv_cache_dtype="fp7"), "kv_cache_dtype = 'fp7': must be one of fp32, fp16"),
+        (lambda m: m.update(kv_cache_dtype="bf16"), "kv_cache_dtype = 'bf16': must be one of fp32, fp16"),
+        (lambda m: m.update(runtime="torch", kv_cache_dtype="fp16"), "kv_cache_dtype = 'fp16': must be one of fp32"),
         (lambda m: m.update(kv_block_size=0), "kv_block_size"),
         (lambda m: m["target"]["segments"].pop(), "segments"),
         (lambda m: m["target"]["segments"].reverse(), "segments"),

@@ -189,6 +189,49 @@ def test_the_command_says_what_int8_costs(tmp_path, capsys):
     assert EngineManifest.load(output).target.weight_format.num_rows == 0
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "asked", "chosen"),
+    [
+        (HALVES, None, "fp16"),
+        (HALVES[1:] * 2, None, "fp16"),
+        ((torch.float32, torch.float16), None, "fp32"),
+        ((torch.bfloat16, torch.float32), None, "fp32"),
+        (HALVES, "fp32", "fp32"),
+        ((torch.float32, torch.float32), "fp16", "fp16"),
+    ],
+)
+def test_keys_and_values_are_as_precise_as_both_checkpoints_unless_one_asks(tmp_path, dtypes, asked, chosen):
+    pair = [write_checkpoint(tmp_path / name, dtype=dtype) for name, dtype in zip("td", dtypes, strict=True)]
+    manifest = build_engines(*pair, tmp_path / "engine", kv_cache_dtype=asked)
+    assert manifest.kv_cache_dtype == chosen
+    assert EngineManifest.load(tmp_path / "engine") == manifest
+
+
+def test_a_target_alone_decides_for_itself_and_other_runtimes_by_their_dtype(tmp_path):
+    source = write_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    assert build_engines(source, None, tmp_path / "alone").kv_cache_dtype == "fp16"
+    for dtype in ("fp32", "bf16"):
+        built = build_engines(source, source, tmp_path / dtype, runtime="torch", dtype=dtype)
+        assert built.kv_cache_dtype == dtype
+
+
+def test_the_command_says_what_keys_and_values_are_kept_in(run, tmp_path):
+    """Only where that is not what the engine computes in."""
+    source = write_checkpoint(tmp_path / "source", dtype=torch.float16)
+    command = ("build", "--target", source, "--draft", source, "--output", tmp_path / "engine")
+    status, said, _ = run(*command)
+    assert status == 0 and "for onnxruntime, fp32, KV cache fp16, context" in said
+    status, said, _ = run(*command, "--kv-cache-dtype", "fp32")
+    assert status == 0 and "KV cache" not in said
+    before = EngineManifest.load(tmp_path / "engine")
+    status, said, err = run(*command, "--kv-cache-dtype", "bf16")
+    assert (status, said) == (1, "") and EngineManifest.load(tmp_path / "engine") == before
+    assert err == "error: kv_cache_dtype = 'bf16': on 'onnxruntime' must be one of fp32, fp16\n"
+
+
 def test_formats_that_cannot_be_are_refused(tmp_path):
     source = write_checkpoint(tmp_path / "source")
 
@@ -203,6 +246,10 @@ def test_formats_that_cannot_be_are_refused(tmp_path):
         draft_weights="int8", runtime="torch"
     )
     assert "weights of draft = 'fp16': there is no draft model" in refusal(None, draft_weights="fp16")
+    assert refusal(kv_cache_dtype="bf16") == "kv_cache_dtype = 'bf16': on 'onnxruntime' must be one of fp32, fp16"
+    assert refusal(runtime="torch", dtype="bf16", kv_cache_dtype="fp16") == (
+        "kv_cache_dtype = 'fp16': on 'torch' must be one of bf16"
+    )
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"][3, 4] = 70000.0
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})

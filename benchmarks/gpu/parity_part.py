@@ -61,7 +61,9 @@ def _compare(context: Context, runtime: str, dtypes: tuple[str, ...]) -> Result:
     found: Result = {"runtime": runtime, "dtypes": []}
     with tempfile.TemporaryDirectory(prefix="faser-parity-") as folder:
         reference_dir = Path(folder) / "onnxruntime"
-        build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", reference_dir, exit_layers=EXIT_LAYERS)
+        build_engines(
+            DEMO_PAIR / "target", DEMO_PAIR / "draft", reference_dir, exit_layers=EXIT_LAYERS, kv_cache_dtype="fp32"
+        )
         prompts = _prompts(reference_dir, 2 if context.is_tiny else 8)
         num_tokens = 6 if context.is_tiny else ANSWER_TOKENS
         reference = _reference(reference_dir, prompts, num_tokens)

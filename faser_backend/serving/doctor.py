@@ -95,13 +95,18 @@ def _host_attention() -> str:
     """Compiles nothing: what a runner opens here is compiled when it opens."""
     import numba
 
-    from plugins.host_attention import kernel_directory
+    from plugins import host_attention
 
     try:
-        keeping = f"kernels are kept in {kernel_directory()}"
+        keeping = f"kernels are kept in {host_attention.kernel_directory()}"
     except RuntimeError:
         keeping = "kernels are compiled anew in every process: set NUMBA_CACHE_DIR to where they can be kept"
-    return f"numba {numba.__version__}, {keeping}"
+    halves = (
+        "fp16 KV caches are converted by instructions"
+        if host_attention.has_halves()
+        else "this CPU cannot convert fp16 KV caches: build engines with --kv-cache-dtype fp32"
+    )
+    return f"numba {numba.__version__}, {keeping}; {halves}"
 
 
 def _stub() -> str:

@@ -1,0 +1,179 @@
+"""Engines that keep keys and values as halves: what is opened, how near float32 it is, and tokens of any path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.build import build_engines
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device import host_attention as spreading
+from faser_backend.device.cpu_runtime import OrtRuntime
+from faser_backend.device.host_attention import HostAttention
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.partition import CorePartition
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.compose import build_engine, choose_num_blocks
+from plugins import host_attention
+from tests.harness import drive, request
+from tests.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
+
+BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 24, 40
+HALF_ULP = 2.0**-11  # the largest relative error of a number that is rounded to a half
+ONE_CORE, TWO_CORES = CorePartition("one", (0,)), CorePartition("two", (0, 1))
+SEQUENCES = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, LENGTH) for seed in (0, 1)]
+TABLES = np.random.default_rng(2).permutation(NUM_BLOCKS)[: 2 * LENGTH // BLOCK_SIZE].reshape(2, -1)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One pair by its kv_cache_dtype."""
+    root = tmp_path_factory.mktemp("halves")
+    target = write_checkpoint(root / "target")
+    draft = write_draft(target, root / "draft")
+    for dtype in ("fp32", "fp16"):
+        build_engines(target, draft, root / dtype, exit_layers=(1,), kv_block_size=BLOCK_SIZE, kv_cache_dtype=dtype)
+    return {dtype: root / dtype for dtype in ("fp32", "fp16")}
+
+
+def open_runtime(directory: Path) -> tuple[OrtRuntime, ModelPair]:
+    manifest = EngineManifest.load(directory)
+    models = ModelPair(manifest.target, manifest.draft)
+    return OrtRuntime(directory, models, BLOCK_SIZE, kv_cache_dtype=manifest.kv_cache_dtype), models
+
+
+def open_target(directory: Path, partition: CorePartition = ONE_CORE) -> OrtRunner:
+    manifest = EngineManifest.load(directory)
+    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
+    return OrtRunner(manifest.target, directory, NUM_BLOCKS, BLOCK_SIZE, partition, pool=pool)
+
+
+def logits_of(runner: OrtRunner, chunk: int, *, is_packed: bool = True) -> np.ndarray:
+    """[2, LENGTH, vocab_size] of both sequences, which go through the model in chunks, packed or one by one."""
+    parts = []
+    for chosen in [[0, 1]] if is_packed else [[0], [1]]:
+        tokens, results = [SEQUENCES[i] for i in chosen], []
+        for start in range(0, LENGTH, chunk):
+            count = min(chunk, LENGTH - start)
+            rows = make_rows(tokens, [start] * len(chosen), [count] * len(chosen), TABLES[chosen])
+            results.append(run_all(runner, rows).reshape(len(chosen), count, -1))
+        parts.append(np.concatenate(results, axis=1))
+    runner.check_integrity()
+    return np.concatenate(parts)
+
+
+def test_a_runtime_opens_pools_of_half_the_bytes(engines: dict[str, Path]):
+    (full, models), (half, _) = (open_runtime(engines[dtype]) for dtype in ("fp32", "fp16"))
+    for model in models.present:
+        assert 2 * half.bytes_per_block(model.spec) == full.bytes_per_block(model.spec)
+        pool = half.open_pool(model, 5)
+        assert pool.storage.dtype == np.float16 and pool.num_bytes == 5 * half.bytes_per_block(model.spec)
+        half.fill_pool(pool, np.full(model.spec.head_dim, 0.1, np.float32))
+        assert pool.storage.min() == pool.storage.max() == np.float16(0.1)
+
+
+def test_what_a_draft_head_reads_stays_float32(engines: dict[str, Path]):
+    runtime, models = open_runtime(engines["fp16"])
+    spec = models.target.spec
+    head_spec = replace(spec, feature_layers=(0, 1, 2))
+    pool = runtime.open_pool(replace(models.target, spec=head_spec), 5)
+    assert {array.dtype for array in pool.features.values()} == {np.dtype(np.float32)}
+    assert pool.num_bytes == 5 * runtime.bytes_per_block(head_spec)
+    more_bytes = runtime.bytes_per_block(head_spec) - runtime.bytes_per_block(spec)
+    assert more_bytes == 3 * spec.hidden_size * BLOCK_SIZE * 4
+
+
+def test_the_same_memory_holds_twice_the_blocks(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(OrtRuntime, "free_bytes", lambda _: 3_000_001)
+    full, half = (
+        choose_num_blocks(*open_runtime(engines[dtype]), EngineConfig(max_num_seqs=64)) for dtype in ("fp32", "fp16")
+    )
+    assert half in (2 * full, 2 * full + 1)
+
+
+def test_a_cpu_that_cannot_convert_halves_is_told_what_to_do(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_attention, "has_halves", lambda: False)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype = fp16: .* build the engine with --kv-cache-dtype fp32"):
+        build_engine(engines["fp16"], EngineConfig())
+    build_engine(engines["fp32"], EngineConfig()).close()
+
+
+def test_integrity_notices_a_half_that_is_not_finite(engines: dict[str, Path]):
+    runner = open_target(engines["fp16"])
+    runner.check_integrity()
+    runner.pool.keys(2)[1, 3, 2, 1] = np.inf
+    with pytest.raises(AssertionError, match="finite"):
+        runner.check_integrity()
+
+
+def test_halves_are_keys_and_values_that_were_rounded_and_nothing_else(
+    engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    half, rounded = (open_target(engines[dtype]) for dtype in ("fp16", "fp32"))
+    run = HostAttention.run
+
+    def run_rounded(self: HostAttention, layer: int, *arrays: np.ndarray, attends: bool) -> None:
+        q, k, v, out = arrays
+        k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
+        run(self, layer, q, k, v, out, attends=attends)
+
+    found = logits_of(half, 7)
+    monkeypatch.setattr(HostAttention, "run", run_rounded)
+    np.testing.assert_array_equal(found, logits_of(rounded, 7))
+    np.testing.assert_array_equal(half.pool.storage, rounded.pool.storage)
+
+
+def test_logits_are_near_those_of_float32(engines: dict[str, Path]):
+    """Packed, paged and in chunks. In each layer every key and every value is off by up to HALF_ULP of itself; the
+    bound takes these errors as if all were largest and added up, which random ones do not."""
+    half, full = (open_target(engines[dtype]) for dtype in ("fp16", "fp32"))
+    wanted = logits_of(full, 7)
+    error = logits_of(half, 7) - wanted
+    num_roundings = 2 * half.spec.num_layers
+    assert 0 < np.sqrt((error**2).mean()) < num_roundings * HALF_ULP * wanted.std()
+
+
+@pytest.mark.parametrize("partition", [ONE_CORE, TWO_CORES], ids=str)
+def test_chunks_have_the_bits_of_rows_one_by_one(
+    engines: dict[str, Path], partition: CorePartition, monkeypatch: pytest.MonkeyPatch
+):
+    """Where products of ONNX Runtime do not depend on how many rows a call has, halves are no reason either."""
+    monkeypatch.setattr(spreading, "FEWEST_NUMBERS_PER_THREAD", 1)
+    for dtype in ("fp32", "fp16"):
+        alone = open_target(engines[dtype], ONE_CORE)
+        expected = logits_of(alone, 1, is_packed=False)
+        for chunk in (1, 5, 9, LENGTH):
+            packed = open_target(engines[dtype], partition)
+            is_equal = np.array_equal(logits_of(packed, chunk), expected)
+            is_equal &= np.array_equal(packed.pool.storage, alone.pool.storage)
+            packed.close()
+            if dtype == "fp32" and not is_equal:
+                pytest.skip("on this CPU products depend on the number of rows")
+            assert is_equal, f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_do_not_depend_on_the_path(engines: dict[str, Path], temperature: float):
+    rng = np.random.default_rng(3)
+    requests: list[Request] = []
+    for index in range(8):
+        prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 60))).tolist()
+        sampling = SamplingParams(temperature=temperature, seed=index)
+        requests.append(request(f"r{index}", prompt, 40, sampling=sampling))
+    answers: dict[str, dict[str, list[int]]] = {}
+    for policy in ("none", "fixed:4", "faser"):
+        options = {"policy": policy, "max_num_seqs": 4, "max_prefill_tokens": 16}
+        engine = build_engine(engines["fp16"], EngineConfig.from_options(**options))
+        answers[policy] = drive(engine, requests, seed=5).tokens
+        assert (engine.metrics().num_drafted > 0) == (policy != "none")
+        engine.close()
+    assert answers["fixed:4"] == answers["none"]
+    assert answers["faser"] == answers["none"]
+    assert len({tuple(tokens) for tokens in answers["none"].values()}) == len(requests)
