@@ -184,6 +184,9 @@ def test_a_rebuilt_engine_makes_its_profile_stale(copied: Path, tmp_path: Path) 
     shutil.copy(copied / PROFILE_FILE, tmp_path / "rebuilt")
     with pytest.raises(ConfigError, match="other engine files"):
         load(tmp_path / "rebuilt")
+    halved = replace(EngineManifest.load(copied), kv_cache_dtype="fp16")
+    with pytest.raises(ConfigError, match="measured with KV cache fp32 instead of fp16; run `faser profile"):
+        load_profile(copied, halved)
 
 
 def drop_costs(fields: dict[str, Any]) -> None:

@@ -33,14 +33,21 @@ from faser_backend.serving.runtimes import identity_of, key_columns_of
 
 FORMAT_VERSION = 2
 PROFILE_FILE = "profile.json"
-_SHOWN = {"cpu": "CPU", "num_cores": "usable cores", "gpu": "GPU", "num_sms": "SMs", "driver": "CUDA driver"}
+_SHOWN = {
+    "cpu": "CPU",
+    "num_cores": "usable cores",
+    "gpu": "GPU",
+    "num_sms": "SMs",
+    "driver": "CUDA driver",
+    "kv_cache_dtype": "KV cache",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What a profile holds for: a device by the facts that its runtime names, a version, an engine's files."""
 
-    device: dict[str, str | int]
+    device: dict[str, str | int]  # and how the engine keeps keys and values on it
     faser: str
     files: dict[str, str]  # name -> sha256 of segments and weights, from the manifest
 
