@@ -28,7 +28,7 @@ import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from plugins.host_vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
+from plugins.host_vectors import GROUP, LANES, SOURCE_STAMP, copy_row, mix_group, prefetch, score_group
 
 TILE_ROWS = 8  # pairs of a tile
 LOG2_E = np.float32(np.log2(np.e))
@@ -41,7 +41,7 @@ f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in
 i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
 POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's words; numba knows no halves
 
-# LLVM sees head_dim as a constant everywhere, and numba can keep the kernel on disk as its closure is an int alone.
+# LLVM sees head_dim as a constant everywhere, and numba can keep the kernel on disk as its closure holds ints alone.
 inlined = numba.njit(forceinline=True, error_model="numpy")
 # Vector reductions of a softmax. Their order is a function of the number of columns: its loops exist once.
 inlined_reassociated = numba.njit(
@@ -69,7 +69,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
     C-contiguous, writable and, where no type is given, float32: TypeError otherwise. Nothing else is checked:
     shapes and indices that do not fit read and write foreign memory. What a row sees is finite.
     """
-    pool = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C")
+    pool, vector_code = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), SOURCE_STAMP
     signature = numba.void(
         f32[3], f32[3], f32[3], pool, pool,  # q, k, v, k_pool, v_pool
         i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
@@ -95,6 +95,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
         scale,
         attends,  # False: keys and values are written and no row attends
     ):
+        _ = vector_code  # numba keeps a kernel by this file and what a kernel refers to, not by the files of its calls
         num_kv_heads, kv_block_size = k_pool.shape[0], k_pool.shape[2]
         heads_per_kv = q.shape[1] // num_kv_heads
         for unit in range(first_unit, last_unit):

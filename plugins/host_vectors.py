@@ -7,6 +7,9 @@ a row's. Knows nothing of pools, sequences or attention.
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
+
 import numba
 from llvmlite import ir
 from numba.core import cgutils
@@ -16,6 +19,7 @@ GROUP = 4  # columns that the inner loops take at a time
 LANES = 16  # floats of a vector; a narrower CPU splits it, with the same result
 CACHE_LINE = 64  # bytes
 LARGEST_HALF = 65504.0
+SOURCE_STAMP = zlib.crc32(Path(__file__).read_bytes())  # changes with this file
 
 BYTE, HALF, FLOAT, INT32, INT64 = ir.IntType(8), ir.HalfType(), ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)

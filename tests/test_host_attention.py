@@ -7,10 +7,12 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from numba.core import caching
+from numba.core import caching, config
 from numpy.typing import DTypeLike
 
 from plugins import host_attention
@@ -253,3 +255,13 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
     monkeypatch.setitem(globals(), "attention_kernel", lambda *_: kernels[1])
     call.k_pool, call.v_pool = pools
     np.testing.assert_array_equal(call.run(), expected)
+
+
+def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    num_loaded = []
+    for stamp in (1, 1, 2):
+        monkeypatch.setattr(host_attention, "SOURCE_STAMP", stamp)
+        kernel: Any = host_attention.attention_kernel.__wrapped__(8)
+        num_loaded.append(sum(kernel.stats.cache_hits.values()))
+    assert num_loaded == [0, 1, 0]
