@@ -183,10 +183,16 @@ def test_one_measured_call_is_enough_for_a_fit_of_one_number() -> None:
 
 
 def test_overhead_is_found_again() -> None:
-    sequences, rows = np.array([1.0, 8, 32, 1, 8, 32]), np.array([2.0, 16, 64, 5, 40, 160])
-    found = fit_overhead(sequences, rows, 150 + 6 * sequences + 4 * rows, 40 + 5 * sequences)
+    sequences, lengths = np.array([1.0, 8, 32] * 3), np.repeat([1.0, 3, 6], 3)
+    step_us = 150 + 6 * sequences + 4 * sequences * (lengths + 1)
+    calls_us = lengths * (100 + 10 * sequences)
+    draft_us = calls_us + lengths * (40 + 5 * sequences) + 90 + 3 * sequences
+    found = fit_overhead(sequences, lengths, step_us, draft_us, calls_us)
     assert found.step(8, 40) == pytest.approx(150 + 48 + 160, rel=1e-3)
     assert found.draft_call(16) == pytest.approx(120, rel=1e-3)
+    assert found.draft_round(16) == pytest.approx(138, rel=1e-3)
+    overrated = fit_overhead(sequences, lengths, step_us, draft_us, 2 * draft_us)
+    assert overrated.draft_call(16) == overrated.draft_round(16) == 0.0, "never below nothing"
 
 
 @given(seed=st.integers(0, 10_000), num_rows=st.integers(1, 30), num_features=st.integers(1, 12))

@@ -41,6 +41,10 @@ class TrimRule:
     tokens_per_us: float  # what the batch earns per time: turns times into tokens
     row_price: float  # tokens that the time of one more row is worth, about as many rows as usual
 
+    def draft_price(self, num_chains: int) -> float:
+        """Of draft_prices; the last one's for more chains than were reckoned with."""
+        return self.tokens_per_us * (float(self.draft_us[min(num_chains, self.draft_us.size - 1)]) + self.column_us)
+
     @property
     def draft_prices(self) -> np.ndarray:
         """[B + 1] tokens that the time of a draft call is worth, and of the column that it adds."""

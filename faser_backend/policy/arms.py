@@ -1,7 +1,7 @@
 """The ways to spend a step that the controller weighs, and what each promises: tokens per microsecond.
 
-An arm is a pipeline mode on a partition, or plain decoding. Times come from the cost model, yields from the mean
-chance of a draft token, for rounds in which all sequences draft alike; docs/policies.md derives the formulas.
+An arm is a pipeline mode on a partition, or plain decoding. Times come from the cost model, yields from how far chains
+survive, for rounds in which all sequences draft alike; docs/policies.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _ping_pong_speed(pricer: Pricer, partition: str, size: int, context: int) ->
     times = pricer.times(size // 2, context, partition)
     step_us = np.maximum(times.uniform_target_us, times.uniform_draft_us) + times.uniform_overhead_us
     step_us += pricer.costs.overhead.lanes_us
-    return float((times.size * pricer.uniform_tokens(times) / step_us).max())
+    return float((times.size * pricer.uniform_tokens / step_us).max())
 
 
 def _run_ahead_speeds(pricer: Pricer, times: BatchTimes) -> np.ndarray:
@@ -73,9 +73,8 @@ def _run_ahead_speeds(pricer: Pricer, times: BatchTimes) -> np.ndarray:
     drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile. A frontier has no
     bonus row, so it has a row less than a uniform round of its length.
     """
-    chance = pricer.match.mean_chance
-    whole = chance**times.lengths
-    tokens = chance * (1.0 - whole) / (1.0 - chance) + (1.0 - whole)
+    whole = pricer.rates.survival
+    tokens = whole.cumsum() + (1.0 - whole)
     share = 1.0 / (2.0 - whole) if times.size > 1 else np.ones_like(whole)  # verified in a step
     num_extra = ((times.lengths - 1) * times.size * share).astype(np.int64)
     verify_us = times.target_us[num_extra] + (times.lengths - 1) * times.column_us

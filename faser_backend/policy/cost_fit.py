@@ -57,21 +57,37 @@ def fit_call_cost(shapes: CallShapes, measured_us: np.ndarray) -> CallCost:
 
 
 def fit_overhead(
-    num_sequences: np.ndarray, num_rows: np.ndarray, step_us: np.ndarray, draft_call_us: np.ndarray
+    num_sequences: np.ndarray,
+    num_draft_tokens: np.ndarray,
+    step_us: np.ndarray,
+    draft_us: np.ndarray,
+    predicted_calls_us: np.ndarray,
 ) -> OverheadCost:
-    """From N measured steps, arrays [N] float64: time outside the model calls, and per draft call."""
+    """From N measured steps in which each sequence drafts num_draft_tokens > 0, arrays [N] float64: time outside the
+    model calls and drafting, time of drafting with its calls, and what of that the cost of calls predicts."""
     ones = np.ones_like(num_sequences)
+    num_rows = num_sequences * (num_draft_tokens + 1)
     step = fit_non_negative(np.stack([ones, num_sequences, num_rows], axis=1), step_us)
-    draft = fit_non_negative(np.stack([ones, num_sequences], axis=1), draft_call_us)
-    return OverheadCost(*map(float, step), *map(float, draft))
+    per_call = np.stack([ones, num_sequences], axis=1)
+    features = np.concatenate([num_draft_tokens[:, None] * per_call, per_call], axis=1)
+    around = fit_non_negative(features, draft_us, known=predicted_calls_us)
+    draft, draft_round = around[:2], around[2:]
+    return OverheadCost(
+        *map(float, step),
+        *map(float, draft),
+        draft_round_us=float(draft_round[0]),
+        draft_round_sequence_us=float(draft_round[1]),
+    )
 
 
-def fit_non_negative(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Weights [F] >= 0 that bring features [N, F] @ weights near to measured [N] > 0 in relative error.
+def fit_non_negative(features: np.ndarray, measured: np.ndarray, *, known: np.ndarray | None = None) -> np.ndarray:
+    """Weights [F] >= 0 that bring known + features [N, F] @ weights near to measured [N] > 0 in relative error.
 
+    known [N]: what is to be added to, None = nothing.
     Reweighted least squares: it tends to the least sum of absolute errors, so a call that was disturbed
     while it was measured pulls on the fit no more than any other.
     """
+    goal = np.ones(measured.size) if known is None else 1.0 - known / measured
     relative = features / measured[:, None]
     scale = relative.max(axis=0)
     scale[scale == 0.0] = 1.0
@@ -80,8 +96,8 @@ def fit_non_negative(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
     weights = np.zeros(features.shape[1])
     for _ in range(NUM_REWEIGHTINGS):
         root = np.sqrt(point_weights)
-        weights = non_negative_least_squares(relative * root[:, None], root)
-        point_weights = 1.0 / np.maximum(np.abs(relative @ weights - 1.0), SMALLEST_ERROR)
+        weights = non_negative_least_squares(relative * root[:, None], goal * root)
+        point_weights = 1.0 / np.maximum(np.abs(relative @ weights - goal), SMALLEST_ERROR)
         point_weights /= point_weights.mean()
     return weights / scale
 

@@ -112,8 +112,9 @@ class OverheadCost:
     """Microseconds around the model calls of a step: scheduling, packing, sampling, acceptance, commit.
 
     A step of B sequences that verifies T rows: step_us + B step_sequence_us + T step_row_us. Each draft
-    call inside it, of B sequences: draft_us + B draft_sequence_us. Each exit that T rows pass: exit_us +
-    T exit_row_us. The last three default to guesses on the high side.
+    call inside it, of B sequences: draft_us + B draft_sequence_us. The first one takes longer than further ones, for
+    the caches hold the target's data: draft_round_us + B draft_round_sequence_us. Each exit that T rows pass: exit_us +
+    T exit_row_us. Exits and lanes default to guesses on the high side.
     """
 
     step_us: float
@@ -124,6 +125,8 @@ class OverheadCost:
     exit_us: float = 150.0
     exit_row_us: float = 5.0
     lanes_us: float = 100.0  # hand-over to a second lane and back, in a step that overlaps its phases
+    draft_round_us: float = 0.0
+    draft_round_sequence_us: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(0.0 <= getattr(self, each.name) < FAR for each in fields(self)):
@@ -137,9 +140,16 @@ class OverheadCost:
         """Of one draft call: packing its rows and sampling from its logits."""
         return self.draft_us + num_sequences * self.draft_sequence_us
 
+    def draft_round(self, num_sequences: Numbers) -> Numbers:
+        """Of drafting at all in a step, beside what each draft call takes."""
+        return self.draft_round_us + num_sequences * self.draft_round_sequence_us
+
     def exit(self, num_rows: Numbers) -> Numbers:
         """Of one exit in a verification: scoring the candidates, reading the scores, taking rows out."""
         return self.exit_us + num_rows * self.exit_row_us
+
+
+NO_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

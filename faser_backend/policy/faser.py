@@ -20,7 +20,7 @@ from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import TARGET
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.pricing import BatchTimes, Pricer
+from faser_backend.policy.pricing import Pricer
 from faser_backend.policy.probing import PROBE_STEPS, Prober, probe_price_us, probed_lengths
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
@@ -202,11 +202,11 @@ class Faser:
             lengths = np.array(record.plan.num_ahead_tokens)
             drafting = self._pricer.times(lengths.size, context, arm.partition)
             lanes_us = self._pricer.costs.overhead.lanes_us
-            us = max(verify_us, _draft_calls_us(drafting, lengths)) + lanes_us
+            us = max(verify_us, drafting.chains_us(lengths)) + lanes_us
             if record.drafting_us:
-                us += _draft_calls_us(times, record.frontier.num_drafted)
+                us += times.chains_us(record.frontier.num_drafted)
             return us
-        return verify_us + _draft_calls_us(times, record.frontier.num_drafted)
+        return verify_us + times.chains_us(record.frontier.num_drafted)
 
 
 def _arm_of(record: StepRecord) -> Arm:
@@ -216,9 +216,3 @@ def _arm_of(record: StepRecord) -> Arm:
         return PLAIN
     is_trimmed = decision.trim is not None or decision.mode is not PipelineMode.SERIAL
     return Arm(decision.mode, decision.partition, is_trimmed)
-
-
-def _draft_calls_us(times: BatchTimes, lengths: np.ndarray) -> float:
-    """Draft calls for chains of these lengths [B]: each for those that are not done yet."""
-    steps = np.arange(int(lengths.max(initial=0)))
-    return float(times.draft_us[np.count_nonzero(steps[:, None] < lengths, axis=1)].sum())

@@ -47,7 +47,8 @@ class Goodput:
         draft_us = costs.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context)
         draft_us = draft_us + costs.overhead.draft_call(num_sequences)
         verify_us = costs.call_us(TARGET, WHOLE, num_rows, num_sequences, context)
-        return lengths * draft_us + verify_us + costs.overhead.step(num_sequences, num_rows)
+        draft_us = lengths * draft_us + (lengths > 0) * costs.overhead.draft_round(num_sequences)
+        return draft_us + verify_us + costs.overhead.step(num_sequences, num_rows)
 
 
 def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:

@@ -140,6 +140,7 @@ class GpLcb:
         call_us = costs.call_us(DRAFT, WHOLE, num_deep, num_deep, context, max_rows=1, num_logit_rows=num_deep)
         call_us += costs.overhead.draft_call(num_deep)
         draft_us = (call_us * (num_deep > 0)).cumsum(axis=1)
+        draft_us += costs.overhead.draft_round(size) * (longest > 0)
         rows = size + num_drafted
         verify_us = costs.call_us(TARGET, WHOLE, rows, size, context, max_rows=longest + 1)
         return draft_us + verify_us + costs.overhead.step(size, rows)

@@ -17,6 +17,7 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.knowledge import Knowledge
+from faser_backend.policy.survival_rates import SurvivalRates
 
 _GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
 _CONTEXT_STEP = 32
@@ -60,13 +61,20 @@ class BatchTimes:
         num_extra = size * self.lengths
         self.uniform_target_us = self.target_us[num_extra] + self.lengths * self.column_us  # [K]
         self.uniform_overhead_us = self.overhead_us[num_extra]  # [K]
-        self.uniform_draft_us = self.lengths * self.draft_us[size]  # [K]
+        self.draft_round_us = float(costs.overhead.draft_round(size))
+        self.uniform_draft_us = self.draft_round_us + self.lengths * self.draft_us[size]  # [K]
         self.step_us = self.target_us + self.overhead_us  # [N + 1] without drafting and padding
-        self.best_uniform, self.best_version = (0.0, 1), -1  # kept for a version of the calibration
+        self.best_uniform, self.best_version = (0.0, 1), -1  # kept for a version of the rates
 
     @property
     def size(self) -> int:
         return self.draft_us.size - 1
+
+    def chains_us(self, lengths: np.ndarray) -> float:
+        """Drafting chains of these lengths [B]: each call is for those that are not done yet."""
+        longest = int(lengths.max(initial=0))
+        active = np.count_nonzero(np.arange(longest)[:, None] < lengths, axis=1)
+        return float(self.draft_us[active].sum()) + (self.draft_round_us if longest else 0.0)
 
     def verify_us(self, num_extra: int, num_columns: int) -> float:
         """A step with so many rows beside the anchors, num_columns of them in the longest chain, without drafting."""
@@ -80,6 +88,7 @@ class Pricer:
     def __init__(self, knowledge: Knowledge, max_draft_tokens: int) -> None:
         self.costs = knowledge.costs
         self.match = MatchCalibration(knowledge.margins)
+        self.rates = SurvivalRates(max_draft_tokens, self.match.mean_chance)
         self.means = RoundMeans()
         self.max_draft_tokens = max_draft_tokens
         self._times: OrderedDict[tuple[int, int, str], BatchTimes] = OrderedDict()
@@ -104,18 +113,18 @@ class Pricer:
 
     def best_uniform(self, times: BatchTimes) -> tuple[float, int]:
         """The best rounds in which all draft alike and then are verified: tokens per microsecond, and the length."""
-        if times.best_version != self.match.version:
+        if times.best_version != self.rates.version:
             round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
-            speeds = times.size * self.uniform_tokens(times) / round_us
+            speeds = times.size * self.uniform_tokens / round_us
             best = int(speeds.argmax())
             times.best_uniform = float(speeds[best]), best + 1
-            times.best_version = self.match.version
+            times.best_version = self.rates.version
         return times.best_uniform
 
-    def uniform_tokens(self, times: BatchTimes) -> np.ndarray:
-        """[K] tokens per sequence of uniform rounds, if every draft token had the mean chance."""
-        chance = self.match.mean_chance
-        return (1.0 - chance ** (times.lengths + 1)) / (1.0 - chance)
+    @property
+    def uniform_tokens(self) -> np.ndarray:
+        """[K] tokens per sequence of uniform rounds of 1..K draft tokens."""
+        return 1.0 + self.rates.survival.cumsum()
 
     def rule(self, times: BatchTimes, tokens_per_us: float) -> TrimRule:
         """tokens_per_us: what the batch earns per time, at which time is priced."""
@@ -135,5 +144,10 @@ class Pricer:
 
     def observe(self, record: StepRecord) -> None:
         self.match.observe(record)
-        if record.plan.decision.mode is not PipelineMode.RUN_AHEAD:  # whose chains no rule has trimmed
-            self.means.observe(record)
+        if (
+            record.plan.decision.mode is PipelineMode.RUN_AHEAD
+        ):  # no rule trims its chains, and they go on behind others
+            return
+        self.means.observe(record)
+        if record.plan.decision.trim is None and record.frontier.num_drafted.any():
+            self.rates.observe(record, self.match.mean_chance)

@@ -79,4 +79,5 @@ def probe_price_us(
     context = pricer.context(probed)
     caught_up_us = float(pricer.costs.call_us(DRAFT, WHOLE, num_lagging, len(probed), context))
     rows_us = times.verify_us(PROBE_TOKENS * len(probed), PROBE_TOKENS) - times.verify_us(0, 0)
-    return caught_up_us + PROBE_STEPS * (rows_us + PROBE_TOKENS * float(times.draft_us[len(probed)]))
+    draft_us = float(pricer.costs.overhead.draft_round(len(probed))) + PROBE_TOKENS * float(times.draft_us[len(probed)])
+    return caught_up_us + PROBE_STEPS * (rows_us + draft_us)

@@ -34,6 +34,9 @@ def continues(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
 
     The most hopeful ones, as many as gain most beyond what a draft call for so many costs; maybe none.
     """
+    if survival.size == 1:  # a request alone is where a step is shortest and every array operation shows
+        worth = np.maximum(survival[0] * rule.match_probs - rule.row_price, 0.0) @ rule.margin_shares
+        return np.array([worth > rule.draft_price(1)])
     gain = expected_gain(rule, survival)
     order = np.argsort(-gain, kind="stable")
     net = np.cumsum(gain[order]) - _for_counts(rule.draft_prices, np.arange(1, gain.size + 1))
@@ -61,6 +64,8 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     size, width = frontier.drafted.shape
     if width == 0 or frontier.margins is None:
         return frontier.num_rows
+    if size == 1:
+        return _admit_alone(rule, frontier)
     columns = np.arange(width)
     survival = np.where(columns < frontier.num_drafted[:, None], np.cumprod(chances(rule, frontier.margins), axis=1), 0)
     order = np.argsort(-survival, axis=None, kind="stable")  # along a chain survival never rises
@@ -77,6 +82,18 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     admitted = order[: best[1] + 1][is_allowed[best[0], : best[1] + 1]]
     admitted = admitted[survival.reshape(-1)[admitted] > 0]
     return 1 + np.bincount(admitted // width, minlength=size)
+
+
+def _admit_alone(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+    """`admit` for one chain, whose sets of rows are its prefixes."""
+    assert frontier.margins is not None
+    length = int(frontier.num_drafted[0])
+    survival = np.cumprod(chances(rule, frontier.margins[0, :length]))
+    tokens = np.concatenate([[1.0], 1.0 + np.cumsum(survival)])  # [length + 1] of 1, 2, ... rows
+    num_extra = np.arange(length + 1)
+    spent_us = length * float(rule.draft_us[1])
+    verify_us = rule.verify_us[np.minimum(num_extra, rule.verify_us.size - 1)] + num_extra * rule.column_us
+    return np.array([1 + (tokens / (verify_us + spent_us)).argmax()])
 
 
 def _for_counts(per_count: np.ndarray, counts: np.ndarray) -> np.ndarray:

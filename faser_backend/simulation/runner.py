@@ -82,4 +82,7 @@ class SimRunner:
         if self.model == DRAFT:
             return float(overhead.draft_call(rows.num_sequences))
         assert self.model == TARGET
-        return float(overhead.step(rows.num_sequences, rows.num_rows))
+        has_drafted = rows.num_rows > rows.num_sequences
+        return float(
+            overhead.step(rows.num_sequences, rows.num_rows) + has_drafted * overhead.draft_round(rows.num_sequences)
+        )

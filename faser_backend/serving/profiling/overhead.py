@@ -10,16 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_fit import fit_overhead
-from faser_backend.policy.cost_model import OverheadCost
+from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.serving.profiling.timed_calls import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
-DRAFT_PHASES = ("draft_rows", "draft_sample", "draft_lookup")
+DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
 PROMPT_TOKENS = 8
 LANE_REPEATS = 200
 WALL = "wall"
@@ -28,27 +29,29 @@ MakeEngine = Callable[[EngineConfig], Engine]  # on the runtime that is profiled
 
 
 class StepSample(NamedTuple):
-    """Medians over the steps of one load: B sequences, K drafted tokens each."""
+    """Medians over the steps of one load."""
 
     num_sequences: int
-    num_rows: int
-    step_us: float  # outside the model calls and the draft's own overhead
-    draft_call_us: float  # packing and sampling, per draft call
+    num_draft_tokens: int  # of each sequence
+    step_us: float  # outside the model calls and drafting
+    draft_us: float  # of drafting: calls, packing and sampling
+    predicted_calls_us: float  # what the cost of calls says of them
 
 
 def measure_overhead(
-    runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int
+    runtime: AnyRuntime, make_engine: MakeEngine, calls: CostModel, *, is_quick: bool, seed: int
 ) -> tuple[OverheadCost, list[StepSample]]:
-    """Sampling at temperature 1, in one thread, with 1 and 4 drafted tokens per request. Exits and lanes are
-    measured elsewhere: the result has their guesses."""
+    """Sampling at temperature 1, in one thread, with 1, 3 and 6 drafted tokens per request. Exits and lanes are
+    measured elsewhere: the result has their guesses. calls: whose costs of draft calls are known."""
     rng = np.random.default_rng(seed)
     samples = []
-    for num_draft_tokens in (1, 4):
+    for num_draft_tokens in (1, 3, 6):
         engine = make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
         wait_for_calls(engine, runtime)
         try:
             for num_sequences in LOADS:
-                samples.append(_sample(engine, num_sequences, num_draft_tokens, 8 if is_quick else 16, rng))
+                num_steps = 8 if is_quick else 16
+                samples.append(_sample(engine, calls, num_sequences, num_draft_tokens, num_steps=num_steps, rng=rng))
         finally:
             engine.close()
     columns = np.array(samples, np.float64).T
@@ -116,16 +119,27 @@ def phases_of_steps(
 
 
 def _sample(
-    engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
+    engine: Engine,
+    calls: CostModel,
+    num_sequences: int,
+    num_draft_tokens: int,
+    *,
+    num_steps: int,
+    rng: np.random.Generator,
 ) -> StepSample:
     times = []
     for spent in phases_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng):
         model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
-        draft_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
-        times.append((spent[WALL] - model_ns - draft_ns, draft_ns))
+        around_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
+        times.append((spent[WALL] - model_ns - around_ns, around_ns + spent.get(DRAFT_CALLS, 0)))
     step_ns, draft_ns = np.median(np.array(times, np.float64).reshape(-1, 2), axis=0)
-    num_rows = num_sequences * (num_draft_tokens + 1)
-    return StepSample(num_sequences, num_rows, step_ns / 1e3, draft_ns / 1e3 / num_draft_tokens)
+    predicted_us = 0.0
+    if (DRAFT, WHOLE) in calls.segments:
+        call_us = calls.call_us(
+            DRAFT, WHOLE, num_sequences, num_sequences, PROMPT_TOKENS + num_steps, num_logit_rows=num_sequences
+        )
+        predicted_us = num_draft_tokens * float(call_us)
+    return StepSample(num_sequences, num_draft_tokens, step_ns / 1e3, draft_ns / 1e3, predicted_us)
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
-from faser_backend.policy.cost_model import CallCost, CostModel, OverheadCost
+from faser_backend.policy.cost_model import NO_OVERHEAD, CallCost, CostModel, OverheadCost
 from faser_backend.serving.compose import engine_on
 from faser_backend.serving.profiling.calibration import calibrate
 from faser_backend.serving.profiling.cases import Case, choose_cases
@@ -102,13 +102,14 @@ class _Profiler:
             progress=lambda done: self._report("calibration", done / self._num_parts),
         )
         sampled = self._measure_calls()
-        overhead, overhead_points, exit_points = self._measure_overhead()
-        self._report("done", 1.0)
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=is_padded(manifest))
             for share, points in sampled.items()
         }
-        model = CostModel(costs, overhead, widths, is_measured=True, is_padded=is_padded(manifest))
+        calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
+        overhead, overhead_points, exit_points = self._measure_overhead(calls)
+        self._report("done", 1.0)
+        model = replace(calls, overhead=overhead)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -143,9 +144,11 @@ class _Profiler:
             sampled[share] = bench.measure(share, effort, tell)
         return sampled
 
-    def _measure_overhead(self) -> tuple[OverheadCost, list[StepSample], list[ExitSample]]:
+    def _measure_overhead(self, calls: CostModel) -> tuple[OverheadCost, list[StepSample], list[ExitSample]]:
         self._report("step overhead", (self._num_parts - 1) / self._num_parts)
-        overhead, samples = measure_overhead(self._runtime, self._make_engine, is_quick=self._is_quick, seed=self._seed)
+        overhead, samples = measure_overhead(
+            self._runtime, self._make_engine, calls, is_quick=self._is_quick, seed=self._seed
+        )
         exit_samples: list[ExitSample] = []
         if self._manifest.exit_layers:
             exit_us, exit_row_us, exit_samples = measure_exits(
