@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -80,8 +81,10 @@ def test_never_below_plain_decoding(truth: CostModel, num_requests: int):
 
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_is_as_good_as_the_best_fixed_length_where_rows_are_cheap(num_requests: int):
-    best = max(tokens_per_us(MEMORY_BOUND, f"fixed:{length}", num_requests) for length in (1, 2, 4, 8))
-    assert tokens_per_us(MEMORY_BOUND, "faser", num_requests) > (1.0 if num_requests == 1 else 0.97) * best
+    """In 600 tokens each, of which a hundredth goes to probes and a few steps to first looks."""
+    speed = partial(tokens_per_us, MEMORY_BOUND, num_requests=num_requests, num_tokens=600)
+    best = max(speed(f"fixed:{length}") for length in (1, 2, 4, 8))
+    assert speed("faser") > (1.0 if num_requests == 1 else 0.97) * best
 
 
 def test_stops_where_the_profile_was_wrong_about_the_draft():

@@ -107,11 +107,12 @@ def test_a_price_does_not_look_ahead(seed: int):
         assert ((rows < before[0]) == (rows < after[0])).all()
 
 
+@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("seed", range(20))
-def test_drafting_on_is_its_definition(seed: int):
+def test_drafting_on_is_its_definition(seed: int, size: int):
     """Of all numbers of chains, most hopeful first, the one that gains most beyond the price of its call."""
     rng = np.random.default_rng(seed)
-    chosen, survival = random_rule(rng), rng.random(5)
+    chosen, survival = random_rule(rng), rng.random(size)
     gains = sorted(
         (
             (float(sum(s * max(a * p - chosen.row_price, 0.0) for p, s in zip(probs, shares, strict=True))), i)
@@ -121,7 +122,7 @@ def test_drafting_on_is_its_definition(seed: int):
         key=lambda pair: (-pair[0], pair[1]),
     )
     nets = [0.0]
-    for count in range(1, 6):
+    for count in range(1, size + 1):
         nets.append(sum(g for g, _ in gains[:count]) - float(chosen.draft_prices[count]))
     best = int(np.argmax(nets))
     goes_on = continues(chosen, survival)

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from faser_backend.policy.arms import Arm
 
 _FADE = 0.97  # of an arm's correction of time, per step that it ran
 _AGE_FADE = 0.995  # and per step that it did not
 _YIELD_FADE = 0.997  # of the token counts, per sequence and step: acceptance is noisy where few run
 _YIELD_PRIOR = 64.0  # tokens' weight of the promise itself
+_LENGTH_FADE = 0.995  # of what is known of lengths, per step that is learned from
+_LENGTH_PRIOR = 10.0  # steps' weight of what is usual
+ALIKE = 0.02  # lengths whose speeds are this near are tried in turn
 
 
 def _kin(arm: Arm) -> Arm:
@@ -35,6 +40,10 @@ class Corrections:
 
     def knows(self, arm: Arm) -> bool:
         return any(each == arm for each, _ in self._log_ratio)
+
+    def knows_here(self, arm: Arm) -> bool:
+        """On this level."""
+        return (arm, self.level) in self._log_ratio
 
     def age(self, arm: Arm) -> int:
         """Steps since the arm was seen at work on this level."""
@@ -81,3 +90,42 @@ class Corrections:
         fade = _YIELD_FADE**num_sequences
         old_emitted, old_promised = self._tokens.get(arm, (0.0, 0.0))
         self._tokens[arm] = (fade * old_emitted + emitted, fade * old_promised + promised)
+
+
+class LengthTimes:
+    """How much longer than predicted uniform rounds of each length take, against one another, on each level.
+
+    A few percent decide which length is best, and no cost model is that good. What several lengths promise alike is
+    tried in turn: it costs nothing, and shows which of them keeps its promise.
+    """
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._size = max_draft_tokens
+        self._levels: dict[int, np.ndarray] = {}  # [2, K] faded: number of steps, sum of log ratios
+
+    def observe(self, level: int, length: int, predicted_us: float, measured_us: float) -> None:
+        known = self._levels.setdefault(level, np.zeros((2, self._size)))
+        ratio = math.log(max(measured_us, 1.0) / predicted_us)
+        if known[0].any():  # as in Corrections.observe
+            usual = known[1].sum() / known[0].sum()
+            ratio = min(max(ratio, usual - math.log(2.0)), usual + math.log(2.0))
+        known *= _LENGTH_FADE
+        known[:, length - 1] += (1.0, ratio)
+
+    def slowdowns(self, level: int) -> np.ndarray:
+        """[K] ratios about 1; seldom seen lengths are taken for usual ones."""
+        known = self._levels.get(level)
+        if known is None:
+            return np.ones(self._size)
+        steps, ratios = known
+        usual = ratios.sum() / steps.sum()
+        return np.exp((ratios - steps * usual) / (steps + _LENGTH_PRIOR))
+
+    def choose(self, level: int, speeds: np.ndarray) -> int:
+        """The length to run, of speeds [K] as promised: of those that are as good as the best the one least seen."""
+        speeds = speeds / self.slowdowns(level)
+        known = self._levels.get(level)
+        if known is None:
+            return int(speeds.argmax()) + 1
+        is_good = speeds >= (1.0 - ALIKE) * speeds.max()
+        return int(np.where(is_good, known[0], np.inf).argmin()) + 1

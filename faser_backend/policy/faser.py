@@ -16,12 +16,12 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Promise, arms_on, promise
-from faser_backend.policy.corrections import Corrections
+from faser_backend.policy.corrections import Corrections, LengthTimes
 from faser_backend.policy.cost_model import TARGET
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import Pricer
-from faser_backend.policy.probing import PROBE_STEPS, Prober, probe_price_us, probed_lengths
+from faser_backend.policy.probing import COLD_STEPS, LEAST_PAID, PROBE_STEPS, Prober, probe_price_us, probed_lengths
 
 MIN_GAIN = 1.05  # predicted advantage that another arm needs
 # What predictions are divided by. Speculation: for what the cost model does not see, such as steps in which sequences
@@ -46,6 +46,7 @@ class Faser:
         self._arms = arms_on(self.partitions)
         self._corrections = Corrections()
         self._prober = Prober(self._corrections)
+        self._length_times = LengthTimes(max_draft_tokens)
         self.arm: Arm | None = None  # of the last step; probes aside
         self._challenger = SERIAL
         self._num_ahead = 0  # weighings in a row that the challenger was ahead
@@ -56,7 +57,7 @@ class Faser:
         self._is_probing = False  # in the last decision
         self._arms_of_levels: dict[int, Arm] = {}  # as chosen last; a level is a power of two of sequences
         self._last_arm: Arm | None = None  # that was observed, probes included
-        self._num_observed = 0
+        self._num_observed = self._num_alike = 0  # steps; of the same arm, in a row
 
     def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
         size = len(sequences)
@@ -81,8 +82,10 @@ class Faser:
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
-        self._probe_price_us = PROBE_STEPS * self._plain_us
-        if self.arm == PLAIN:
+        if self.arm != PLAIN:
+            loss = 1.0 - self._expected_speed(PLAIN) / self._expected_speed(self.arm)
+            self._probe_price_us = PROBE_STEPS * self._plain_us * max(loss, LEAST_PAID)
+        else:
             self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
 
     def _run(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
@@ -97,6 +100,9 @@ class Faser:
         if arm.mode is PipelineMode.RUN_AHEAD or not arm.is_trimmed:
             length = self._promises[arm].num_draft_tokens
             assert length is not None
+            if arm == UNIFORM:
+                speeds = pricer.uniform_speeds(pricer.times(size, context, WHOLE))
+                length = self._length_times.choose(self._corrections.level, speeds)
             return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
         rule = pricer.rule(pricer.times(cohort, context, arm.partition), self._best_speed)
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
@@ -119,8 +125,8 @@ class Faser:
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
         best = max(speeds, key=speeds.__getitem__)
         chosen = self._arms_of_levels.get(level) if has_moved else self.arm
-        if chosen is None:  # overlapped and trimmed rounds have to beat what was seen at work
-            chosen = max((UNIFORM, PLAIN), key=speeds.__getitem__)
+        if chosen is None:  # overlapped rounds have to beat what was seen at work, and so has what trims more than one
+            chosen = max((SERIAL if level == 1 else UNIFORM, PLAIN), key=speeds.__getitem__)
         if has_moved or best != self._challenger or speeds[best] < MIN_GAIN * speeds[chosen]:
             self._num_ahead = 0
         self._challenger = best
@@ -164,15 +170,19 @@ class Faser:
         self._pricer.observe(record)
         measured_us = record.step_us + record.drafting_us - self._prefill_us(record, arm)
         emitted = float(record.acceptance.num_emitted.sum())
-        if self.arm is not None and arm != self.arm:
+        if self._is_probing and self.arm is not None:
             self._prober.pay(measured_us - emitted / self._expected_speed(self.arm))
         if record.plan.draft_prefills and arm != self.arm:
             return  # catching up is a price of changing over, which the chosen arm has to earn, and a probe has not
         predicted_us = self._predicted_us(record, arm)
-        is_warm, self._last_arm = arm == self._last_arm, arm
-        if not is_warm or predicted_us <= 0.0:
+        self._num_alike = self._num_alike + 1 if arm == self._last_arm else 0
+        self._last_arm = arm
+        if self._num_alike < COLD_STEPS or predicted_us <= 0.0:
             return
         self._corrections.observe(arm, predicted_us, measured_us)
+        lengths = record.frontier.num_drafted
+        if arm == UNIFORM and not record.plan.prefills and lengths.min() == lengths.max():
+            self._length_times.observe(self._corrections.level, int(lengths[0]), predicted_us, measured_us)
         if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
             # Probes among plain rounds do not run as promised, those of serial rounds among others do.
             promised = self._promises[arm].tokens_per_us * predicted_us

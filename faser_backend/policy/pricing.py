@@ -114,12 +114,16 @@ class Pricer:
     def best_uniform(self, times: BatchTimes) -> tuple[float, int]:
         """The best rounds in which all draft alike and then are verified: tokens per microsecond, and the length."""
         if times.best_version != self.rates.version:
-            round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
-            speeds = times.size * self.uniform_tokens / round_us
+            speeds = self.uniform_speeds(times)
             best = int(speeds.argmax())
             times.best_uniform = float(speeds[best]), best + 1
             times.best_version = self.rates.version
         return times.best_uniform
+
+    def uniform_speeds(self, times: BatchTimes) -> np.ndarray:
+        """[K] tokens per microsecond of serial rounds in which all draft alike."""
+        round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
+        return times.size * self.uniform_tokens / round_us
 
     @property
     def uniform_tokens(self) -> np.ndarray:

@@ -16,8 +16,10 @@ from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
-PROBE_SHARE = 0.005  # of the time
-PROBE_STEPS = 2  # in a row: the first one after a change finds caches cold and is not counted
+PROBE_SHARE = 0.01  # of the time
+COLD_STEPS = 2  # after a change find caches cold, and are not counted
+PROBE_STEPS = COLD_STEPS + 1  # in a row
+FAR_BEHIND = 0.4  # as a share of the speed
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 LEAST_PAID = 0.25  # of a plain step: an arm that is as good as the chosen one is not probed all the time
 PROBED_PART = 8  # one sequence in so many drafts then, but one at least
@@ -38,12 +40,14 @@ class Prober:
         plain_us: of a plain step, as which time is saved up. price_us: what a probe will take beyond what the chosen
         arm would; what it did take is paid.
         A first look at plain decoding comes at once: it is cheap, and tells whether slow steps are the arm's or the
-        machine's.
+        machine's. So does a first look on a level, unless plain decoding is far behind.
         """
         self._plain_us = plain_us
         self._saved_us += PROBE_SHARE * plain_us
         if self._num_left == 0:
             is_urgent = chosen != PLAIN and not self._corrections.knows(PLAIN)
+            if chosen != PLAIN and price_us < FAR_BEHIND * PROBE_STEPS * plain_us:
+                is_urgent = not self._corrections.knows_here(PLAIN)
             if is_urgent or self._saved_us >= price_us:
                 others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != chosen]
                 self._arm = PLAIN if is_urgent else max(others, key=self._corrections.age)

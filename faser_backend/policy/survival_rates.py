@@ -12,7 +12,7 @@ import numpy as np
 from faser_backend.core.record import StepRecord
 
 PRIOR_TESTS = 32.0  # what a place's prior weighs
-MEMORY_TESTS = 2000.0  # of the first place; older evidence fades beyond so many
+MEMORY_TESTS = 2000.0  # of a place; older evidence fades beyond so many
 REFRESH_TESTS = 64  # new tests of the first place that are worth working the rates out again
 
 
@@ -32,7 +32,7 @@ class SurvivalRates:
         num_accepted = record.acceptance.num_accepted[:, None]
         is_tested = places < np.minimum(num_accepted + 1, record.num_testable[:, None])  # [B, K]
         tested = np.count_nonzero(is_tested, axis=0)
-        fade = max(0.0, 1.0 - float(tested[0]) / MEMORY_TESTS)
+        fade = np.maximum(1.0 - tested / MEMORY_TESTS, 0.0)
         self._tested = self._tested * fade + tested
         self._accepted = self._accepted * fade + np.count_nonzero(is_tested & (places < num_accepted), axis=0)
         self._num_fresh += float(tested[0])
