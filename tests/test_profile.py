@@ -257,7 +257,7 @@ def exit_of_another_cut(fields: dict[str, Any]) -> None:
         (wrong_types, "malformed"),
         (files_that_are_no_table, "malformed"),
         (other_format, "format_version = 99"),
-        (before_calibration, "format_version = 1: this version reads 2"),
+        (before_calibration, "format_version = 1: this version reads 3"),
         (more_accepted_than_tested, "between 0 and those tested"),
         (other_bins, "other bins"),
         (threshold_above_one, r"must lie in \[0, 1\]"),
