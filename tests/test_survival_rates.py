@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from faser_backend.policy.survival_rates import MEMORY_TESTS, REFRESH_TESTS, Sur
 LEVEL = 3
 
 
-def record(num_accepted: np.ndarray, length: int) -> SimpleNamespace:
+def record(num_accepted: np.ndarray, length: int) -> Any:
     """Of a step in which every sequence drafted `length` tokens."""
     acceptance = SimpleNamespace(num_accepted=num_accepted)
     return SimpleNamespace(acceptance=acceptance, num_testable=np.full(num_accepted.size, length))
