@@ -148,8 +148,8 @@ def test_serial_promise_is_the_best_uniform_round_by_hand():
 def test_corrections_learn_a_ratio_and_pass_it_on_to_what_never_ran():
     corrections = Corrections()
     for _ in range(300):
-        corrections.observe(SERIAL, 100.0, 150.0)
+        corrections.observe(SERIAL, 100.0, 150.0, is_chosen=False)
     assert corrections.slowdown(SERIAL) == pytest.approx(1.5, rel=0.01)
     assert corrections.slowdown(PLAIN) == pytest.approx(1.5, rel=0.01)
-    corrections.observe(PLAIN, 100.0, 1e9)  # one step that the machine lost
+    corrections.observe(PLAIN, 100.0, 1e9, is_chosen=False)  # one step that the machine lost
     assert corrections.slowdown(PLAIN) <= 2.0 * 1.51

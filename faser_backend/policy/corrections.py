@@ -10,13 +10,14 @@ out, such as what trimming gains over uniform rounds, and is known only of an ar
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from faser_backend.policy.arms import Arm
 
-_FADE = 0.97  # of an arm's correction of time, per step that it ran
-_AGE_FADE = 0.995  # and per step that it did not
+MOST_STEPS = 32.0  # that an arm's correction of time is the mean of, older ones counting less
+_AGE_FADE = 0.998  # of what they weigh, per step of other arms
 _YIELD_FADE = 0.997  # of the token counts, per sequence and step: acceptance is noisy where few run
 _YIELD_PRIOR = 64.0  # tokens' weight of the promise itself
 _LENGTH_FADE = 0.995  # of what is known of lengths, per step that is learned from
@@ -28,40 +29,52 @@ def _kin(arm: Arm) -> Arm:
     return arm._replace(is_trimmed=not arm.is_trimmed)
 
 
+@dataclass(slots=True)
+class _Time:
+    """mean: of the logarithm of measured over predicted time; weight: of how many steps; last_step: seen at."""
+
+    mean: float
+    weight: float
+    last_step: int = 0
+
+
 class Corrections:
     """Running ratios of each arm; a probe teaches of time alone."""
 
     def __init__(self) -> None:
         self.level = 0  # of the steps that are asked and told about; set by whoever asks
-        self._log_ratio: dict[tuple[Arm, int], float] = {}
-        self._last_step: dict[tuple[Arm, int], int] = {}
+        self._times: dict[tuple[Arm, int], _Time] = {}
         self._tokens: dict[Arm, tuple[float, float]] = {}  # faded sums: emitted, promised
         self._num_steps = 0
 
     def knows(self, arm: Arm) -> bool:
-        return any(each == arm for each, _ in self._log_ratio)
+        return any(each == arm for each, _ in self._times)
 
     def knows_here(self, arm: Arm) -> bool:
         """On this level."""
-        return (arm, self.level) in self._log_ratio
+        return (arm, self.level) in self._times
 
     def age(self, arm: Arm) -> int:
         """Steps since the arm was seen at work on this level."""
-        return self._num_steps - self._last_step.get((arm, self.level), -(10**6))
+        time = self._times.get((arm, self.level))
+        return 10**6 if time is None else self._num_steps - time.last_step
 
     def slowdown(self, arm: Arm) -> float:
         """Measured over predicted time. Where the arm never ran on this level: on the nearest level; of one that never
         ran: that of its kin, which makes the same calls, else the mean of those that ran, for a slow machine is slow
         with every arm."""
-        known = self._log_ratio
+        return math.exp(self._log_slowdown(arm))
+
+    def _log_slowdown(self, arm: Arm) -> float:
+        known = self._times
         for each in (arm, _kin(arm)):
             if (each, self.level) in known:
-                return math.exp(known[each, self.level])
+                return known[each, self.level].mean
         for each in (arm, _kin(arm)):
             levels = [level for other, level in known if other == each]
             if levels:
-                return math.exp(known[each, min(levels, key=lambda level: abs(level - self.level))])
-        return math.exp(sum(known.values()) / len(known)) if known else 1.0
+                return known[each, min(levels, key=lambda level: abs(level - self.level))].mean
+        return sum(time.mean for time in known.values()) / len(known) if known else 0.0
 
     def yield_ratio(self, arm: Arm) -> float:
         """Emitted over promised tokens in the same predicted time. Of an arm that never ran as promised: that of its
@@ -69,20 +82,28 @@ class Corrections:
         emitted, promised = self._tokens.get(arm) or self._tokens.get(_kin(arm), (0.0, 0.0))
         return (emitted + _YIELD_PRIOR) / (promised + _YIELD_PRIOR)
 
-    def observe(self, arm: Arm, predicted_us: float, measured_us: float) -> None:
-        """Of a step's time; predicted_us for what the step really did."""
-        expected = math.log(self.slowdown(arm))
+    def observe(self, arm: Arm, predicted_us: float, measured_us: float, *, is_chosen: bool) -> None:
+        """Of a step's time; predicted_us for what the step really did.
+
+        is_chosen: of the arm that runs most. What changes about one that is well known is taken for the machine's
+        doing, and changes the others alike: they are compared as they were when they were last seen side by side.
+        """
+        expected = self._log_slowdown(arm)
         ratio = math.log(max(measured_us, 1.0) / predicted_us)
-        if self._log_ratio:  # a step that the machine lost to something else says little: cut at a factor of 2
+        if self._times:  # a step that the machine lost to something else says little: cut at a factor of 2
             ratio = min(max(ratio, expected - math.log(2.0)), expected + math.log(2.0))
-        # The machine's speed changes with time: the older what is known of an arm, the more a new step counts.
         key = (arm, self.level)
-        if key in self._log_ratio:
-            old, weight = self._log_ratio[key], _FADE * _AGE_FADE ** self.age(arm)
-        else:
-            old, weight = (expected if self.knows(arm) else ratio), 0.5
-        self._log_ratio[key] = ratio + weight * (old - ratio)
-        self._last_step[key] = self._num_steps
+        time = self._times.get(key)
+        if time is None:
+            time = self._times[key] = _Time(expected, 1.0 if self.knows(arm) else 0.0)
+        weight = min(time.weight, MOST_STEPS) * _AGE_FADE ** (self._num_steps - time.last_step)
+        change = (ratio - time.mean) / (weight + 1.0)
+        if is_chosen:
+            share = min(weight / MOST_STEPS, 1.0)
+            for other in self._times.values():
+                other.mean += share * change
+            change *= 1.0 - share
+        time.mean, time.weight, time.last_step = time.mean + change, weight + 1.0, self._num_steps
         self._num_steps += 1
 
     def observe_yield(self, arm: Arm, num_sequences: int, emitted: float, promised: float) -> None:

@@ -179,7 +179,7 @@ class Faser:
         self._last_arm = arm
         if self._num_alike < COLD_STEPS or predicted_us <= 0.0:
             return
-        self._corrections.observe(arm, predicted_us, measured_us)
+        self._corrections.observe(arm, predicted_us, measured_us, is_chosen=arm == self.arm)
         lengths = record.frontier.num_drafted
         if arm == UNIFORM and not record.plan.prefills and lengths.min() == lengths.max():
             self._length_times.observe(self._corrections.level, int(lengths[0]), predicted_us, measured_us)

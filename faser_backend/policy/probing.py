@@ -18,7 +18,7 @@ from faser_backend.policy.pricing import BatchTimes, Pricer
 
 PROBE_SHARE = 0.01  # of the time
 COLD_STEPS = 2  # after a change find caches cold, and are not counted
-PROBE_STEPS = COLD_STEPS + 1  # in a row
+PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 6, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
 FAR_BEHIND = 0.4  # as a share of the speed
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 LEAST_PAID = 0.25  # of a plain step: an arm that is as good as the chosen one is not probed all the time
@@ -39,19 +39,19 @@ class Prober:
 
         plain_us: of a plain step, as which time is saved up. price_us: what a probe will take beyond what the chosen
         arm would; what it did take is paid.
-        A first look at plain decoding comes at once: it is cheap, and tells whether slow steps are the arm's or the
-        machine's. So does a first look on a level, unless plain decoding is far behind.
+        A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
+        arm's or the machine's. So does a first look on a level, unless plain decoding is far behind.
         """
         self._plain_us = plain_us
         self._saved_us += PROBE_SHARE * plain_us
         if self._num_left == 0:
-            is_urgent = chosen != PLAIN and not self._corrections.knows(PLAIN)
-            if chosen != PLAIN and price_us < FAR_BEHIND * PROBE_STEPS * plain_us:
-                is_urgent = not self._corrections.knows_here(PLAIN)
+            is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
+            is_near = chosen != PLAIN and price_us < FAR_BEHIND * PROBE_STEPS * plain_us
+            is_urgent = is_first or (is_near and not self._corrections.knows_here(PLAIN))
             if is_urgent or self._saved_us >= price_us:
                 others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != chosen]
                 self._arm = PLAIN if is_urgent else max(others, key=self._corrections.age)
-                self._num_left = PROBE_STEPS
+                self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
         if self._num_left == 0 or self._arm == chosen:
             self._num_left = 0
             return chosen
