@@ -23,7 +23,9 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import Pricer
 from faser_backend.policy.probing import COLD_STEPS, LEAST_PAID, PROBE_STEPS, Prober, probe_price_us, probed_lengths
 
-MIN_GAIN = 1.05  # predicted advantage that another arm needs
+# Predicted advantage that another arm needs, and plain decoding: where the two are alike, the user who asked for
+# speculation has nothing from it, and whoever compares with plain decoding finds it no worse.
+MIN_GAIN, PLAIN_GAIN = 1.05, 1.0
 # What predictions are divided by. Speculation: for what the cost model does not see, such as steps in which sequences
 # begin and end. Overlap: two models at once disturb each other.
 SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.04, 1.1
@@ -127,10 +129,11 @@ class Faser:
         chosen = self._arms_of_levels.get(level) if has_moved else self.arm
         if chosen is None:  # overlapped rounds have to beat what was seen at work, and so has what trims more than one
             chosen = max((SERIAL if level == 1 else UNIFORM, PLAIN), key=speeds.__getitem__)
-        if has_moved or best != self._challenger or speeds[best] < MIN_GAIN * speeds[chosen]:
+        is_ahead = best != chosen and speeds[best] >= (PLAIN_GAIN if best == PLAIN else MIN_GAIN) * speeds[chosen]
+        if has_moved or best != self._challenger or not is_ahead:
             self._num_ahead = 0
         self._challenger = best
-        if speeds[best] >= MIN_GAIN * speeds[chosen]:
+        if is_ahead:
             self._num_ahead += 1
             if self._num_ahead >= PATIENCE:
                 self._num_ahead, chosen = 0, best
