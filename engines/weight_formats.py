@@ -45,14 +45,17 @@ def check_formats(runtime: str, formats: Mapping[str, str], *, has_draft: bool =
 
 def choose_kv_cache_dtype(runtime: str, dtype: str, asked: str | None, specs: Mapping[str, ModelSpec]) -> str:
     """asked: None leaves the choice: on a CPU fp16, as precise as the weights are, where both checkpoints hold 16
-    bits a number, else fp32. Other runtimes keep keys and values in the engine's dtype. Raises CheckpointError."""
-    is_half = all(spec.checkpoint_dtype in HALF_CHECKPOINTS for spec in specs.values())
+    bits a number and this machine's CPU has instructions for halves, else fp32. Other runtimes keep keys and values
+    in the engine's dtype. Raises CheckpointError."""
     choices = CPU_KV_CACHE_DTYPES if runtime == "onnxruntime" else (dtype,)
-    usual = "fp16" if is_half and len(choices) > 1 else choices[0]
-    chosen = asked or usual
-    if chosen not in choices:
+    if asked is not None and asked not in choices:
         raise CheckpointError(f"kv_cache_dtype = {asked!r}: on {runtime!r} must be one of {', '.join(choices)}")
-    return chosen
+    if asked is not None or len(choices) == 1:
+        return asked or dtype
+    from plugins.host_attention import has_halves  # not above: it loads numba, which other runtimes do without
+
+    is_half = all(spec.checkpoint_dtype in HALF_CHECKPOINTS for spec in specs.values())
+    return "fp16" if is_half and has_halves() else "fp32"
 
 
 def graph_builder(

@@ -22,6 +22,7 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.weight_cost import TextRunner, measure_weights
+from plugins import host_attention
 from scripts.check_equality import make_requests
 from tests.family_models import random_model, write_model
 from tests.tiny_models import make_rows, run_all, write_checkpoint
@@ -210,9 +211,12 @@ def test_keys_and_values_are_as_precise_as_both_checkpoints_unless_one_asks(tmp_
     assert EngineManifest.load(tmp_path / "engine") == manifest
 
 
-def test_a_target_alone_decides_for_itself_and_other_runtimes_by_their_dtype(tmp_path):
+def test_a_target_alone_decides_for_itself_and_other_runtimes_by_their_dtype(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
     assert build_engines(source, None, tmp_path / "alone").kv_cache_dtype == "fp16"
+    with monkeypatch.context() as patched:
+        patched.setattr(host_attention, "has_halves", lambda: False)
+        assert build_engines(source, None, tmp_path / "slow").kv_cache_dtype == "fp32", "what this CPU can serve"
     for dtype in ("fp32", "bf16"):
         built = build_engines(source, source, tmp_path / dtype, runtime="torch", dtype=dtype)
         assert built.kv_cache_dtype == dtype
