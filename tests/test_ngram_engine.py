@@ -157,7 +157,8 @@ def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch:
 def test_a_target_alone_is_profiled(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(profiling, "QUICK_BUDGET_S", 0.2)
     profile = profile_engine(alone, is_quick=True)
-    assert set(profile.costs) == {(TARGET, WHOLE)} and profile.overhead.draft_call(8) + profile.overhead.draft_round(8) > 0
+    around = profile.overhead
+    assert set(profile.costs) == {(TARGET, WHOLE)} and around.draft_call(8) + around.draft_round(8) > 0
     assert profile.calibration.margins.tested.sum() > 0
     profile.save(alone)
     try:
