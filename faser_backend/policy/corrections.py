@@ -4,7 +4,8 @@ Two running ratios per arm. Time: measured over predicted, of the step that was 
 a power of two of sequences: what is wrong about a prediction for two is seldom what is wrong about one for sixty, and
 load comes and goes too fast to learn it again each time. Yield: tokens over
 those that the arm's promise implies for that step, at the cost model's own time; it holds what a promise leaves
-out, such as what trimming gains over uniform rounds, and is known only of an arm that ran as promised.
+out, such as what trimming gains over uniform rounds, and is known only of an arm that ran as promised. Beside them,
+for uniform rounds, how long each length takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from faser_backend.policy.arms import Arm
 
 MOST_STEPS = 32.0  # that an arm's correction of time is the mean of, older ones counting less
-_AGE_FADE = 0.998  # of what they weigh, per step of other arms
+_AGE_FADE = 0.998  # of what they weigh, per step that was observed since
 _YIELD_FADE = 0.997  # of the token counts, per sequence and step: acceptance is noisy where few run
 _YIELD_PRIOR = 64.0  # tokens' weight of the promise itself
 _LENGTH_FADE = 0.995  # of what is known of lengths, per step that is learned from
@@ -39,7 +40,7 @@ class _Time:
 
 
 class Corrections:
-    """Running ratios of each arm; a probe teaches of time alone."""
+    """Running ratios of each arm. Steps are those that are told about: of an arm that goes on, not every one is."""
 
     def __init__(self) -> None:
         self.level = 0  # of the steps that are asked and told about; set by whoever asks
@@ -55,14 +56,14 @@ class Corrections:
         return (arm, self.level) in self._times
 
     def age(self, arm: Arm) -> int:
-        """Steps since the arm was seen at work on this level."""
+        """Observed steps since the arm was seen at work on this level."""
         time = self._times.get((arm, self.level))
         return 10**6 if time is None else self._num_steps - time.last_step
 
     def slowdown(self, arm: Arm) -> float:
-        """Measured over predicted time. Where the arm never ran on this level: on the nearest level; of one that never
-        ran: that of its kin, which makes the same calls, else the mean of those that ran, for a slow machine is slow
-        with every arm."""
+        """Measured over predicted time. Where the arm never ran on this level: that of its kin there, which makes the
+        same calls; else its own, else its kin's, on the nearest level; else the mean of those that ran, for a slow
+        machine is slow with every arm."""
         return math.exp(self._log_slowdown(arm))
 
     def _log_slowdown(self, arm: Arm) -> float:

@@ -1,9 +1,9 @@
 """`faser`: the controller that picks lengths, early exit, pipeline mode and partition of every step together.
 
 It weighs arms (policy/arms.py) by predicted tokens per time, corrected by how earlier predictions of each arm turned
-out (policy/corrections.py), and changes over only when another arm stays clearly ahead. Plain decoding is an arm like
-any other, so where speculation does not pay it stops, and the draft rests. Within a small share of the time it probes
-(policy/probing.py), and so learns what the cost model cannot know.
+out (policy/corrections.py), and changes over only when another arm stays clearly ahead, or plain decoding stays as
+good. Plain decoding is an arm too: where speculation does not pay it stops, and the draft rests. Within a small share
+of the time it probes (policy/probing.py), and so learns what the cost model cannot know.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Faser:
             self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
 
     def _run(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
-        """A step of the arm that was chosen, or of another one beside plain decoding that is probed in its place."""
+        """A step of the arm: the chosen one, or one that is probed in its place where that is not plain decoding."""
         pricer, size = self._pricer, len(sequences)
         if arm == PLAIN:
             return Decision([0] * size, prefills_draft=self.arm != PLAIN)

@@ -74,7 +74,8 @@ def draw_all(rows: list[Row], series: list[Row]) -> dict[str, str]:
 
 
 def gains(rows: list[Row]) -> str:
-    """A dot per contestant: how much better than the reference, a panel per load; whiskers over repeats."""
+    """A dot per contestant: how much better than the reference, a panel per load. Whiskers: lowest and highest
+    throughput, over the reference's median."""
     names = list(dict.fromkeys(row["policy"] for row in rows))
     loads = list(dict.fromkeys(row["load"] for row in rows))
     others = _others(rows)

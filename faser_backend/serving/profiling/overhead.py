@@ -1,4 +1,7 @@
-"""Measures what a step costs around its model calls, by running the real engine on random prompts."""
+"""Measures what a step costs around its model calls, by running the real engine on random prompts.
+
+And what drafting takes beyond its calls as predicted: the first call of a round finds caches full of the target's data.
+"""
 
 from __future__ import annotations
 
