@@ -56,7 +56,7 @@ def build(
         str | None,
         typer.Option(
             help="fp32 or fp16 keys and values. For onnxruntime; elsewhere they have the dtype.",
-            show_default="fp16 where the checkpoints hold 16 bits a number, else fp32",
+            show_default="fp16 where both checkpoints hold 16 bits a number and this CPU converts them, else fp32",
         ),
     ] = None,
     max_context: Annotated[

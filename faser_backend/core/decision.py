@@ -40,6 +40,7 @@ class TrimRule:
     draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
     tokens_per_us: float  # what the batch earns per time: turns times into tokens
     row_price: float  # tokens that the time of one more row is worth, about as many rows as usual
+    draft_round_us: float = 0.0  # predicted time of drafting at all, beside the calls
 
     def draft_price(self, num_chains: int) -> float:
         """Of draft_prices; the last one's for more chains than were reckoned with."""

@@ -128,7 +128,9 @@ class Faser:
         best = max(speeds, key=speeds.__getitem__)
         chosen = self._arms_of_levels.get(level) if has_moved else self.arm
         if chosen is None:  # overlapped rounds have to beat what was seen at work, and so has what trims more than one
-            chosen = max((SERIAL if level == 1 else UNIFORM, PLAIN), key=speeds.__getitem__)
+            chosen = SERIAL if level == 1 else UNIFORM
+            if speeds[chosen] < MIN_GAIN * speeds[PLAIN]:
+                chosen = PLAIN
         is_ahead = best != chosen and speeds[best] >= (PLAIN_GAIN if best == PLAIN else MIN_GAIN) * speeds[chosen]
         if has_moved or best != self._challenger or not is_ahead:
             self._num_ahead = 0

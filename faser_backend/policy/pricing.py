@@ -143,6 +143,7 @@ class Pricer:
             column_us=times.column_us,
             draft_us=times.draft_us,
             tokens_per_us=tokens_per_us,
+            draft_round_us=times.draft_round_us,
             row_price=tokens_per_us * float(verify_us[usual] - verify_us[0]) / usual,
         )
 
@@ -153,5 +154,6 @@ class Pricer:
         ):  # no rule trims its chains, and they go on behind others
             return
         self.means.observe(record)
-        if record.plan.decision.trim is None and record.frontier.num_drafted.any():
-            self.rates.observe(record, self.match.mean_chance)
+        if record.frontier.num_drafted.any():
+            is_trimmed = record.plan.decision.trim is not None
+            self.rates.observe(record, self.match.mean_chance, is_trimmed=is_trimmed)

@@ -74,7 +74,7 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     tokens = size + np.cumsum(ranked * is_allowed, axis=1)
     num_extra = np.minimum(np.cumsum(is_allowed, axis=1), rule.verify_us.size - 1)
     num_active = np.count_nonzero(columns[:, None] < frontier.num_drafted, axis=1)  # [K] in each draft call
-    spent_us = float(_for_counts(rule.draft_us, num_active).sum())
+    spent_us = rule.draft_round_us + float(_for_counts(rule.draft_us, num_active).sum())
     round_us = rule.verify_us[num_extra] + (columns[:, None] + 1) * rule.column_us + spent_us
     best = np.unravel_index(int((tokens / round_us).argmax()), tokens.shape)
     if size / (rule.verify_us[0] + spent_us) >= tokens[best] / round_us[best]:
@@ -91,7 +91,7 @@ def _admit_alone(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     survival = np.cumprod(chances(rule, frontier.margins[0, :length]))
     tokens = np.concatenate([[1.0], 1.0 + np.cumsum(survival)])  # [length + 1] of 1, 2, ... rows
     num_extra = np.arange(length + 1)
-    spent_us = length * float(rule.draft_us[1])
+    spent_us = rule.draft_round_us + length * float(rule.draft_us[1])
     verify_us = rule.verify_us[np.minimum(num_extra, rule.verify_us.size - 1)] + num_extra * rule.column_us
     return np.array([1 + (tokens / (verify_us + spent_us)).argmax()])
 

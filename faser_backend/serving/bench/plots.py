@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from faser_backend.serving.bench import compare
 from faser_backend.serving.bench.compare import gain, groups
 from faser_backend.serving.bench.ladder import BURSTY, REFERENCE
 
@@ -107,9 +108,8 @@ def gains(rows: list[Row]) -> str:
 
 def _dot(axes: Axes, row: Row, y: float, *, reference: Row, colour: str, marker: str) -> None:
     face = "white" if row["options"] else colour
-    if row["load"] != BURSTY.name:
-        low, high = (row[f"tokens_per_s_{end}"] / reference["tokens_per_s"] for end in ("min", "max"))
-        axes.plot([low, high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
+    ratios = compare.gains(row, reference)
+    axes.plot([min(ratios), max(ratios)], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
     axes.plot(gain(row, reference), y, marker, markersize=5, markerfacecolor=face, markeredgecolor=colour)
 
 
