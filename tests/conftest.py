@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
 
 from faser_backend.cli import main
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts what it runs in the background so, and children inherit it: tests that press Ctrl-C would wait.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

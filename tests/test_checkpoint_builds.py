@@ -47,7 +47,10 @@ def end_child_at(moment: str, number: signal.Signals, source: Path, output: Path
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "there\n"
         child.send_signal(number)
-        return child.wait(timeout=60)
+        try:
+            return child.wait(timeout=60)
+        finally:
+            child.kill()  # a child that outlives its signal fails a test; it does not stop all others
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
