@@ -101,9 +101,9 @@ class TimedPolicy:
         self.observe = policy.observe
         self._policy, self._watch = policy, watch
 
-    def decide(self, sequences: abc.Sequence[Sequence]) -> Decision:
+    def decide(self, sequences: abc.Sequence[Sequence], num_coming: int = 0) -> Decision:
         with self._watch("decide"):
-            return self._policy.decide(sequences)
+            return self._policy.decide(sequences, num_coming)
 
 
 class SyntheticEngine:

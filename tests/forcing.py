@@ -31,8 +31,8 @@ class Forced:
         self._inner = inner
         self._change = change
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
-        return self._change(self._inner.decide(sequences))
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return self._change(self._inner.decide(sequences, num_coming))
 
     def observe(self, record: StepRecord) -> None:
         self._inner.observe(record)

@@ -10,7 +10,7 @@ from faser_backend.core.plan import InFlight
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.registry import parse_policy
-from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.scheduler import COMING_STEPS, Scheduler
 from tests.harness import guessed, request
 
 
@@ -77,6 +77,26 @@ def test_a_draft_that_lags_is_caught_up_within_the_budget_before_it_drafts():
         run(plan, 0)
     assert caught_up == [[(first, 0, 16)], [(first, 16, 16)], [(second, 6, 5)], []]
     assert drafting == [[], [], [first, second], [first, second]]
+
+
+def test_policies_hear_of_sequences_whose_prompts_are_nearly_read():
+    scheduled = scheduler(num_blocks=40, budget=1)
+    told: list[tuple[int, int]] = []
+    decide = scheduled.policy.decide
+
+    def listen(sequences, num_coming: int = 0):
+        told.append((len(sequences), num_coming))
+        return decide(sequences, num_coming)
+
+    scheduled.policy.decide = listen  # type: ignore[method-assign]
+    for name, num_prompt in (("first", 2), ("near", 20), ("far", COMING_STEPS - 17)):
+        scheduled.add(sequence(name, num_prompt))
+    run(scheduled.schedule(InFlight.empty()))  # reads the first prompt
+    run(scheduled.schedule(InFlight.empty()))
+    scheduled.add(sequence("last", 3))
+    assert told == [(1, 1)], "both prompts together take one step more than is looked ahead"
+    run(scheduled.schedule(InFlight.empty()))
+    assert told[1:] == [(1, 2)], "a step later they do not; who waits is not counted"
 
 
 def test_one_token_prompt_needs_no_prefill():

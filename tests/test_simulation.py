@@ -109,7 +109,7 @@ class Mode:
     def __init__(self, mode: PipelineMode) -> None:
         self.mode = mode
 
-    def decide(self, sequences) -> Decision:
+    def decide(self, sequences, num_coming: int = 0) -> Decision:
         return Decision([2] * len(sequences), mode=self.mode, partition="1/1")
 
     def observe(self, record: StepRecord) -> None:

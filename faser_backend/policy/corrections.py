@@ -18,6 +18,9 @@ import numpy as np
 from faser_backend.policy.arms import Arm
 
 MOST_STEPS = 32.0  # that an arm's correction of time is the mean of, older ones counting less
+_KNOWN_STEPS = 4.0  # of its, that what an arm was on another level weighs: what one step lost would stay otherwise
+_SETTLED_STEPS = 8.0  # after which an arm's changes are taken for the machine's
+_LOG_OUTLIER = math.log(2.0)  # a step that the machine lost to something else says little: it is cut there
 _AGE_FADE = 0.998  # of what they weigh, per step that was observed since
 _YIELD_FADE = 0.997  # of the token counts, per sequence and step: acceptance is noisy where few run
 _YIELD_PRIOR = 64.0  # tokens' weight of the promise itself
@@ -43,7 +46,7 @@ class Corrections:
     """Running ratios of each arm. Steps are those that are told about: of an arm that goes on, not every one is."""
 
     def __init__(self) -> None:
-        self.level = 0  # of the steps that are asked and told about; set by whoever asks
+        self.level = 0  # that is asked about; set by whoever asks
         self._times: dict[tuple[Arm, int], _Time] = {}
         self._tokens: dict[Arm, tuple[float, float]] = {}  # faded sums: emitted, promised
         self._num_steps = 0
@@ -55,6 +58,11 @@ class Corrections:
         """On this level."""
         return (arm, self.level) in self._times
 
+    def is_settled(self, arm: Arm) -> bool:
+        """Whether it ran for long enough on this level, lately, to tell its own slowness from the machine's."""
+        time = self._times.get((arm, self.level))
+        return time is not None and time.weight >= _KNOWN_STEPS + _SETTLED_STEPS
+
     def age(self, arm: Arm) -> int:
         """Observed steps since the arm was seen at work on this level."""
         time = self._times.get((arm, self.level))
@@ -64,17 +72,17 @@ class Corrections:
         """Measured over predicted time. Where the arm never ran on this level: that of its kin there, which makes the
         same calls; else its own, else its kin's, on the nearest level; else the mean of those that ran, for a slow
         machine is slow with every arm."""
-        return math.exp(self._log_slowdown(arm))
+        return math.exp(self._log_slowdown(arm, self.level))
 
-    def _log_slowdown(self, arm: Arm) -> float:
+    def _log_slowdown(self, arm: Arm, level: int) -> float:
         known = self._times
         for each in (arm, _kin(arm)):
-            if (each, self.level) in known:
-                return known[each, self.level].mean
+            if (each, level) in known:
+                return known[each, level].mean
         for each in (arm, _kin(arm)):
-            levels = [level for other, level in known if other == each]
+            levels = [other_level for other, other_level in known if other == each]
             if levels:
-                return known[each, min(levels, key=lambda level: abs(level - self.level))].mean
+                return known[each, min(levels, key=lambda other: abs(other - level))].mean
         return sum(time.mean for time in known.values()) / len(known) if known else 0.0
 
     def yield_ratio(self, arm: Arm) -> float:
@@ -83,24 +91,24 @@ class Corrections:
         emitted, promised = self._tokens.get(arm) or self._tokens.get(_kin(arm), (0.0, 0.0))
         return (emitted + _YIELD_PRIOR) / (promised + _YIELD_PRIOR)
 
-    def observe(self, arm: Arm, predicted_us: float, measured_us: float, *, is_chosen: bool) -> None:
-        """Of a step's time; predicted_us for what the step really did.
+    def observe(self, arm: Arm, level: int, predicted_us: float, measured_us: float, *, is_chosen: bool) -> None:
+        """Of a step's time on a level; predicted_us for what the step really did.
 
         is_chosen: of the arm that runs most. What changes about one that is well known is taken for the machine's
         doing, and changes the others alike: they are compared as they were when they were last seen side by side.
         """
-        expected = self._log_slowdown(arm)
+        expected = self._log_slowdown(arm, level)
         ratio = math.log(max(measured_us, 1.0) / predicted_us)
-        if self._times:  # a step that the machine lost to something else says little: cut at a factor of 2
-            ratio = min(max(ratio, expected - math.log(2.0)), expected + math.log(2.0))
-        key = (arm, self.level)
+        if self._times:
+            ratio = min(max(ratio, expected - _LOG_OUTLIER), expected + _LOG_OUTLIER)
+        key = (arm, level)
         time = self._times.get(key)
         if time is None:
-            time = self._times[key] = _Time(expected, 1.0 if self.knows(arm) else 0.0)
+            time = self._times[key] = _Time(expected, _KNOWN_STEPS if self.knows(arm) else 0.0)
         weight = min(time.weight, MOST_STEPS) * _AGE_FADE ** (self._num_steps - time.last_step)
         change = (ratio - time.mean) / (weight + 1.0)
         if is_chosen:
-            share = min(weight / MOST_STEPS, 1.0)
+            share = min(weight / _SETTLED_STEPS, 1.0)
             for other in self._times.values():
                 other.mean += share * change
             change *= 1.0 - share
@@ -130,7 +138,7 @@ class LengthTimes:
         ratio = math.log(max(measured_us, 1.0) / predicted_us)
         if known[0].any():  # as in Corrections.observe
             usual = known[1].sum() / known[0].sum()
-            ratio = min(max(ratio, usual - math.log(2.0)), usual + math.log(2.0))
+            ratio = min(max(ratio, usual - _LOG_OUTLIER), usual + _LOG_OUTLIER)
         known *= _LENGTH_FADE
         known[:, length - 1] += (1.0, ratio)
 

@@ -26,14 +26,19 @@ from faser_backend.policy.probing import COLD_STEPS, LEAST_PAID, PROBE_STEPS, Pr
 # Predicted advantage that another arm needs, and plain decoding: where the two are alike, the user who asked for
 # speculation has nothing from it, and whoever compares with plain decoding finds it no worse.
 MIN_GAIN, PLAIN_GAIN = 1.05, 1.0
+# Share of plain decoding's expected speed with which speculation begins on a level that it never saw. What it is worth
+# there a few steps beside plain ones show; from plain decoding it takes long to tell, for the draft falls behind.
+WORTH_A_LOOK = 0.85
 # What predictions are divided by. Speculation: for what the cost model does not see, such as steps in which sequences
 # begin and end. Overlap: two models at once disturb each other.
-SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.04, 1.1
+SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.02, 1.1
 # Decisions in between cost next to nothing: a step of one sequence takes 2 ms, and Python that runs where a model has
 # just emptied the caches takes three times as long as it does alone.
 WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth
-PATIENCE = 2  # weighings in a row in which another arm needs its advantage
+WEIGH_PLAIN_EVERY = 32  # decisions of plain decoding that nobody challenges
+PATIENCE = 8  # decisions for which another arm needs its advantage
 LEARN_EVERY = 4  # steps of an arm that goes on
+ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 
 
 class Faser:
@@ -51,7 +56,7 @@ class Faser:
         self._length_times = LengthTimes(max_draft_tokens)
         self.arm: Arm | None = None  # of the last step; probes aside
         self._challenger = SERIAL
-        self._num_ahead = 0  # weighings in a row that the challenger was ahead
+        self._num_ahead: int | None = None  # decisions since the challenger went ahead; None: it is not
         self._promises: dict[Arm, Promise] = {}  # as last weighed
         self._plain_us = self._probe_price_us = 0.0
         self._num_unweighed, self._weighed_size = 0, 0
@@ -61,29 +66,37 @@ class Faser:
         self._last_arm: Arm | None = None  # that was observed, probes included
         self._num_observed = self._num_alike = 0  # steps; of the same arm, in a row
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
-        size = len(sequences)
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        size = len(sequences) + num_coming  # for drafts that read a prompt in vain while a batch grows cost a lot
         self._num_unweighed += 1
-        has_changed = 8 * abs(size - self._weighed_size) > self._weighed_size
-        if self.arm is None or self._num_unweighed >= WEIGH_EVERY or has_changed:
-            self._look_again(sequences, has_changed=has_changed)
+        has_changed = not self._is_as_weighed(size)
+        is_settled = self.arm == PLAIN and self._num_ahead is None
+        if self.arm is None or has_changed or self._num_unweighed >= (WEIGH_PLAIN_EVERY if is_settled else WEIGH_EVERY):
+            self._look_again(sequences, size, has_changed=has_changed)
         assert self.arm is not None
         arm = self._prober.arm(self.arm, self._plain_us, self._probe_price_us)
         self._is_probing = arm != self.arm
         if self._is_probing:
             return self._probe(arm, sequences)
-        if self._decision is None or len(self._decision.num_draft_tokens) != size:
+        if self._decision is None or len(self._decision.num_draft_tokens) != len(sequences):
             self._decision = self._run(arm, sequences)
         return self._decision
 
-    def _look_again(self, sequences: Sequence[RunningSequence], *, has_changed: bool) -> None:
-        """Weighs the arms for this batch. has_changed: by so much that another level may be the right one."""
-        size, context = len(sequences), self._pricer.context(sequences)
-        self._num_unweighed, self._weighed_size, self._decision = 0, size, None
+    def _is_as_weighed(self, size: int) -> bool:
+        return 8 * abs(size - self._weighed_size) <= self._weighed_size
+
+    def _level(self, size: int) -> int:
+        """Of a step of so many sequences: the one that was weighed, unless the batch has yet to grow to it."""
+        return self._corrections.level if self._is_as_weighed(size) else size.bit_length()
+
+    def _look_again(self, sequences: Sequence[RunningSequence], size: int, *, has_changed: bool) -> None:
+        """Weighs the arms for batches of `size`. has_changed: by so much that another level may be the right one."""
+        context = self._pricer.context(sequences)
         times = self._pricer.times(size, context, WHOLE)
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
+        self._num_unweighed, self._weighed_size, self._decision = 0, size, None
         if self.arm != PLAIN:
             loss = 1.0 - self._expected_speed(PLAIN) / self._expected_speed(self.arm)
             self._probe_price_us = PROBE_STEPS * self._plain_us * max(loss, LEAST_PAID)
@@ -104,7 +117,7 @@ class Faser:
             assert length is not None
             if arm == UNIFORM:
                 speeds = pricer.uniform_speeds(pricer.times(size, context, WHOLE))
-                length = self._length_times.choose(self._corrections.level, speeds)
+                length = self._length_times.choose(self._level(size), speeds)
             return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
         rule = pricer.rule(pricer.times(cohort, context, arm.partition), self._best_speed)
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
@@ -129,16 +142,15 @@ class Faser:
         chosen = self._arms_of_levels.get(level) if has_moved else self.arm
         if chosen is None:  # overlapped rounds have to beat what was seen at work, and so has what trims more than one
             chosen = SERIAL if level == 1 else UNIFORM
-            if speeds[chosen] < MIN_GAIN * speeds[PLAIN]:
+            if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
         is_ahead = best != chosen and speeds[best] >= (PLAIN_GAIN if best == PLAIN else MIN_GAIN) * speeds[chosen]
-        if has_moved or best != self._challenger or not is_ahead:
-            self._num_ahead = 0
-        self._challenger = best
+        num_ahead = self._num_ahead if best == self._challenger and not has_moved else None
+        self._challenger, self._num_ahead = best, None
         if is_ahead:
-            self._num_ahead += 1
+            self._num_ahead = 0 if num_ahead is None else num_ahead + self._num_unweighed
             if self._num_ahead >= PATIENCE:
-                self._num_ahead, chosen = 0, best
+                self._num_ahead, chosen = None, best
         self._arms_of_levels[level] = chosen
         return chosen
 
@@ -169,7 +181,12 @@ class Faser:
 
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
-        if self._num_observed % LEARN_EVERY and not self._is_probing and self._last_arm == self.arm:
+        if (
+            self._num_observed % LEARN_EVERY
+            and not self._is_probing
+            and self._last_arm == self.arm
+            and self._knows_enough
+        ):
             return
         arm = _arm_of(record)
         self._pricer.observe(record)
@@ -184,14 +201,22 @@ class Faser:
         self._last_arm = arm
         if self._num_alike < COLD_STEPS or predicted_us <= 0.0:
             return
-        self._corrections.observe(arm, predicted_us, measured_us, is_chosen=arm == self.arm)
+        level = self._level(record.num_tokens.size)
+        self._corrections.observe(arm, level, predicted_us, measured_us, is_chosen=arm == self.arm)
         lengths = record.frontier.num_drafted
         if arm == UNIFORM and not record.plan.prefills and lengths.min() == lengths.max():
-            self._length_times.observe(self._corrections.level, int(lengths[0]), predicted_us, measured_us)
+            self._length_times.observe(level, int(lengths[0]), predicted_us, measured_us)
         if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
             # Probes among plain rounds do not run as promised, those of serial rounds among others do.
             promised = self._promises[arm].tokens_per_us * predicted_us
             self._corrections.observe_yield(arm, record.num_tokens.size, emitted, promised)
+
+    @property
+    def _knows_enough(self) -> bool:
+        """Of the chosen arm, to learn from every LEARN_EVERY-th step."""
+        assert self.arm is not None
+        is_known = self.arm == PLAIN or self._pricer.rates.num_tests >= ENOUGH_TESTS
+        return is_known and self._corrections.is_settled(self.arm)
 
     def _prefill_us(self, record: StepRecord, arm: Arm) -> float:
         """Work on prompts in the step that is not the arm's: the target's, and the draft's where nothing is drafted."""

@@ -24,8 +24,8 @@ class ForcedMode:
         self.is_drafting = policy.is_drafting
         self.partitions = (WHOLE, self._partition)
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
-        return replace(self._policy.decide(sequences), mode=self._mode, partition=self._partition)
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return replace(self._policy.decide(sequences, num_coming), mode=self._mode, partition=self._partition)
 
     def observe(self, record: StepRecord) -> None:
         self._policy.observe(record)
@@ -41,8 +41,8 @@ class ForcedExit:
         self.is_drafting = policy.is_drafting
         self.partitions = policy.partitions
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
-        return replace(self._policy.decide(sequences), pruner=self._pruner)
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return replace(self._policy.decide(sequences, num_coming), pruner=self._pruner)
 
     def observe(self, record: StepRecord) -> None:
         self._match.observe(record)

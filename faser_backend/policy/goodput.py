@@ -31,7 +31,7 @@ class Goodput:
         self._costs = costs
         self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
         context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
         best = int((emitted / self.round_us(len(sequences), context)).argmax())

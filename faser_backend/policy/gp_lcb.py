@@ -68,7 +68,7 @@ class GpLcb:
         self._expected: Expected | None = None
         self._usual = _length_weights(np.zeros(1), np.zeros(1, np.int64))[0]  # [25] place of the lengths of late
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         size = len(sequences)
         survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
         survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0

@@ -16,7 +16,9 @@ from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
-PROBE_SHARE = 0.01  # of the time
+# Of the time, on a level where the choice is new, and where probes have not changed it for long. Each probe that
+# changes nothing halves the share.
+PROBE_SHARE, LEAST_PROBE_SHARE = 0.01, 0.005
 COLD_STEPS = 2  # after a change find caches cold, and are not counted
 PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 6, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
 FAR_BEHIND = 0.4  # as a share of the speed
@@ -33,6 +35,7 @@ class Prober:
         self._saved_us = self._plain_us = 0.0
         self._arm = PLAIN
         self._num_left = 0  # steps of the current probe
+        self._looks: dict[int, tuple[Arm, int]] = {}  # by level: the choice, and the probes that left it as it was
 
     def arm(self, chosen: Arm, plain_us: float, price_us: float) -> Arm:
         """The arm of the next step: the chosen one, or one that is probed.
@@ -42,8 +45,12 @@ class Prober:
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
         arm's or the machine's. So does a first look on a level, unless plain decoding is far behind.
         """
+        level = self._corrections.level
+        looked_from, num_probes = self._looks.get(level, (chosen, 0))
+        if looked_from != chosen:
+            num_probes = 0
         self._plain_us = plain_us
-        self._saved_us += PROBE_SHARE * plain_us
+        self._saved_us += max(PROBE_SHARE * 0.5**num_probes, LEAST_PROBE_SHARE) * plain_us
         if self._num_left == 0:
             is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
             is_near = chosen != PLAIN and price_us < FAR_BEHIND * PROBE_STEPS * plain_us
@@ -52,6 +59,7 @@ class Prober:
                 others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != chosen]
                 self._arm = PLAIN if is_urgent else max(others, key=self._corrections.age)
                 self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
+                self._looks[level] = chosen, num_probes + 1
         if self._num_left == 0 or self._arm == chosen:
             self._num_left = 0
             return chosen

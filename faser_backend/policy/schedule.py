@@ -24,7 +24,7 @@ class LengthSchedule:
         self.limits = limits
         self.lengths = [*lengths, 0]
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         length = self.lengths[bisect_left(self.limits, len(sequences))]
         return Decision([length] * len(sequences))
 

@@ -16,6 +16,7 @@ from faser_backend.policy.speculation import SpeculationPolicy
 
 # A sequence whose draft lags by more tokens is caught up before it drafts: its rows would pad everyone's first call.
 MAX_DRAFT_LAG = 4
+COMING_STEPS = 32  # ahead, that policies hear of growing batches; an answer of 100 tokens takes 25 to 100 steps
 
 
 class Scheduler:
@@ -56,7 +57,8 @@ class Scheduler:
     def schedule(self, in_flight: InFlight) -> StepPlan:
         """in_flight: what the step before drafted; sequences that have left are taken out of it."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
-        plan = StepPlan(self.policy.decide(ready) if ready else Decision([]), in_flight)
+        decision = self.policy.decide(ready, self._num_coming()) if ready else Decision([])
+        plan = StepPlan(decision, in_flight)
         self._plan_decodes(plan, ready)
         if not plan.preempted:
             self._admit(plan)
@@ -64,6 +66,17 @@ class Scheduler:
         plan.draft_prefills = [chunk for chunk in plan.draft_prefills if chunk.sequence.slot >= 0]
         plan.in_flight = in_flight.present()
         return plan
+
+    def _num_coming(self) -> int:
+        """Sequences whose prompts will have been read within COMING_STEPS."""
+        num_coming, budget = 0, COMING_STEPS * self.max_prefill_tokens
+        for sequence in self.running:
+            missing = sequence.num_prefill_tokens
+            budget -= missing
+            if budget < 0:
+                break
+            num_coming += missing > 0
+        return num_coming
 
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))

@@ -28,8 +28,12 @@ class SpeculationPolicy(Protocol):
         """All that it may ask for."""
         ...
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
-        """For the sequences that are ready to decode, at least one."""
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        """For the sequences that are ready to decode, at least one.
+
+        num_coming: further ones whose prompts will soon have been read. The batch is about to grow by them, and what
+        is begun now should suit it then.
+        """
         ...
 
     def observe(self, record: StepRecord) -> None:
@@ -43,7 +47,7 @@ class NoSpeculation:
     is_drafting = False
     partitions = (WHOLE,)
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         return Decision([0] * len(sequences))
 
     def observe(self, record: StepRecord) -> None:
@@ -59,7 +63,7 @@ class FixedLength:
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         return Decision([self.num_draft_tokens] * len(sequences))
 
     def observe(self, record: StepRecord) -> None:

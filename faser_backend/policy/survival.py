@@ -31,7 +31,7 @@ class Survival:
         self._pricer = Pricer(knowledge, max_draft_tokens)
         self._num_plain = 0
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         pricer, size = self._pricer, len(sequences)
         times = pricer.times(size, pricer.context(sequences), WHOLE)
         rule = pricer.rule(times, max(pricer.plain_speed(times), pricer.best_uniform(times)[0]))

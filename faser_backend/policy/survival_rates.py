@@ -27,6 +27,11 @@ class SurvivalRates:
         self.version = 0  # rises with every refresh
         self._refresh(mean_chance)
 
+    @property
+    def num_tests(self) -> float:
+        """Of the first place, older ones counting less."""
+        return float(self._tested[0])
+
     def observe(self, record: StepRecord, mean_chance: float, *, is_trimmed: bool = False) -> None:
         """mean_chance: of any draft token, where nothing is known of its place."""
         places = np.arange(self._tested.size)

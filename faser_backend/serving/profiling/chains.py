@@ -77,7 +77,7 @@ class ProbePolicy:
         self._num_draft_tokens = num_draft_tokens
         self._pruner = pruner
 
-    def decide(self, sequences: Sequence[RunningSequence]) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         return Decision([self._num_draft_tokens] * len(sequences), pruner=self._pruner)
 
     def observe(self, record: StepRecord) -> None:
