@@ -19,14 +19,13 @@ from faser_backend.policy.arms import Arm
 
 MOST_STEPS = 32.0  # that an arm's correction of time is the mean of, older ones counting less
 _KNOWN_STEPS = 4.0  # of its, that what an arm was on another level weighs: what one step lost would stay otherwise
-_SETTLED_STEPS = 8.0  # after which an arm's changes are taken for the machine's
 _LOG_OUTLIER = math.log(2.0)  # a step that the machine lost to something else says little: it is cut there
 _AGE_FADE = 0.998  # of what they weigh, per step that was observed since
 _YIELD_FADE = 0.997  # of the token counts, per sequence and step: acceptance is noisy where few run
 _YIELD_PRIOR = 64.0  # tokens' weight of the promise itself
 _LENGTH_FADE = 0.995  # of what is known of lengths, per step that is learned from
 _LENGTH_PRIOR = 10.0  # steps' weight of what is usual
-ALIKE = 0.02  # lengths whose speeds are this near are tried in turn
+ALIKE = 0.01  # lengths whose speeds are this near are tried in turn
 
 
 def _kin(arm: Arm) -> Arm:
@@ -61,7 +60,7 @@ class Corrections:
     def is_settled(self, arm: Arm) -> bool:
         """Whether it ran for long enough on this level, lately, to tell its own slowness from the machine's."""
         time = self._times.get((arm, self.level))
-        return time is not None and time.weight >= _KNOWN_STEPS + _SETTLED_STEPS
+        return time is not None and time.weight >= MOST_STEPS
 
     def age(self, arm: Arm) -> int:
         """Observed steps since the arm was seen at work on this level."""
@@ -108,7 +107,7 @@ class Corrections:
         weight = min(time.weight, MOST_STEPS) * _AGE_FADE ** (self._num_steps - time.last_step)
         change = (ratio - time.mean) / (weight + 1.0)
         if is_chosen:
-            share = min(weight / _SETTLED_STEPS, 1.0)
+            share = min(weight / MOST_STEPS, 1.0)
             for other in self._times.values():
                 other.mean += share * change
             change *= 1.0 - share

@@ -20,8 +20,16 @@ from faser_backend.policy.corrections import Corrections, LengthTimes
 from faser_backend.policy.cost_model import TARGET
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.pricing import Pricer
-from faser_backend.policy.probing import COLD_STEPS, LEAST_PAID, PROBE_STEPS, Prober, probe_price_us, probed_lengths
+from faser_backend.policy.pricing import BatchTimes, Pricer
+from faser_backend.policy.probing import (
+    COLD_STEPS,
+    LEAST_PAID,
+    PROBE_STEPS,
+    Prober,
+    catch_up_us,
+    probed_lengths,
+    small_probe_us,
+)
 
 # Predicted advantage that another arm needs, and plain decoding: where the two are alike, the user who asked for
 # speculation has nothing from it, and whoever compares with plain decoding finds it no worse.
@@ -36,7 +44,7 @@ SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.02, 1.1
 # just emptied the caches takes three times as long as it does alone.
 WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth
 WEIGH_PLAIN_EVERY = 32  # decisions of plain decoding that nobody challenges
-PATIENCE = 8  # decisions for which another arm needs its advantage
+PATIENCE = 16  # decisions for which another arm needs its advantage
 LEARN_EVERY = 4  # steps of an arm that goes on
 ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 
@@ -58,7 +66,8 @@ class Faser:
         self._challenger = SERIAL
         self._num_ahead: int | None = None  # decisions since the challenger went ahead; None: it is not
         self._promises: dict[Arm, Promise] = {}  # as last weighed
-        self._plain_us = self._probe_price_us = 0.0
+        self._plain_us, self._probe_prices_us = 0.0, dict[Arm, float]()
+        self._is_near = False  # uniform rounds to plain ones
         self._num_unweighed, self._weighed_size = 0, 0
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
         self._is_probing = False  # in the last decision
@@ -74,7 +83,7 @@ class Faser:
         if self.arm is None or has_changed or self._num_unweighed >= (WEIGH_PLAIN_EVERY if is_settled else WEIGH_EVERY):
             self._look_again(sequences, size, has_changed=has_changed)
         assert self.arm is not None
-        arm = self._prober.arm(self.arm, self._plain_us, self._probe_price_us)
+        arm = self._prober.arm(self.arm, self._plain_us, self._probe_prices_us)
         self._is_probing = arm != self.arm
         if self._is_probing:
             return self._probe(arm, sequences)
@@ -97,11 +106,18 @@ class Faser:
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
         self._num_unweighed, self._weighed_size, self._decision = 0, size, None
-        if self.arm != PLAIN:
-            loss = 1.0 - self._expected_speed(PLAIN) / self._expected_speed(self.arm)
-            self._probe_price_us = PROBE_STEPS * self._plain_us * max(loss, LEAST_PAID)
-        else:
-            self._probe_price_us = probe_price_us(self._pricer, times, sequences, probed_lengths(sequences))
+        self._is_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
+        self._probe_prices_us = self._price_probes(sequences, times)
+
+    def _price_probes(self, sequences: Sequence[RunningSequence], times: BatchTimes) -> dict[Arm, float]:
+        """What it costs to look at the arms that were not chosen; overlapped ones are not probed."""
+        others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != self.arm]
+        if self.arm == PLAIN and not self._is_near:
+            return dict.fromkeys(others, small_probe_us(self._pricer, times, sequences, probed_lengths(sequences)))
+        assert self.arm is not None
+        price_us = catch_up_us(self._pricer, sequences) if self.arm == PLAIN else 0.0
+        losses = {arm: 1.0 - self._expected_speed(arm) / self._expected_speed(self.arm) for arm in others}
+        return {arm: price_us + PROBE_STEPS * self._plain_us * max(loss, LEAST_PAID) for arm, loss in losses.items()}
 
     def _run(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
         """A step of the arm: the chosen one, or one that is probed in its place where that is not plain decoding."""
@@ -123,7 +139,7 @@ class Faser:
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
     def _probe(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
-        if self.arm != PLAIN:
+        if self.arm != PLAIN or self._is_near:
             return self._run(arm, sequences)
         times = self._pricer.times(len(sequences), self._pricer.context(sequences), WHOLE)
         rule = self._pricer.rule(times, self._best_speed) if arm.is_trimmed else None
@@ -159,7 +175,7 @@ class Faser:
         corrections = self._corrections
         speed = self._promises[arm].tokens_per_us * corrections.yield_ratio(arm) / corrections.slowdown(arm)
         if arm != PLAIN:
-            speed /= SPECULATION_HANDICAP
+            speed /= SPECULATION_HANDICAP + speed * self._pricer.draft_prompt_us
         return speed if arm.partition == WHOLE else speed / OVERLAP_HANDICAP
 
     def _pruner(self, size: int, context: int, speed: float, arm: Arm) -> EarlyExit | None:
@@ -190,12 +206,14 @@ class Faser:
             return
         arm = _arm_of(record)
         self._pricer.observe(record)
-        measured_us = record.step_us + record.drafting_us - self._prefill_us(record, arm)
+        measured_us = record.step_us + record.drafting_us - record.draft_prefill_us - self._prefill_us(record, arm)
         emitted = float(record.acceptance.num_emitted.sum())
         if self._is_probing and self.arm is not None:
             self._prober.pay(measured_us - emitted / self._expected_speed(self.arm))
-        if record.plan.draft_prefills and arm != self.arm:
-            return  # catching up is a price of changing over, which the chosen arm has to earn, and a probe has not
+        if record.plan.draft_prefills and arm != self.arm:  # catching up: what the arm is worth is seen after it
+            if self._is_probing:
+                self._prober.prolong()
+            return
         predicted_us = self._predicted_us(record, arm)
         self._num_alike = self._num_alike + 1 if arm == self._last_arm else 0
         self._last_arm = arm
@@ -206,6 +224,8 @@ class Faser:
         lengths = record.frontier.num_drafted
         if arm == UNIFORM and not record.plan.prefills and lengths.min() == lengths.max():
             self._length_times.observe(level, int(lengths[0]), predicted_us, measured_us)
+        if not self._is_as_weighed(record.num_tokens.size):
+            return
         if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
             # Probes among plain rounds do not run as promised, those of serial rounds among others do.
             promised = self._promises[arm].tokens_per_us * predicted_us
@@ -219,17 +239,16 @@ class Faser:
         return is_known and self._corrections.is_settled(self.arm)
 
     def _prefill_us(self, record: StepRecord, arm: Arm) -> float:
-        """Work on prompts in the step that is not the arm's: the target's, and the draft's where nothing is drafted."""
-        draft_us = record.draft_prefill_us if arm == PLAIN else 0.0
+        """The target's work on prompts in the step."""
         chunks = record.plan.prefills
         if not chunks:
-            return draft_us
+            return 0.0
         context = self._pricer.costs.batch_context([chunk.start + 1 for chunk in chunks])
         num_rows = [chunk.num_tokens for chunk in chunks]
         us = self._pricer.costs.call_us(
             TARGET, WHOLE, sum(num_rows), len(chunks), context, max_rows=max(num_rows), num_logit_rows=0
         )
-        return draft_us + max(record.prefill_us, float(us) * self._corrections.slowdown(arm))
+        return max(record.prefill_us, float(us) * self._corrections.slowdown(arm))
 
     def _predicted_us(self, record: StepRecord, arm: Arm) -> float:
         """What the cost model says of the step that was really made."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from faser_backend.core.decision import PipelineMode, TrimRule
+from faser_backend.core.decision import WHOLE, PipelineMode, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import MatchCalibration
@@ -23,6 +23,9 @@ _GRID = 48  # row counts at which the cost model is asked; between them times ar
 _CONTEXT_STEP = 32
 _MAX_TIMES = 512  # batches whose predicted times are kept, some kB each: working one out takes 0.1 to 0.2 ms
 _FADE = 0.95  # of the running means, per round
+_MEMORY_TOKENS = 4000.0  # emitted, after which older prompts fade
+_PRIOR_TOKENS = 500.0  # emitted without a prompt: when a server starts it reads many and has emitted nothing
+_CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
 
 
 class RoundMeans:
@@ -37,6 +40,23 @@ class RoundMeans:
         size = record.num_tokens.size
         self.rows += (1.0 - _FADE) * (float(record.frontier.num_rows.sum()) / size - self.rows)
         self.accepted += (1.0 - _FADE) * (float(record.acceptance.num_accepted.sum()) / size - self.accepted)
+
+
+class PromptTokens:
+    """How many tokens of prompts are read for each token that is emitted."""
+
+    def __init__(self) -> None:
+        self._num_read, self._num_emitted = 0.0, _PRIOR_TOKENS
+
+    def observe(self, record: StepRecord) -> None:
+        num_emitted = float(record.acceptance.num_emitted.sum())
+        fade = max(1.0 - num_emitted / _MEMORY_TOKENS, 0.0)
+        self._num_read = fade * self._num_read + sum(chunk.num_tokens for chunk in record.plan.prefills)
+        self._num_emitted = fade * self._num_emitted + num_emitted
+
+    @property
+    def per_emitted(self) -> float:
+        return self._num_read / self._num_emitted
 
 
 class BatchTimes:
@@ -90,6 +110,9 @@ class Pricer:
         self.match = MatchCalibration(knowledge.margins)
         self.rates = SurvivalRates(max_draft_tokens, self.match.mean_chance)
         self.means = RoundMeans()
+        self.prompts = PromptTokens()
+        chunk_us = self.costs.call_us(DRAFT, WHOLE, _CHUNK, 1, _CHUNK, max_rows=_CHUNK, num_logit_rows=0)
+        self._draft_read_us = float(chunk_us) / _CHUNK  # of a token of a prompt
         self.max_draft_tokens = max_draft_tokens
         self._times: OrderedDict[tuple[int, int, str], BatchTimes] = OrderedDict()
 
@@ -147,7 +170,13 @@ class Pricer:
             row_price=tokens_per_us * float(verify_us[usual] - verify_us[0]) / usual,
         )
 
+    @property
+    def draft_prompt_us(self) -> float:
+        """What it takes the draft to read prompts, per token that is emitted: speculation pays it."""
+        return self.prompts.per_emitted * self._draft_read_us
+
     def observe(self, record: StepRecord) -> None:
+        self.prompts.observe(record)
         self.match.observe(record)
         if (
             record.plan.decision.mode is PipelineMode.RUN_AHEAD

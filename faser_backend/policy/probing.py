@@ -1,17 +1,18 @@
 """When to try an arm that was not chosen, and with which sequences: what the controller cannot know otherwise.
 
-Within a small share of the time: a few steps of plain decoding while it speculates, a little drafting while it
-decodes plainly. Plain decoding leaves the draft's cache behind; so a probe drafts for few sequences, those that lag
-least, and its price holds what catching them up takes.
+Within a small share of the time: a few steps of plain decoding while it speculates, some drafting while it decodes
+plainly. Plain decoding leaves the draft's cache behind, and the price of a probe holds what catching up takes. Where
+speculation is nearly as good, a probe runs it as it would be run, seldom, for nothing else tells a few percent; where
+it is far behind, a probe drafts for few sequences, those that lag least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm
+from faser_backend.policy.arms import PLAIN, Arm
 from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
@@ -20,7 +21,7 @@ from faser_backend.policy.pricing import BatchTimes, Pricer
 # changes nothing halves the share.
 PROBE_SHARE, LEAST_PROBE_SHARE = 0.01, 0.005
 COLD_STEPS = 2  # after a change find caches cold, and are not counted
-PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 6, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
+PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 8, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
 FAR_BEHIND = 0.4  # as a share of the speed
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
 LEAST_PAID = 0.25  # of a plain step: an arm that is as good as the chosen one is not probed all the time
@@ -37,11 +38,11 @@ class Prober:
         self._num_left = 0  # steps of the current probe
         self._looks: dict[int, tuple[Arm, int]] = {}  # by level: the choice, and the probes that left it as it was
 
-    def arm(self, chosen: Arm, plain_us: float, price_us: float) -> Arm:
+    def arm(self, chosen: Arm, plain_us: float, prices_us: Mapping[Arm, float]) -> Arm:
         """The arm of the next step: the chosen one, or one that is probed.
 
-        plain_us: of a plain step, as which time is saved up. price_us: what a probe will take beyond what the chosen
-        arm would; what it did take is paid.
+        plain_us: of a plain step, as which time is saved up. prices_us: of the others, what a probe will take beyond
+        what the chosen arm would; what it did take is paid.
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
         arm's or the machine's. So does a first look on a level, unless plain decoding is far behind.
         """
@@ -53,11 +54,11 @@ class Prober:
         self._saved_us += max(PROBE_SHARE * 0.5**num_probes, LEAST_PROBE_SHARE) * plain_us
         if self._num_left == 0:
             is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
-            is_near = chosen != PLAIN and price_us < FAR_BEHIND * PROBE_STEPS * plain_us
+            is_near = chosen != PLAIN and prices_us[PLAIN] < FAR_BEHIND * PROBE_STEPS * plain_us
             is_urgent = is_first or (is_near and not self._corrections.knows_here(PLAIN))
-            if is_urgent or self._saved_us >= price_us:
-                others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != chosen]
-                self._arm = PLAIN if is_urgent else max(others, key=self._corrections.age)
+            oldest = PLAIN if is_urgent else max(prices_us, key=self._corrections.age)
+            if is_urgent or self._saved_us >= prices_us[oldest]:
+                self._arm = oldest
                 self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
                 self._looks[level] = chosen, num_probes + 1
         if self._num_left == 0 or self._arm == chosen:
@@ -66,30 +67,42 @@ class Prober:
         self._num_left -= 1
         return self._arm
 
+    def prolong(self) -> None:
+        """By a step, for one that told nothing."""
+        self._num_left += 1
+
     def pay(self, excess_us: float) -> None:
         """What a step of a probe took beyond the time in which the chosen arm emits as much. May leave a debt."""
         self._saved_us -= max(excess_us, LEAST_PAID * self._plain_us)
 
 
 def probed_lengths(sequences: Sequence[RunningSequence]) -> list[int]:
-    """[B] draft tokens of a probe among plain rounds: of those that may draft the ones that lag least."""
-    lags = [(seq.num_tokens - seq.draft_len, i) for i, seq in enumerate(sequences) if seq.request.max_draft_tokens != 0]
+    """[B] draft tokens of a small probe among plain rounds: of those that may draft the ones that lag least."""
+    lags = [(lag(seq), i) for i, seq in enumerate(sequences) if seq.request.max_draft_tokens != 0]
     lengths = [0] * len(sequences)
     for _, index in sorted(lags)[: max(len(sequences) // PROBED_PART, 1)]:
         lengths[index] = PROBE_TOKENS
     return lengths
 
 
-def probe_price_us(
+def lag(sequence: RunningSequence) -> int:
+    """Tokens that the draft has not read."""
+    return sequence.num_tokens - sequence.draft_len
+
+
+def catch_up_us(pricer: Pricer, sequences: Sequence[RunningSequence]) -> float:
+    """What it takes the draft to read what it has missed of these."""
+    num_lagging = sum(map(lag, sequences))
+    return float(pricer.costs.call_us(DRAFT, WHOLE, num_lagging, len(sequences), pricer.context(sequences)))
+
+
+def small_probe_us(
     pricer: Pricer, times: BatchTimes, sequences: Sequence[RunningSequence], lengths: list[int]
 ) -> float:
     """What PROBE_STEPS steps that draft `lengths` take beyond plain ones, catching up included."""
     probed = [seq for seq, length in zip(sequences, lengths, strict=True) if length]
     if not probed:
         return float("inf")
-    num_lagging = sum(seq.num_tokens - seq.draft_len for seq in probed)
-    context = pricer.context(probed)
-    caught_up_us = float(pricer.costs.call_us(DRAFT, WHOLE, num_lagging, len(probed), context))
     rows_us = times.verify_us(PROBE_TOKENS * len(probed), PROBE_TOKENS) - times.verify_us(0, 0)
     draft_us = float(pricer.costs.overhead.draft_round(len(probed))) + PROBE_TOKENS * float(times.draft_us[len(probed)])
-    return caught_up_us + PROBE_STEPS * (rows_us + draft_us)
+    return catch_up_us(pricer, probed) + PROBE_STEPS * (rows_us + draft_us)
