@@ -210,7 +210,8 @@ class Faser:
         emitted = float(record.acceptance.num_emitted.sum())
         if self._is_probing and self.arm is not None:
             self._prober.pay(measured_us - emitted / self._expected_speed(self.arm))
-        if record.plan.draft_prefills and arm != self.arm:  # catching up: what the arm is worth is seen after it
+        is_catching_up = bool(record.plan.draft_prefills)  # what the arm is worth is seen after it
+        if is_catching_up and arm != self.arm:
             if self._is_probing:
                 self._prober.prolong()
             return
@@ -224,7 +225,7 @@ class Faser:
         lengths = record.frontier.num_drafted
         if arm == UNIFORM and not record.plan.prefills and lengths.min() == lengths.max():
             self._length_times.observe(level, int(lengths[0]), predicted_us, measured_us)
-        if not self._is_as_weighed(record.num_tokens.size):
+        if is_catching_up or not self._is_as_weighed(record.num_tokens.size):
             return
         if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
             # Probes among plain rounds do not run as promised, those of serial rounds among others do.
