@@ -175,3 +175,18 @@ def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
     decision = joined.decide(one, num_coming=7)
     assert len(decision.num_draft_tokens) == 1
     assert (alone.arm, joined.arm) == (SERIAL, UNIFORM), "one is trimmed at once, more begin with uniform rounds"
+
+
+def test_does_not_catch_up_for_answers_that_are_nearly_over():
+    """Speculation is ahead for one sequence, but its draft has a thousand tokens to read and two are left to emit."""
+    slow_to_read = costs(300.0, 1000.0, 25.0)
+    slow_to_read.segments[DRAFT, WHOLE] = (call(300.0, 50.0),)
+    chosen = []
+    for num_left in (2, 1000):
+        policy = knowing(slow_to_read)
+        policy.arm = PLAIN
+        sequence = Sequence.from_request(request("long", [1] * 1000, num_left), 0)
+        sequence.target_len = 999
+        policy.decide([sequence])
+        chosen.append(policy.arm)
+    assert chosen == [PLAIN, SERIAL]

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Promise, arms_on, promise
 from faser_backend.policy.corrections import Corrections, LengthTimes
-from faser_backend.policy.cost_model import TARGET
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.pricing import BatchTimes, Pricer
@@ -30,6 +27,7 @@ from faser_backend.policy.probing import (
     probed_lengths,
     small_probe_us,
 )
+from faser_backend.policy.step_times import arm_of, predicted_us, prompts_us
 
 # Predicted advantage that another arm needs, and plain decoding: where the two are alike, the user who asked for
 # speculation has nothing from it, and whoever compares with plain decoding finds it no worse.
@@ -37,9 +35,10 @@ MIN_GAIN, PLAIN_GAIN = 1.05, 1.0
 # Share of plain decoding's expected speed with which speculation begins on a level that it never saw. What it is worth
 # there a few steps beside plain ones show; from plain decoding it takes long to tell, for the draft falls behind.
 WORTH_A_LOOK = 0.85
-# What predictions are divided by. Speculation: for what the cost model does not see, such as steps in which sequences
-# begin and end. Overlap: two models at once disturb each other.
-SPECULATION_HANDICAP, OVERLAP_HANDICAP = 1.02, 1.1
+# What predictions are divided by. Speculation that was not seen on a level yet: its calls find caches colder than those
+# of plain decoding do. Overlap: two models at once disturb each other.
+UNSEEN_HANDICAP, OVERLAP_HANDICAP = 1.05, 1.1
+LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 # Decisions in between cost next to nothing: a step of one sequence takes 2 ms, and Python that runs where a model has
 # just emptied the caches takes three times as long as it does alone.
 WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth
@@ -104,7 +103,7 @@ class Faser:
         times = self._pricer.times(size, context, WHOLE)
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
-        self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level)
+        self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level, sequences)
         self._num_unweighed, self._weighed_size, self._decision = 0, size, None
         self._is_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
         self._probe_prices_us = self._price_probes(sequences, times)
@@ -150,8 +149,9 @@ class Faser:
         """What time is worth: tokens per microsecond."""
         return max(promise.tokens_per_us for promise in self._promises.values())
 
-    def _weigh(self, level: int) -> Arm:
-        """The arm that was chosen last on this level, unless a challenger has been ahead for long enough."""
+    def _weigh(self, level: int, sequences: Sequence[RunningSequence]) -> Arm:
+        """The arm that was chosen last on this level, unless a challenger has been ahead for long enough, or the draft
+        has too much to catch up with."""
         has_moved, self._corrections.level = level != self._corrections.level, level
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
         best = max(speeds, key=speeds.__getitem__)
@@ -167,7 +167,13 @@ class Faser:
             self._num_ahead = 0 if num_ahead is None else num_ahead + self._num_unweighed
             if self._num_ahead >= PATIENCE:
                 self._num_ahead, chosen = None, best
-        self._arms_of_levels[level] = chosen
+        if self.arm == PLAIN and chosen != PLAIN:
+            num_left = LEFT_SHARE * sum(sequence.num_remaining_tokens for sequence in sequences)
+            gain_us = num_left * (1.0 / speeds[PLAIN] - 1.0 / speeds[chosen])
+            if gain_us < catch_up_us(self._pricer, sequences):
+                return PLAIN
+        if has_moved or chosen != self.arm:
+            self._arms_of_levels[level] = chosen
         return chosen
 
     def _expected_speed(self, arm: Arm) -> float:
@@ -175,7 +181,8 @@ class Faser:
         corrections = self._corrections
         speed = self._promises[arm].tokens_per_us * corrections.yield_ratio(arm) / corrections.slowdown(arm)
         if arm != PLAIN:
-            speed /= SPECULATION_HANDICAP + speed * self._pricer.draft_prompt_us
+            handicap = 1.0 if corrections.knows_here(arm) else UNSEEN_HANDICAP
+            speed /= handicap + speed * self._pricer.draft_prompt_us
         return speed if arm.partition == WHOLE else speed / OVERLAP_HANDICAP
 
     def _pruner(self, size: int, context: int, speed: float, arm: Arm) -> EarlyExit | None:
@@ -197,39 +204,37 @@ class Faser:
 
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
-        if (
-            self._num_observed % LEARN_EVERY
-            and not self._is_probing
-            and self._last_arm == self.arm
-            and self._knows_enough
-        ):
+        goes_on = self._last_arm == self.arm and not self._is_probing
+        if goes_on and self._knows_enough and self._num_observed % LEARN_EVERY:
             return
-        arm = _arm_of(record)
+        arm = arm_of(record)
         self._pricer.observe(record)
-        measured_us = record.step_us + record.drafting_us - record.draft_prefill_us - self._prefill_us(record, arm)
+        reading_us = prompts_us(self._pricer, record, self._corrections.slowdown(arm))
+        measured_us = record.step_us + record.drafting_us - reading_us
         emitted = float(record.acceptance.num_emitted.sum())
         if self._is_probing and self.arm is not None:
-            self._prober.pay(measured_us - emitted / self._expected_speed(self.arm))
+            caught_up_us = record.draft_prefill_us if self.arm == PLAIN else 0.0
+            self._prober.pay(measured_us + caught_up_us - emitted / self._expected_speed(self.arm))
         is_catching_up = bool(record.plan.draft_prefills)  # what the arm is worth is seen after it
         if is_catching_up and arm != self.arm:
             if self._is_probing:
                 self._prober.prolong()
             return
-        predicted_us = self._predicted_us(record, arm)
+        expected_us = predicted_us(self._pricer, record, arm)
         self._num_alike = self._num_alike + 1 if arm == self._last_arm else 0
         self._last_arm = arm
-        if self._num_alike < COLD_STEPS or predicted_us <= 0.0:
+        if self._num_alike < COLD_STEPS or expected_us <= 0.0:
             return
         level = self._level(record.num_tokens.size)
-        self._corrections.observe(arm, level, predicted_us, measured_us, is_chosen=arm == self.arm)
+        self._corrections.observe(arm, level, expected_us, measured_us, is_chosen=arm == self.arm)
         lengths = record.frontier.num_drafted
         if arm == UNIFORM and not record.plan.prefills and lengths.min() == lengths.max():
-            self._length_times.observe(level, int(lengths[0]), predicted_us, measured_us)
+            self._length_times.observe(level, int(lengths[0]), expected_us, measured_us)
         if is_catching_up or not self._is_as_weighed(record.num_tokens.size):
             return
         if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
             # Probes among plain rounds do not run as promised, those of serial rounds among others do.
-            promised = self._promises[arm].tokens_per_us * predicted_us
+            promised = self._promises[arm].tokens_per_us * expected_us
             self._corrections.observe_yield(arm, record.num_tokens.size, emitted, promised)
 
     @property
@@ -238,41 +243,3 @@ class Faser:
         assert self.arm is not None
         is_known = self.arm == PLAIN or self._pricer.rates.num_tests >= ENOUGH_TESTS
         return is_known and self._corrections.is_settled(self.arm)
-
-    def _prefill_us(self, record: StepRecord, arm: Arm) -> float:
-        """The target's work on prompts in the step."""
-        chunks = record.plan.prefills
-        if not chunks:
-            return 0.0
-        context = self._pricer.costs.batch_context([chunk.start + 1 for chunk in chunks])
-        num_rows = [chunk.num_tokens for chunk in chunks]
-        us = self._pricer.costs.call_us(
-            TARGET, WHOLE, sum(num_rows), len(chunks), context, max_rows=max(num_rows), num_logit_rows=0
-        )
-        return max(record.prefill_us, float(us) * self._corrections.slowdown(arm))
-
-    def _predicted_us(self, record: StepRecord, arm: Arm) -> float:
-        """What the cost model says of the step that was really made."""
-        size = record.num_tokens.size
-        context = self._pricer.costs.batch_context(record.num_tokens.tolist())
-        times = self._pricer.times(size, context, arm.partition)
-        num_rows = record.verification.num_kept
-        verify_us = times.verify_us(int(num_rows.sum()) - size, int(num_rows.max()) - 1)
-        if record.plan.drafts:
-            lengths = np.array(record.plan.num_ahead_tokens)
-            drafting = self._pricer.times(lengths.size, context, arm.partition)
-            lanes_us = self._pricer.costs.overhead.lanes_us
-            us = max(verify_us, drafting.chains_us(lengths)) + lanes_us
-            if record.drafting_us:
-                us += times.chains_us(record.frontier.num_drafted)
-            return us
-        return verify_us + times.chains_us(record.frontier.num_drafted)
-
-
-def _arm_of(record: StepRecord) -> Arm:
-    """The arm that a step belongs to."""
-    decision = record.plan.decision
-    if not record.frontier.num_drafted.any() and not record.plan.drafts:
-        return PLAIN
-    is_trimmed = decision.trim is not None or decision.mode is not PipelineMode.SERIAL
-    return Arm(decision.mode, decision.partition, is_trimmed)

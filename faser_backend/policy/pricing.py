@@ -112,7 +112,7 @@ class Pricer:
         self.means = RoundMeans()
         self.prompts = PromptTokens()
         chunk_us = self.costs.call_us(DRAFT, WHOLE, _CHUNK, 1, _CHUNK, max_rows=_CHUNK, num_logit_rows=0)
-        self._draft_read_us = float(chunk_us) / _CHUNK  # of a token of a prompt
+        self.draft_read_us = float(chunk_us) / _CHUNK  # of a token of a prompt
         self.max_draft_tokens = max_draft_tokens
         self._times: OrderedDict[tuple[int, int, str], BatchTimes] = OrderedDict()
 
@@ -173,7 +173,7 @@ class Pricer:
     @property
     def draft_prompt_us(self) -> float:
         """What it takes the draft to read prompts, per token that is emitted: speculation pays it."""
-        return self.prompts.per_emitted * self._draft_read_us
+        return self.prompts.per_emitted * self.draft_read_us
 
     def observe(self, record: StepRecord) -> None:
         self.prompts.observe(record)

@@ -91,9 +91,11 @@ def lag(sequence: RunningSequence) -> int:
 
 
 def catch_up_us(pricer: Pricer, sequences: Sequence[RunningSequence]) -> float:
-    """What it takes the draft to read what it has missed of these."""
-    num_lagging = sum(map(lag, sequences))
-    return float(pricer.costs.call_us(DRAFT, WHOLE, num_lagging, len(sequences), pricer.context(sequences)))
+    """What it takes the draft to read what it has missed of those that may draft; infinity where none may."""
+    lags = [lag(sequence) for sequence in sequences if sequence.request.max_draft_tokens != 0]
+    if not lags:
+        return float("inf")
+    return float(pricer.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), pricer.context(sequences)))
 
 
 def small_probe_us(
@@ -101,8 +103,7 @@ def small_probe_us(
 ) -> float:
     """What PROBE_STEPS steps that draft `lengths` take beyond plain ones, catching up included."""
     probed = [seq for seq, length in zip(sequences, lengths, strict=True) if length]
-    if not probed:
-        return float("inf")
-    rows_us = times.verify_us(PROBE_TOKENS * len(probed), PROBE_TOKENS) - times.verify_us(0, 0)
-    draft_us = float(pricer.costs.overhead.draft_round(len(probed))) + PROBE_TOKENS * float(times.draft_us[len(probed)])
+    num_drafts = len(probed)
+    rows_us = times.verify_us(PROBE_TOKENS * num_drafts, PROBE_TOKENS) - times.verify_us(0, 0)
+    draft_us = float(pricer.costs.overhead.draft_round(num_drafts)) + PROBE_TOKENS * float(times.draft_us[num_drafts])
     return catch_up_us(pricer, probed) + PROBE_STEPS * (rows_us + draft_us)
