@@ -24,7 +24,7 @@ COLD_STEPS = 2  # after a change find caches cold, and are not counted
 PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 8, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
 FAR_BEHIND = 0.4  # as a share of the speed
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
-LEAST_PAID = 0.25  # of a plain step: an arm that is as good as the chosen one is not probed all the time
+LEAST_PAID = 0.1  # of a plain step: an arm that is as good as the chosen one is not probed all the time
 PROBED_PART = 8  # one sequence in so many drafts then, but one at least
 
 
