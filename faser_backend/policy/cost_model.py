@@ -115,9 +115,6 @@ class OverheadCost:
     call inside it, of B sequences: draft_us + B draft_sequence_us. The first one takes longer than further ones, for
     the caches hold the target's data: draft_round_us + B draft_round_sequence_us. Each exit that T rows pass: exit_us +
     T exit_row_us. Exits and lanes default to guesses on the high side.
-
-    target_ratio: the target's calls inside steps find colder caches than the same calls in a row, and take so many
-    times as long.
     """
 
     step_us: float
@@ -130,7 +127,6 @@ class OverheadCost:
     lanes_us: float = 100.0  # hand-over to a second lane and back, in a step that overlaps its phases
     draft_round_us: float = 0.0
     draft_round_sequence_us: float = 0.0
-    target_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if not all(0.0 <= getattr(self, each.name) < FAR for each in fields(self)):
@@ -236,7 +232,7 @@ class CostModel:
             total += cost.sequence_us * sequences
         if cost.logit_row_us:
             total += cost.logit_row_us * (rows if num_logit_rows is None else num_logit_rows)
-        return total * self.overhead.target_ratio if model == TARGET else total
+        return total
 
     def _columns(self, num_tokens: Numbers) -> np.ndarray:
         last = self.key_columns.shape[0] - 1

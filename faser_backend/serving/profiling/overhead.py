@@ -19,7 +19,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_fit import fit_overhead
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
-from faser_backend.serving.profiling.timed_calls import TwiceRunner, WaitingRunner
+from faser_backend.serving.profiling.timed_calls import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
@@ -47,23 +47,18 @@ def measure_overhead(
     """Sampling at temperature 1, in one thread, with 1, 3 and 6 drafted tokens per request. Exits and lanes are
     measured elsewhere: the result has their guesses. calls: whose costs of draft calls are known."""
     rng = np.random.default_rng(seed)
-    samples: list[StepSample] = []
-    ratios: list[float] = []
+    samples = []
     for num_draft_tokens in (1, 3, 6):
         engine = make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
         wait_for_calls(engine, runtime)
-        whole = engine.stepper.partitions[WHOLE]
-        target = TwiceRunner(whole.target, runtime)
-        engine.stepper.partitions = {**engine.stepper.partitions, WHOLE: replace(whole, target=target)}
         try:
             for num_sequences in LOADS:
                 num_steps = 8 if is_quick else 16
                 samples.append(_sample(engine, calls, num_sequences, num_draft_tokens, num_steps=num_steps, rng=rng))
         finally:
             engine.close()
-        ratios += target.ratios
-    overhead = fit_overhead(*np.array(samples, np.float64).T)
-    return replace(overhead, target_ratio=max(float(np.median(ratios)), 1.0)), samples
+    columns = np.array(samples, np.float64).T
+    return fit_overhead(*columns), samples
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:

@@ -109,12 +109,13 @@ class _Profiler:
         calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
         overhead, overhead_points, exit_points = self._measure_overhead(calls)
         self._report("done", 1.0)
+        model = replace(calls, overhead=overhead)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             costs=costs,
             overhead=overhead,
-            errors=tuple(fit_error(calls, share, points) for share, points in sampled.items()),
+            errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
             points=[_point(share, point) for share, points in sampled.items() for point in points],
             overhead_points=[sample._asdict() for sample in overhead_points],
             exit_points=[sample._asdict() for sample in exit_points],

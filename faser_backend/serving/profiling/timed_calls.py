@@ -114,24 +114,3 @@ class WaitingRunner:
         outputs = cast(HeadRunner, self._runner).run_layer(rows, hidden)
         self._runtime.synchronize()
         return outputs
-
-
-class TwiceRunner(WaitingRunner):
-    """Makes every call twice, which changes nothing, and notes how many times as long the first one takes.
-
-    The two are a moment apart, so that the machine is as fast in both: a step of a real engine, with what it does
-    between its calls, against calls in a row. Calls that want no logits read prompts, and are not noted.
-    """
-
-    def __init__(self, runner: ModelRunner, runtime: AnyRuntime) -> None:
-        super().__init__(runner, runtime)
-        self.ratios: list[float] = []
-
-    def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
-        start = time.perf_counter_ns()
-        super().run_segment(segment, rows, hidden)
-        middle = time.perf_counter_ns()
-        output = super().run_segment(segment, rows, hidden)
-        if rows.logit_rows.shape[0]:
-            self.ratios.append((middle - start) / max(time.perf_counter_ns() - middle, 1))
-        return output
