@@ -43,7 +43,7 @@ LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer 
 # just emptied the caches takes three times as long as it does alone.
 WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth
 WEIGH_PLAIN_EVERY = 32  # decisions of plain decoding that nobody challenges
-PATIENCE = 16  # decisions for which another arm needs its advantage
+PATIENCE = 8  # decisions for which another arm needs its advantage
 LEARN_EVERY = 4  # steps of an arm that goes on
 ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 
