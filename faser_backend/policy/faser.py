@@ -66,7 +66,7 @@ class Faser:
         self._num_ahead: int | None = None  # decisions since the challenger went ahead; None: it is not
         self._promises: dict[Arm, Promise] = {}  # as last weighed
         self._plain_us, self._probe_prices_us = 0.0, dict[Arm, float]()
-        self._is_near = False  # uniform rounds to plain ones
+        self._is_uniform_near = False
         self._num_unweighed, self._weighed_size = 0, 0
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
         self._is_probing = False  # in the last decision
@@ -105,13 +105,13 @@ class Faser:
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level, sequences)
         self._num_unweighed, self._weighed_size, self._decision = 0, size, None
-        self._is_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
+        self._is_uniform_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
         self._probe_prices_us = self._price_probes(sequences, times)
 
     def _price_probes(self, sequences: Sequence[RunningSequence], times: BatchTimes) -> dict[Arm, float]:
         """What it costs to look at the arms that were not chosen; overlapped ones are not probed."""
         others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != self.arm]
-        if self.arm == PLAIN and not self._is_near:
+        if self.arm == PLAIN and not self._is_uniform_near:
             return dict.fromkeys(others, small_probe_us(self._pricer, times, sequences, probed_lengths(sequences)))
         assert self.arm is not None
         price_us = catch_up_us(self._pricer, sequences) if self.arm == PLAIN else 0.0
@@ -138,7 +138,7 @@ class Faser:
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
     def _probe(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
-        if self.arm != PLAIN or self._is_near:
+        if self.arm != PLAIN or self._is_uniform_near:
             return self._run(arm, sequences)
         times = self._pricer.times(len(sequences), self._pricer.context(sequences), WHOLE)
         rule = self._pricer.rule(times, self._best_speed) if arm.is_trimmed else None

@@ -17,9 +17,7 @@ from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
 
-# Of the time, on a level where the choice is new, and where probes have not changed it for long. Each probe that
-# changes nothing halves the share.
-PROBE_SHARE, LEAST_PROBE_SHARE = 0.01, 0.005
+NEW_SHARE, PROBE_SHARE = 0.01, 0.005  # of the time, where a level's choice is new, and once a probe has not changed it
 COLD_STEPS = 2  # after a change find caches cold, and are not counted
 PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 8, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
 FAR_BEHIND = 0.4  # as a share of the speed
@@ -36,7 +34,7 @@ class Prober:
         self._saved_us = self._plain_us = 0.0
         self._arm = PLAIN
         self._num_left = 0  # steps of the current probe
-        self._looks: dict[int, tuple[Arm, int]] = {}  # by level: the choice, and the probes that left it as it was
+        self._chosen_at_probe: dict[int, Arm] = {}  # by level, when it was probed last
 
     def arm(self, chosen: Arm, plain_us: float, prices_us: Mapping[Arm, float]) -> Arm:
         """The arm of the next step: the chosen one, or one that is probed.
@@ -47,11 +45,8 @@ class Prober:
         arm's or the machine's. So does a first look on a level, unless plain decoding is far behind.
         """
         level = self._corrections.level
-        looked_from, num_probes = self._looks.get(level, (chosen, 0))
-        if looked_from != chosen:
-            num_probes = 0
         self._plain_us = plain_us
-        self._saved_us += max(PROBE_SHARE * 0.5**num_probes, LEAST_PROBE_SHARE) * plain_us
+        self._saved_us += (PROBE_SHARE if self._chosen_at_probe.get(level) == chosen else NEW_SHARE) * plain_us
         if self._num_left == 0:
             is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
             is_near = chosen != PLAIN and prices_us[PLAIN] < FAR_BEHIND * PROBE_STEPS * plain_us
@@ -60,7 +55,7 @@ class Prober:
             if is_urgent or self._saved_us >= prices_us[oldest]:
                 self._arm = oldest
                 self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
-                self._looks[level] = chosen, num_probes + 1
+                self._chosen_at_probe[level] = chosen
         if self._num_left == 0 or self._arm == chosen:
             self._num_left = 0
             return chosen
