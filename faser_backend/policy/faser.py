@@ -160,7 +160,7 @@ class Faser:
             chosen = SERIAL if level == 1 else UNIFORM
             if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
-        is_ahead = best != chosen and speeds[best] >= (PLAIN_GAIN if best == PLAIN else MIN_GAIN) * speeds[chosen]
+        is_ahead = best != chosen and speeds[best] >= self._needed_gain(best) * speeds[chosen]
         num_ahead = self._num_ahead if best == self._challenger and not has_moved else None
         self._challenger, self._num_ahead = best, None
         if is_ahead:
@@ -175,6 +175,13 @@ class Faser:
         if has_moved or chosen != self.arm:
             self._arms_of_levels[level] = chosen
         return chosen
+
+    def _needed_gain(self, arm: Arm) -> float:
+        """By which the arm has to be ahead of the chosen one."""
+        if arm != PLAIN:
+            return MIN_GAIN
+        # Before acceptance is known of these texts, speculation gets the benefit that it begins with.
+        return PLAIN_GAIN if self._knows_acceptance else 1.0 / WORTH_A_LOOK
 
     def _expected_speed(self, arm: Arm) -> float:
         """Promised tokens per microsecond, corrected by what is known of the arm."""
@@ -241,5 +248,8 @@ class Faser:
     def _knows_enough(self) -> bool:
         """Of the chosen arm, to learn from every LEARN_EVERY-th step."""
         assert self.arm is not None
-        is_known = self.arm == PLAIN or self._pricer.rates.num_tests >= ENOUGH_TESTS
-        return is_known and self._corrections.is_settled(self.arm)
+        return (self.arm == PLAIN or self._knows_acceptance) and self._corrections.is_settled(self.arm)
+
+    @property
+    def _knows_acceptance(self) -> bool:
+        return self._pricer.rates.num_tests >= ENOUGH_TESTS

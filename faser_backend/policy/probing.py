@@ -35,6 +35,8 @@ class Prober:
         self._arm = PLAIN
         self._num_left = 0  # steps of the current probe
         self._chosen_at_probe: dict[int, Arm] = {}  # by level, when it was probed last
+        self._chosen: dict[int, Arm] = {}  # by level
+        self._deposed: dict[int, Arm] = {}  # by level: chosen before, and not looked at since
 
     def arm(self, chosen: Arm, plain_us: float, prices_us: Mapping[Arm, float]) -> Arm:
         """The arm of the next step: the chosen one, or one that is probed.
@@ -42,18 +44,21 @@ class Prober:
         plain_us: of a plain step, as which time is saved up. prices_us: of the others, what a probe will take beyond
         what the chosen arm would; what it did take is paid.
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
-        arm's or the machine's. So does a first look on a level, unless plain decoding is far behind.
+        arm's or the machine's. So do, unless it is far behind, a first look on a level, and a look back at the arm that
+        was chosen before, once the new one is known: the machine may have been another when that was seen at work.
         """
         level = self._corrections.level
+        if self._chosen.get(level, chosen) != chosen:
+            self._deposed[level] = self._chosen[level]
+        self._chosen[level] = chosen
         self._plain_us = plain_us
         self._saved_us += (PROBE_SHARE if self._chosen_at_probe.get(level) == chosen else NEW_SHARE) * plain_us
         if self._num_left == 0:
             is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
-            is_near = chosen != PLAIN and prices_us[PLAIN] < FAR_BEHIND * PROBE_STEPS * plain_us
-            is_urgent = is_first or (is_near and not self._corrections.knows_here(PLAIN))
-            oldest = PLAIN if is_urgent else max(prices_us, key=self._corrections.age)
-            if is_urgent or self._saved_us >= prices_us[oldest]:
-                self._arm = oldest
+            urgent = PLAIN if is_first else self._urgent(chosen, FAR_BEHIND * PROBE_STEPS * plain_us, prices_us)
+            probed = urgent or max(prices_us, key=self._corrections.age)
+            if urgent or self._saved_us >= prices_us[probed]:
+                self._arm = probed
                 self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
                 self._chosen_at_probe[level] = chosen
         if self._num_left == 0 or self._arm == chosen:
@@ -61,6 +66,16 @@ class Prober:
             return chosen
         self._num_left -= 1
         return self._arm
+
+    def _urgent(self, chosen: Arm, most_us: float, prices_us: Mapping[Arm, float]) -> Arm | None:
+        """What to look at before enough time is saved up, at a price below most_us."""
+        level = self._corrections.level
+        if chosen != PLAIN and not self._corrections.knows_here(PLAIN) and prices_us[PLAIN] < most_us:
+            return PLAIN
+        deposed = self._deposed.get(level)
+        if deposed is None or not self._corrections.is_settled(chosen) or prices_us.get(deposed, most_us) >= most_us:
+            return None
+        return self._deposed.pop(level)
 
     def prolong(self) -> None:
         """By a step, for one that told nothing."""
