@@ -143,7 +143,11 @@ def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch:
     """Its margins mean something else; its target's costs hold."""
     manifest = EngineManifest.load(pair)
     guessed = serving_knowledge(pair, manifest, config())
-    measured = replace(guessed.costs, is_measured=True, overhead=OverheadCost(1.0, 2.0, 3.0, 400.0, 50.0))
+    measured = replace(
+        guessed.costs,
+        is_measured=True,
+        overhead=OverheadCost(1.0, 2.0, 3.0, 400.0, 50.0, trim_us=60.0, trim_sequence_us=7.0),
+    )
     known = replace(guessed, costs=measured, margins=MarginCounts(np.ones(14), np.ones(14)))
     monkeypatch.setattr(drafting, "load_knowledge", lambda *_: known)
     assert serving_knowledge(pair, manifest, config()) is known

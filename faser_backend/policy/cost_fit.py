@@ -80,6 +80,20 @@ def fit_overhead(
     )
 
 
+def fit_trim(
+    num_sequences: np.ndarray, num_draft_tokens: np.ndarray, untrimmed_us: np.ndarray, trimmed_us: np.ndarray
+) -> tuple[float, float]:
+    """trim_us and trim_sequence_us of OverheadCost, from N rounds of drafting, arrays [N] float64: num_draft_tokens > 0
+    calls for num_sequences each, as they are and with confidence deciding after every one.
+
+    The last call of a chain of full length is followed by no decision to go on, but by one which rows to verify. That
+    is charged as one of the others: a chain that confidence ends has both.
+    """
+    per_call = np.stack([np.ones_like(num_sequences), num_sequences], axis=1)
+    call_us, sequence_us = fit_non_negative(num_draft_tokens[:, None] * per_call, trimmed_us, known=untrimmed_us)
+    return float(call_us), float(sequence_us)
+
+
 def fit_non_negative(features: np.ndarray, measured: np.ndarray, *, known: np.ndarray | None = None) -> np.ndarray:
     """Weights [F] >= 0 that bring known + features [N, F] @ weights near to measured [N] > 0 in relative error.
 

@@ -113,7 +113,8 @@ class OverheadCost:
 
     A step of B sequences that verifies T rows: step_us + B step_sequence_us + T step_row_us. Each draft
     call inside it, of B sequences: draft_us + B draft_sequence_us. The first one takes longer than further ones, for
-    the caches hold the target's data: draft_round_us + B draft_round_sequence_us. Each exit that T rows pass: exit_us +
+    the caches hold the target's data: draft_round_us + B draft_round_sequence_us. Each call after which confidence
+    decides which of its B chains go on: trim_us + B trim_sequence_us more. Each exit that T rows pass: exit_us +
     T exit_row_us. Exits and lanes default to guesses on the high side.
     """
 
@@ -127,6 +128,8 @@ class OverheadCost:
     lanes_us: float = 100.0  # hand-over to a second lane and back, in a step that overlaps its phases
     draft_round_us: float = 0.0
     draft_round_sequence_us: float = 0.0
+    trim_us: float = 0.0
+    trim_sequence_us: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(0.0 <= getattr(self, each.name) < FAR for each in fields(self)):
@@ -143,6 +146,10 @@ class OverheadCost:
     def draft_round(self, num_sequences: Numbers) -> Numbers:
         """Of drafting at all in a step, beside what each draft call takes."""
         return self.draft_round_us + num_sequences * self.draft_round_sequence_us
+
+    def trim_call(self, num_sequences: Numbers) -> Numbers:
+        """What deciding by confidence whether chains go on adds to one draft call."""
+        return self.trim_us + num_sequences * self.trim_sequence_us
 
     def exit(self, num_rows: Numbers) -> Numbers:
         """Of one exit in a verification: scoring the candidates, reading the scores, taking rows out."""

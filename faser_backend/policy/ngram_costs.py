@@ -22,6 +22,6 @@ _LOOK_UP = CallCost(rows=Curve.from_slopes(np.zeros(1), CALL_US, np.array([TOKEN
 def with_ngrams(costs: CostModel) -> CostModel:
     """The costs of an engine in which n-grams draft. Its partition is the whole device: there is nothing to overlap."""
     segments = {(TARGET, WHOLE): costs.segments[TARGET, WHOLE], (DRAFT, WHOLE): (_LOOK_UP,)}
-    nothing = dict.fromkeys(("draft_us", "draft_sequence_us", "draft_round_us", "draft_round_sequence_us"), 0.0)
-    overhead = replace(costs.overhead, **nothing)
+    drafting = ("draft_us", "draft_sequence_us", "draft_round_us", "draft_round_sequence_us")
+    overhead = replace(costs.overhead, **dict.fromkeys((*drafting, "trim_us", "trim_sequence_us"), 0.0))
     return replace(costs, segments=segments, overhead=overhead)
