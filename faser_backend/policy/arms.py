@@ -49,18 +49,19 @@ def promise(pricer: Pricer, arm: Arm, size: int, context: int) -> Promise:
     if arm.mode is None:
         return Promise(pricer.plain_speed(times), 0)
     if arm.mode is PipelineMode.SERIAL:
-        return Promise(*pricer.best_uniform(times))
+        return Promise(*pricer.best_uniform(times, is_trimmed=arm.is_trimmed))
     speeds = _run_ahead_speeds(pricer, times)
     best = int(speeds.argmax())
     return Promise(float(speeds[best]), best + 1)
 
 
 def _ping_pong_speed(pricer: Pricer, partition: str, size: int, context: int) -> float:
-    """Two cohorts take turns: one drafts while the other is verified, nothing is discarded."""
+    """Two cohorts take turns: one drafts, trimmed, while the other is verified; nothing is discarded."""
     if size < 2:
         return 0.0
     times = pricer.times(size // 2, context, partition)
-    step_us = np.maximum(times.uniform_target_us, times.uniform_draft_us) + times.uniform_overhead_us
+    draft_us = times.uniform_draft_us + times.uniform_trim_us
+    step_us = np.maximum(times.uniform_target_us, draft_us) + times.uniform_overhead_us
     step_us += pricer.costs.overhead.lanes_us
     return float((times.size * pricer.uniform_tokens / step_us).max())
 

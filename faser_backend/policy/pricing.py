@@ -76,6 +76,8 @@ class BatchTimes:
         times = costs.call_us(DRAFT, partition, active, active, context, num_logit_rows=active)
         times = times + costs.overhead.draft_call(active)
         self.draft_us = np.interp(np.arange(size + 1), active, times)  # [B + 1] of a call for 0..B sequences
+        self.trim_us = np.asarray(costs.overhead.trim_call(np.arange(size + 1)))  # [B + 1] that confidence adds to it
+        self.trimmed_draft_us = self.draft_us + self.trim_us  # [B + 1]
 
         self.lengths = np.arange(1, max_draft_tokens + 1)  # [K] of uniform rounds, in which all draft alike
         num_extra = size * self.lengths
@@ -83,18 +85,24 @@ class BatchTimes:
         self.uniform_overhead_us = self.overhead_us[num_extra]  # [K]
         self.draft_round_us = float(costs.overhead.draft_round(size))
         self.uniform_draft_us = self.draft_round_us + self.lengths * self.draft_us[size]  # [K]
+        self.uniform_trim_us = self.lengths * self.trim_us[size]  # [K] where confidence decides after every call
         self.step_us = self.target_us + self.overhead_us  # [N + 1] without drafting and padding
-        self.best_uniform, self.best_version = (0.0, 1), -1  # kept for a version of the rates
+        # By is_trimmed: for which version of the rates, tokens per microsecond, length.
+        self.best_uniform: dict[bool, tuple[int, float, int]] = {}
 
     @property
     def size(self) -> int:
         return self.draft_us.size - 1
 
-    def chains_us(self, lengths: np.ndarray) -> float:
-        """Drafting chains of these lengths [B]: each call is for those that are not done yet."""
+    def chains_us(self, lengths: np.ndarray, *, is_trimmed: bool) -> float:
+        """Drafting chains of these lengths [B]: each call is for those that are not done yet.
+
+        is_trimmed: confidence decided after every call which chains go on.
+        """
         longest = int(lengths.max(initial=0))
         active = np.count_nonzero(np.arange(longest)[:, None] < lengths, axis=1)
-        return float(self.draft_us[active].sum()) + (self.draft_round_us if longest else 0.0)
+        call_us = self.trimmed_draft_us if is_trimmed else self.draft_us
+        return float(call_us[active].sum()) + (self.draft_round_us if longest else 0.0)
 
     def verify_us(self, num_extra: int, num_columns: int) -> float:
         """A step with so many rows beside the anchors, num_columns of them in the longest chain, without drafting."""
@@ -134,18 +142,23 @@ class Pricer:
         """Tokens per microsecond of plain decoding."""
         return times.size / times.verify_us(0, 0)
 
-    def best_uniform(self, times: BatchTimes) -> tuple[float, int]:
-        """The best rounds in which all draft alike and then are verified: tokens per microsecond, and the length."""
-        if times.best_version != self.rates.version:
-            speeds = self.uniform_speeds(times)
-            best = int(speeds.argmax())
-            times.best_uniform = float(speeds[best]), best + 1
-            times.best_version = self.rates.version
-        return times.best_uniform
+    def best_uniform(self, times: BatchTimes, *, is_trimmed: bool) -> tuple[float, int]:
+        """The best rounds in which all draft alike and then are verified: tokens per microsecond, and the length.
 
-    def uniform_speeds(self, times: BatchTimes) -> np.ndarray:
-        """[K] tokens per microsecond of serial rounds in which all draft alike."""
+        is_trimmed: what deciding by confidence takes is charged, not what it gains.
+        """
+        kept = times.best_uniform.get(is_trimmed)
+        if kept is None or kept[0] != self.rates.version:
+            speeds = self.uniform_speeds(times, is_trimmed=is_trimmed)
+            best = int(speeds.argmax())
+            kept = times.best_uniform[is_trimmed] = self.rates.version, float(speeds[best]), best + 1
+        return kept[1:]
+
+    def uniform_speeds(self, times: BatchTimes, *, is_trimmed: bool = False) -> np.ndarray:
+        """[K] tokens per microsecond of serial rounds in which all draft alike; is_trimmed: as in best_uniform."""
         round_us = times.uniform_target_us + times.uniform_overhead_us + times.uniform_draft_us
+        if is_trimmed:
+            round_us = round_us + times.uniform_trim_us
         return times.size * self.uniform_tokens / round_us
 
     @property
@@ -164,7 +177,7 @@ class Pricer:
             margin_shares=match.margin_shares,
             verify_us=verify_us,
             column_us=times.column_us,
-            draft_us=times.draft_us,
+            draft_us=times.trimmed_draft_us,  # a chain that goes on is decided on again
             tokens_per_us=tokens_per_us,
             draft_round_us=times.draft_round_us,
             row_price=tokens_per_us * float(verify_us[usual] - verify_us[0]) / usual,

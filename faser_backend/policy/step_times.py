@@ -26,16 +26,17 @@ def predicted_us(pricer: Pricer, record: StepRecord, arm: Arm) -> float:
     size = record.num_tokens.size
     context = pricer.costs.batch_context(record.num_tokens.tolist())
     times = pricer.times(size, context, arm.partition)
+    is_trimmed = record.plan.decision.trim is not None
     num_rows = record.verification.num_kept
     verify_us = times.verify_us(int(num_rows.sum()) - size, int(num_rows.max()) - 1)
     if record.plan.drafts:
         lengths = np.array(record.plan.num_ahead_tokens)
         drafting = pricer.times(lengths.size, context, arm.partition)
-        us = max(verify_us, drafting.chains_us(lengths)) + pricer.costs.overhead.lanes_us
+        us = max(verify_us, drafting.chains_us(lengths, is_trimmed=is_trimmed)) + pricer.costs.overhead.lanes_us
         if record.drafting_us:
-            us += times.chains_us(record.frontier.num_drafted)
+            us += times.chains_us(record.frontier.num_drafted, is_trimmed=is_trimmed)
         return us
-    return verify_us + times.chains_us(record.frontier.num_drafted)
+    return verify_us + times.chains_us(record.frontier.num_drafted, is_trimmed=is_trimmed)
 
 
 def prompts_us(pricer: Pricer, record: StepRecord, slowdown: float) -> float:

@@ -34,7 +34,8 @@ class Survival:
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         pricer, size = self._pricer, len(sequences)
         times = pricer.times(size, pricer.context(sequences), WHOLE)
-        rule = pricer.rule(times, max(pricer.plain_speed(times), pricer.best_uniform(times)[0]))
+        best_speed, _ = pricer.best_uniform(times, is_trimmed=True)
+        rule = pricer.rule(times, max(pricer.plain_speed(times), best_speed))
         if continues(rule, np.ones(size)).any():
             self._num_plain = 0
             return Decision([pricer.max_draft_tokens] * size, trim=rule)
