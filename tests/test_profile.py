@@ -82,6 +82,7 @@ def test_a_profile_covers_every_model_partition_and_segment(profiled: tuple[Path
             assert float(model.call_us(name, partition, 1, 1, 16)) > 0
     assert all(error.num_held_out > 0 and np.isfinite(error.held_out_percent) for error in profile.errors)
     assert model.overhead.step(1, 1) > 0 and model.overhead.draft_call(1) > 0
+    assert {point["num_draft_tokens"] for point in profile.trim_points} == {3, 6}
     assert {point["num_rows"] for point in profile.exit_points} == {5, 40, 160}
     assert 0 < model.overhead.exit(1) <= model.overhead.exit(160)
 
@@ -93,6 +94,7 @@ def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
     for key, costs in profile.costs.items():
         assert [cost.as_dict() for cost in again.costs[key]] == [cost.as_dict() for cost in costs]
     assert again.errors == profile.errors and again.fingerprint == profile.fingerprint
+    assert (again.overhead, again.trim_points) == (profile.overhead, profile.trim_points)
     assert error_table(again, load_cost_model(directory, EngineManifest.load(directory))).row_count == len(again.errors)
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []
 

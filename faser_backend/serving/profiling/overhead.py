@@ -44,8 +44,8 @@ class StepSample(NamedTuple):
 def measure_overhead(
     runtime: AnyRuntime, make_engine: MakeEngine, calls: CostModel, *, is_quick: bool, seed: int
 ) -> tuple[OverheadCost, list[StepSample]]:
-    """Sampling at temperature 1, in one thread, with 1, 3 and 6 drafted tokens per request. Exits and lanes are
-    measured elsewhere: the result has their guesses. calls: whose costs of draft calls are known."""
+    """Sampling at temperature 1, in one thread, with 1, 3 and 6 drafted tokens per request. Trimming, exits
+    and lanes are measured elsewhere: the result has their defaults. calls: whose costs of draft calls are known."""
     rng = np.random.default_rng(seed)
     samples = []
     for num_draft_tokens in (1, 3, 6):

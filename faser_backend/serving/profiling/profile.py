@@ -35,6 +35,7 @@ from faser_backend.serving.profiling.store import (
     load_cost_model,
 )
 from faser_backend.serving.profiling.tables import print_tables
+from faser_backend.serving.profiling.trim_cost import TrimSample, measure_trim
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
@@ -107,7 +108,7 @@ class _Profiler:
             for share, points in sampled.items()
         }
         calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
-        overhead, overhead_points, exit_points = self._measure_overhead(calls)
+        overhead, overhead_points, trim_points, exit_points = self._measure_overhead(calls)
         self._report("done", 1.0)
         model = replace(calls, overhead=overhead)
         return Profile(
@@ -118,6 +119,7 @@ class _Profiler:
             errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
             points=[_point(share, point) for share, points in sampled.items() for point in points],
             overhead_points=[sample._asdict() for sample in overhead_points],
+            trim_points=[sample._asdict() for sample in trim_points],
             exit_points=[sample._asdict() for sample in exit_points],
             calibration=calibration,
         )
@@ -144,11 +146,19 @@ class _Profiler:
             sampled[share] = bench.measure(share, effort, tell)
         return sampled
 
-    def _measure_overhead(self, calls: CostModel) -> tuple[OverheadCost, list[StepSample], list[ExitSample]]:
+    def _measure_overhead(
+        self, calls: CostModel
+    ) -> tuple[OverheadCost, list[StepSample], list[TrimSample], list[ExitSample]]:
         self._report("step overhead", (self._num_parts - 1) / self._num_parts)
         overhead, samples = measure_overhead(
             self._runtime, self._make_engine, calls, is_quick=self._is_quick, seed=self._seed
         )
+        trim_samples: list[TrimSample] = []
+        if self._manifest.draft is not None:
+            trim_us, trim_sequence_us, trim_samples = measure_trim(
+                self._make_engine, is_quick=self._is_quick, seed=self._seed
+            )
+            overhead = replace(overhead, trim_us=trim_us, trim_sequence_us=trim_sequence_us)
         exit_samples: list[ExitSample] = []
         if self._manifest.exit_layers:
             exit_us, exit_row_us, exit_samples = measure_exits(
@@ -158,7 +168,7 @@ class _Profiler:
         lanes_us = measure_lanes(self._runtime)
         if lanes_us is not None:
             overhead = replace(overhead, lanes_us=lanes_us)
-        return overhead, samples, exit_samples
+        return overhead, samples, trim_samples, exit_samples
 
 
 def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:

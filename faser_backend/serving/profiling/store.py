@@ -107,6 +107,7 @@ class Profile:
     errors: tuple[FitError, ...]
     points: list[dict[str, Any]]
     overhead_points: list[dict[str, Any]]
+    trim_points: list[dict[str, Any]]
     exit_points: list[dict[str, Any]]
     calibration: Calibration
 
@@ -124,6 +125,7 @@ class Profile:
                 for (model, partition), costs in self.costs.items()
             ],
             "overhead_points": self.overhead_points,
+            "trim_points": self.trim_points,
             "exit_points": self.exit_points,
             "points": self.points,
         }
@@ -217,6 +219,7 @@ def _profile_from(fields: dict[str, Any]) -> Profile:
         errors=tuple(FitError(**error) for error in fields["errors"]),
         points=list(fields["points"]),
         overhead_points=list(fields["overhead_points"]),
+        trim_points=list(fields.get("trim_points", ())),  # older profiles did not measure it
         exit_points=list(fields["exit_points"]),
         calibration=Calibration.from_dict(fields["calibration"]),
     )

@@ -39,7 +39,8 @@ def overhead_line(overhead: OverheadCost, *, has_exits: bool) -> str:
         f"around the model calls: {overhead.step_us:.0f} us a step + {overhead.step_sequence_us:.1f} us a sequence "
         f"+ {overhead.step_row_us:.1f} us a row; {overhead.draft_us:.0f} us a draft call "
         f"+ {overhead.draft_sequence_us:.1f} us a sequence, and {overhead.draft_round_us:.0f} us a round of them "
-        f"+ {overhead.draft_round_sequence_us:.1f} us a sequence; {overhead.lanes_us:.0f} us to hand over to lanes"
+        f"+ {overhead.draft_round_sequence_us:.1f} us a sequence; {overhead.trim_us:.0f} us more a trimmed draft call "
+        f"+ {overhead.trim_sequence_us:.1f} us a sequence; {overhead.lanes_us:.0f} us to hand over to lanes"
     )
     if has_exits:
         line += f"; {overhead.exit_us:.0f} us an exit + {overhead.exit_row_us:.1f} us a row"
