@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.decision import WHOLE, Decision, PipelineMode
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode, TrimRule
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
@@ -16,6 +16,7 @@ from faser_backend.simulation.acceptance import AcceptanceProcess, demo_process
 from faser_backend.simulation.drive import Outcome, run_closed_loop, run_open_loop
 from faser_backend.simulation.engine import World, build_sim_engine
 from faser_backend.simulation.trace import Trace
+from tests.forcing import ADMITS_ALL
 
 FREE = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 ALWAYS, NEVER = 100.0, -100.0
@@ -102,18 +103,49 @@ def test_overhead_is_charged_once_per_step_and_draft_call():
 
 
 class Mode:
-    """Two draft tokens in a given mode on the split."""
+    """Two draft tokens in a given mode, on the split where it is not serial."""
 
     is_drafting = True
 
-    def __init__(self, mode: PipelineMode) -> None:
-        self.mode = mode
+    def __init__(self, mode: PipelineMode, trim: TrimRule | None = None) -> None:
+        self.mode, self.trim = mode, trim
+        self.partition = WHOLE if mode is PipelineMode.SERIAL else "1/1"
 
     def decide(self, sequences, num_coming: int = 0) -> Decision:
-        return Decision([2] * len(sequences), mode=self.mode, partition="1/1")
+        return Decision([2] * len(sequences), self.mode, self.partition, self.trim)
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
+
+
+TRIMMING = replace(FREE, trim_us=7.0, trim_sequence_us=3.0)
+
+
+def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends():
+    where, freely = world(certain(ALWAYS), TRIMMING), world(certain(ALWAYS))
+    trace, records = trace_of((5, 9), (5, 8)), list[StepRecord]()
+    trimmed = Mode(PipelineMode.SERIAL, ADMITS_ALL)
+    extra = makespan_us(run(where, trace, chosen=trimmed, observer=records.append)) - makespan_us(
+        run(freely, trace, chosen=trimmed)
+    )
+    # In the last of three rounds the second request has two tokens to go and drafts one.
+    assert [record.frontier.num_drafted.tolist() for record in records] == [[2, 2], [2, 2], [2, 1]]
+    assert [record.propose_us for record in records] == [2 * 20 + 2 * (7 + 2 * 3)] * 2 + [2 * 20 + 2 * 7 + 3 * 3]
+    assert [record.step_us - record.propose_us - record.verify_us for record in records[1:]] == [0, 0]
+    assert extra == 2 * 2 * (7 + 2 * 3) + 2 * 7 + 3 * 3
+    assert makespan_us(run(where, trace)) == makespan_us(run(freely, trace)), "nobody decides by confidence"
+
+
+def test_trimming_in_a_lane_takes_the_lane_longer():
+    def records(overhead: OverheadCost) -> list[StepRecord]:
+        found: list[StepRecord] = []
+        policy = Mode(PipelineMode.PING_PONG, ADMITS_ALL)
+        run(world(certain(ALWAYS), overhead), trace_of((5, 12), (5, 12)), chosen=policy, observer=found.append)
+        return [record for record in found if record.overlap_us > 0]
+
+    assert {(r.propose_us, r.step_us) for r in records(TRIMMING)} == {(2 * (50 + 10), 230)}, "hidden behind the target"
+    dear = replace(TRIMMING, trim_us=97.0)
+    assert {(r.propose_us, r.step_us) for r in records(dear)} == {(2 * (50 + 100), 300)}
 
 
 def test_an_overlapped_step_takes_the_longer_of_its_phases():

@@ -10,7 +10,6 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
-from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.step import Stepper
@@ -24,6 +23,7 @@ from faser_backend.policy.speculation import SpeculationPolicy
 from faser_backend.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess
 from faser_backend.simulation.clock import SimClock, SimLanes
 from faser_backend.simulation.knowledge import knowledge_of
+from faser_backend.simulation.proposer import SimProposer
 from faser_backend.simulation.runner import SimRunner
 from faser_backend.simulation.sampler import SimSampler
 
@@ -92,7 +92,7 @@ def build_sim_engine(
     partitions = _partitions(world, clock, is_drafting=policy.is_drafting)
     proposer = None
     if policy.is_drafting:
-        proposer = ModelProposer(sampler, PhaseTimes(clock), blocks.block_tables, keeps_probs=False)
+        proposer = SimProposer(sampler, PhaseTimes(clock), blocks.block_tables, clock, world.costs.overhead)
     stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
     limits = Limits(VOCAB_SIZE, world.max_context + 1)
     engine = Engine(stepper, limits, clock, max_queue_size=config.max_queue_size)

@@ -54,7 +54,8 @@ ASSUMPTIONS = (
     f"Around the calls: {OVERHEAD.step_us:g} us a step, {OVERHEAD.step_sequence_us:g} us a sequence, "
     f"{OVERHEAD.step_row_us:g} us a row; {OVERHEAD.draft_us:g} us and {OVERHEAD.draft_sequence_us:g} us a sequence per "
     f"draft call; {OVERHEAD.exit_us:g} us and {OVERHEAD.exit_row_us:g} us a row per exit that looks at scores; "
-    f"{OVERHEAD.lanes_us:g} us per overlapped step. Prompt chunks run as calls of their own.",
+    f"{OVERHEAD.lanes_us:g} us per overlapped step. Deciding by confidence which chains go on is free. "
+    "Prompt chunks run as calls of their own.",
     f"Splits leave {', '.join(map(str, DRAFT_SMS))} SMs to the draft, which then takes 1.33, 1.21, 1.09 times as long "
     "(published for one small drafter on an H200 at batch 16). The target loses arithmetic in proportion, and of "
     "bandwidth what its SMs cannot draw, or what the draft draws beside it when it makes "

@@ -1,8 +1,8 @@
 """`SimRunner`: a model whose calls take the time that a cost model predicts, and compute nothing.
 
-Step overhead is charged here and nowhere else: what surrounds a verification with the target's call that yields
-logits, and with it what a round of drafting costs where drafted rows are verified; what surrounds a draft call with
-that call, an exit's with its scores. Prompt chunks pay for their calls alone.
+Step overhead is charged here, all but that of trimming (simulation/proposer.py): what surrounds a verification with the
+target's call that yields logits, and with it what a round of drafting costs where drafted rows are verified; what
+surrounds a draft call with that call, an exit's with its scores. Prompt chunks pay for their calls alone.
 """
 
 from __future__ import annotations
