@@ -126,7 +126,7 @@ class Faser:
         assert arm.mode is not None
         context = pricer.context(sequences)
         cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
-        pruner = self._pruner(cohort, context, self._best_speed, arm)
+        pruner = self._pruner(cohort, context, self._worth(arm), arm)
         if arm.mode is PipelineMode.RUN_AHEAD or not arm.is_trimmed:
             length = self._promises[arm].num_draft_tokens
             assert length is not None
@@ -134,20 +134,20 @@ class Faser:
                 speeds = pricer.uniform_speeds(pricer.times(size, context, WHOLE))
                 length = self._length_times.choose(self._level(size), speeds)
             return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
-        rule = pricer.rule(pricer.times(cohort, context, arm.partition), self._best_speed)
+        rule = pricer.rule(pricer.times(cohort, context, arm.partition), self._worth(arm))
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
     def _probe(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
         if self.arm != PLAIN or self._is_uniform_near:
             return self._run(arm, sequences)
         times = self._pricer.times(len(sequences), self._pricer.context(sequences), WHOLE)
-        rule = self._pricer.rule(times, self._best_speed) if arm.is_trimmed else None
+        rule = self._pricer.rule(times, self._worth(arm)) if arm.is_trimmed else None
         return Decision(probed_lengths(sequences), trim=rule, prefills_draft=False)
 
-    @property
-    def _best_speed(self) -> float:
-        """What time is worth: tokens per microsecond."""
-        return max(promise.tokens_per_us for promise in self._promises.values())
+    def _worth(self, arm: Arm) -> float:
+        """What time is worth in a step of the arm: tokens per microsecond that it, or plain decoding in its place,
+        promises. Not what another arm does, for it may not keep that."""
+        return max(self._promises[arm].tokens_per_us, self._promises[PLAIN].tokens_per_us)
 
     def _weigh(self, level: int, sequences: Sequence[RunningSequence]) -> Arm:
         """The arm that was chosen last on this level, unless a challenger has been ahead for long enough, or the draft
