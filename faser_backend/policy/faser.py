@@ -8,6 +8,7 @@ of the time it probes (policy/probing.py), and so learns what the cost model can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
@@ -156,7 +157,7 @@ class Faser:
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
         best = max(speeds, key=speeds.__getitem__)
         chosen = self._arms_of_levels.get(level) if has_moved else self.arm
-        if chosen is None:  # overlapped rounds have to beat what was seen at work, and so has what trims more than one
+        if chosen is None:  # what trims more than one has to beat what was seen at work
             chosen = SERIAL if level == 1 else UNIFORM
             if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
@@ -178,6 +179,8 @@ class Faser:
 
     def _needed_gain(self, arm: Arm) -> float:
         """By which the arm has to be ahead of the chosen one."""
+        if arm.partition != WHOLE and (self.arm is None or not self._knows_enough):
+            return math.inf  # overlapped rounds have to beat what was seen at work
         if arm != PLAIN:
             return MIN_GAIN
         # Before acceptance is known of these texts, speculation gets the benefit that it begins with.

@@ -44,18 +44,18 @@ class Prober:
         plain_us: of a plain step, as which time is saved up. prices_us: of the others, what a probe will take beyond
         what the chosen arm would; what it did take is paid.
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
-        arm's or the machine's. So do, unless it is far behind, a first look on a level, and a look back at the arm that
-        was chosen before, once the new one is known: the machine may have been another when that was seen at work.
+        arm's or the machine's. So do a first look on a level, unless plain decoding is far behind, and a look back at
+        the arm that was chosen before, once the new one is known: the machine may have been another when that was seen.
         """
         level = self._corrections.level
-        if self._chosen.get(level, chosen) != chosen:
+        if self._chosen.get(level) in prices_us:
             self._deposed[level] = self._chosen[level]
         self._chosen[level] = chosen
         self._plain_us = plain_us
         self._saved_us += (PROBE_SHARE if self._chosen_at_probe.get(level) == chosen else NEW_SHARE) * plain_us
         if self._num_left == 0:
             is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
-            urgent = PLAIN if is_first else self._urgent(chosen, FAR_BEHIND * PROBE_STEPS * plain_us, prices_us)
+            urgent = PLAIN if is_first else self._urgent(chosen, PROBE_STEPS * plain_us, prices_us)
             probed = urgent or max(prices_us, key=self._corrections.age)
             if urgent or self._saved_us >= prices_us[probed]:
                 self._arm = probed
@@ -67,13 +67,14 @@ class Prober:
         self._num_left -= 1
         return self._arm
 
-    def _urgent(self, chosen: Arm, most_us: float, prices_us: Mapping[Arm, float]) -> Arm | None:
-        """What to look at before enough time is saved up, at a price below most_us."""
+    def _urgent(self, chosen: Arm, probe_us: float, prices_us: Mapping[Arm, float]) -> Arm | None:
+        """What to look at before enough time is saved up. probe_us: of as many plain steps."""
         level = self._corrections.level
-        if chosen != PLAIN and not self._corrections.knows_here(PLAIN) and prices_us[PLAIN] < most_us:
+        if chosen != PLAIN and not self._corrections.knows_here(PLAIN) and prices_us[PLAIN] < FAR_BEHIND * probe_us:
             return PLAIN
+        # However far behind it is believed to be, for that is what is looked at; but no draft catches up for it.
         deposed = self._deposed.get(level)
-        if deposed is None or not self._corrections.is_settled(chosen) or prices_us.get(deposed, most_us) >= most_us:
+        if deposed is None or not self._corrections.is_settled(chosen) or prices_us.get(deposed, probe_us) >= probe_us:
             return None
         return self._deposed.pop(level)
 
