@@ -7,7 +7,7 @@ import pytest
 from faser_backend.serving.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
 from faser_backend.serving.bench.in_process import ClosedLoop, OpenLoop
 from faser_backend.serving.bench.ladder import split_names
-from faser_backend.serving.bench.workload import merge_repeats, take_turns
+from faser_backend.serving.bench.workload import merge_repeats
 
 
 def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e2e: float = 10.0, **fields) -> dict:
@@ -96,12 +96,11 @@ def test_differing_answers_and_busy_machines_are_told():
     assert "40%" in spread_warning([row("none", 100, spread=0.2)])[0]
 
 
-def test_loops_and_turns():
+def test_loops_and_repeats():
     closed = ClosedLoop(4)
     assert closed.num_due(9.0, 0) == 4 and closed.num_due(9.0, 3) == 7 and closed.due_s(5, 2.5) == 2.5
     opened = OpenLoop([0.0, 0.5, 0.5, 2.0])
     assert [opened.num_due(now, 0) for now in (0.0, 0.4, 0.5, 3.0)] == [1, 1, 3, 4] and opened.due_s(3, 9.0) == 2.0
-    assert list(take_turns(["a", "b", "c"], 2)) == ["a", "b", "c", "b", "c", "a"]
     runs = [{"tokens_per_s": 3.0, "e2e_ms_p50": 9.0, "n": 1}, {"tokens_per_s": 5.0, "e2e_ms_p50": 7.0, "n": 4}]
     assert merge_repeats(runs) == {
         "tokens_per_s": 4.0, "e2e_ms_p50": 8.0, "n": 1, "tokens_per_s_min": 3.0, "tokens_per_s_max": 5.0, "repeats": 2,

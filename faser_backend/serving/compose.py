@@ -17,6 +17,7 @@ from pathlib import Path
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import Clock
 from faser_backend.core.request import Limits
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
@@ -44,14 +45,17 @@ class SystemClock:
         return time.perf_counter_ns()
 
 
-def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
+SYSTEM_CLOCK = SystemClock()
+
+
+def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
     """Loads and checks the directory, opens its runtime. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
     with ExitStack() as stack:
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
-        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close)
+        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
         stack.pop_all()
     return engine
 
@@ -63,11 +67,12 @@ def engine_on(
     config: EngineConfig,
     *,
     on_close: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
     """An engine of a directory on a runtime that is already open, with what its profile knows."""
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
-    engine = assemble(runtime, models, policy, config, on_close=on_close)
+    engine = assemble(runtime, models, policy, config, on_close=on_close, clock=clock)
     if runtime.needs_warm_up:
         try:
             warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
@@ -95,6 +100,7 @@ def assemble(
     config: EngineConfig,
     *,
     on_close: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
     """An engine of these models on an open runtime, which stays the caller's. config.policy is not read.
 
@@ -127,7 +133,6 @@ def assemble(
         max_prefill_tokens=config.max_prefill_tokens,
         never_evicts=config.admission == "guaranteed_no_evict",
     )
-    clock = SystemClock()
     proposer = None
     if policy.is_drafting:
         proposer = make_proposer(models, config, sampler, PhaseTimes(clock), blocks.block_tables)

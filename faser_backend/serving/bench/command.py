@@ -103,7 +103,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
             present,
             workload,
             manifest.target.spec.num_layers,
-            lambda what: bar.update(task, description=what, advance=1),
+            lambda what, num_runs: bar.update(task, description=what, advance=num_runs),
         )
         results = ladder.run(sizing)
         events, timelines = _timelines(

@@ -1,15 +1,15 @@
 """Loads on engines in this process: no server, no text, no network.
 
-A closed loop keeps a number of requests in flight; an open loop submits each one when it is due,
-whether or not the engine keeps up. The loop itself is the engine's step thread.
+A closed loop keeps a number of requests in flight; an open loop submits each one when it is due, whether or not the
+engine keeps up. The loop itself is the engine's step thread. Engines that serve the same load take turns
+(bench/turns.py); time is each one's own, and where nothing is running it goes on to the next request at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
 from faser_backend.pipeline.engine import Engine
+from faser_backend.serving.bench.turns import OwnClock, take_turns
 from faser_backend.serving.bench.workload import Job, Trace
 from faser_backend.serving.compose import build_engine
 
@@ -72,6 +73,7 @@ class InProcess:
         self._tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
         self._engine_dir = engine_dir
         self._engines: dict[str, Engine] = {}
+        self._clocks: dict[str, OwnClock] = {}
         try:
             for name, config in configs.items():
                 self.open(name, config)
@@ -81,7 +83,8 @@ class InProcess:
 
     def open(self, name: str, config: EngineConfig) -> None:
         """One engine more. Raises ConfigError and stays as it was."""
-        self._engines[name] = build_engine(self._engine_dir, config)
+        self._clocks[name] = OwnClock()
+        self._engines[name] = build_engine(self._engine_dir, config, self._clocks[name])
 
     def engine(self, name: str) -> Engine:
         return self._engines[name]
@@ -92,7 +95,19 @@ class InProcess:
 
     def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Trace], float]:
         """Submits jobs in order as `feed` says. Returns a trace per job, and seconds. Raises FaserError."""
-        return serve_requests(self._engines[name], [self._request(index, job) for index, job in enumerate(jobs)], feed)
+        return self.serve_in_turns([name], jobs, feed)[name]
+
+    def serve_in_turns(
+        self, names: Sequence[str], jobs: list[Job], feed: Feed, on_turn: Callable[[float], None] = lambda share: None
+    ) -> dict[str, tuple[list[Trace], float]]:
+        """`serve` for each of the engines, which all get the same jobs. on_turn: is told the share that is done."""
+        runs = {
+            name: serve_requests(
+                self._engines[name], self._clocks[name], [self._request(i, job) for i, job in enumerate(jobs)], feed
+            )
+            for name in names
+        }
+        return take_turns(runs, self._clocks, on_turn)
 
     def _request(self, index: int, job: Job) -> Request:
         return Request(
@@ -113,32 +128,35 @@ class InProcess:
             engine.close()
 
 
-def serve_requests(engine: Engine, requests: Sequence[Request], feed: Feed) -> tuple[list[Trace], float]:
-    """Submits requests, whose ids are their places, as `feed` says. Returns a trace per request, and seconds.
+def serve_requests(
+    engine: Engine, clock: OwnClock, requests: Sequence[Request], feed: Feed
+) -> Generator[float, None, tuple[list[Trace], float]]:
+    """Submits requests, whose ids are their places, as `feed` says; yields after each step the share that is answered.
 
-    Raises FaserError.
+    Returns a trace per request, and seconds, both by the clock. Raises FaserError.
     """
     traces = [Trace(0.0, [], 0, 0, 0, "") for _ in requests]
     tokens: list[list[int]] = [[] for _ in requests]
     num_sent = num_ended = 0
-    start = time.perf_counter()
+    start = clock.now_s()
     while num_ended < len(requests):
-        now = time.perf_counter() - start
+        now = clock.now_s() - start
         for index in range(num_sent, min(feed.num_due(now, num_ended), len(requests))):
-            traces[index].start_s = start + feed.due_s(index, time.perf_counter() - start)
+            traces[index].start_s = start + feed.due_s(index, clock.now_s() - start)
             engine.submit(requests[index])
             num_sent += 1
         if not engine.has_work:
-            time.sleep(max(0.0, feed.due_s(num_sent, now) - now))
+            clock.skip(feed.due_s(num_sent, now) - now)
             continue
         outputs = engine.step()
-        now = time.perf_counter()
+        now = clock.now_s()
         for output in outputs:
             index = int(output.request_id)
             tokens[index] += output.token_ids
             _take(traces[index], output, now)
             num_ended += output.is_final
-    seconds = time.perf_counter() - start
+        yield num_ended / len(requests)
+    seconds = clock.now_s() - start
     for trace, ids in zip(traces, tokens, strict=True):
         trace.num_tokens = len(ids)
         trace.digest = hashlib.sha256(np.array(ids, dtype=np.int64).tobytes()).hexdigest()

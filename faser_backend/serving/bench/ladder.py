@@ -88,7 +88,7 @@ class Sizing:
 
     @classmethod
     def full(cls) -> Sizing:
-        return cls(5, 2.0, 2, 12.0, 5, 100, (0.0, 0.8), bursty_ablations=True)
+        return cls(3, 2.0, 2, 12.0, 3, 100, (0.0, 0.8), bursty_ablations=True)
 
 
 def choose_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:

@@ -1,4 +1,4 @@
-"""Runs the ladder: every contestant under every load, taking turns over the same jobs.
+"""Runs the ladder: every contestant under every load, at once and in turns, over the same jobs.
 
 Gives a row of figures per contestant, load and temperature, and the course of its last repeat.
 """
@@ -16,6 +16,7 @@ from faser_backend.serving.bench.accounting import StepLog
 from faser_backend.serving.bench.in_process import ClosedLoop, Feed, InProcess, OpenLoop
 from faser_backend.serving.bench.ladder import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing
 from faser_backend.serving.bench.prompts import PromptMaker, make_lengths, picked
+from faser_backend.serving.bench.turns import turn_orders
 from faser_backend.serving.bench.workload import (
     Job,
     Trace,
@@ -23,7 +24,6 @@ from faser_backend.serving.bench.workload import (
     jobs_of,
     merge_repeats,
     summarise,
-    take_turns,
 )
 from faser_backend.simulation.trace import Trace as RequestTrace
 from faser_backend.simulation.trace import fitted_to, with_rate_curve
@@ -33,7 +33,7 @@ BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustai
 NUM_SERIES_BINS = 40
 WARM_TOKENS = 16
 
-Report = Callable[[str], None]
+Report = Callable[[str, float], None]  # what is running; how many runs more are done, in whole or in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,20 @@ class Cell:
     feed: Feed
 
 
+class _Progress:
+    """Of runs in turns, passed on as it grows."""
+
+    def __init__(self, report: Report, what: str, num_runs: int) -> None:
+        self._report, self._what, self._num_runs = report, what, num_runs
+        self._share = 0.0
+
+    def __call__(self, share: float) -> None:
+        self._report(self._what, (share - self._share) * self._num_runs)
+        self._share = share
+
+
 class Ladder:
-    """Contestants on loaded engines. `report` is called after each run with what was run."""
+    """Contestants on loaded engines. `report` is told of progress, `num_runs` in all."""
 
     def __init__(
         self, place: InProcess, contestants: list[Contestant], workload: Workload, num_layers: int, report: Report
@@ -82,7 +94,7 @@ class Ladder:
 
     @staticmethod
     def num_runs(contestants: list[Contestant], sizing: Sizing) -> int:
-        """How often `report` will be called."""
+        """How many runs `report` will be told of in all."""
         per_load = [len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
         return sum(per_load) * len(sizing.temperatures)
 
@@ -109,15 +121,16 @@ class Ladder:
         warm = jobs_of(self._workload.prompts, load.num_clients or 8, WARM_TOKENS, temperature, 0)
         for contestant in contestants:  # allocations and first calls of new shapes are not measured
             self._place.run(contestant.name, warm, load.num_clients or 8)
-            self._report(f"{shown}: {contestant.name} warms up")
+            self._report(f"{shown}: {contestant.name} warms up", 1.0)
         found: dict[str, list[dict[str, float]]] = {contestant.name: [] for contestant in contestants}
         answers: dict[str, list[Trace]] = {}
-        for name in take_turns(list(found), repeats):
-            log = self._logs[name]
-            log.start()
-            answers[name], seconds = self._place.serve(name, jobs, cell.feed)
-            found[name].append(summarise(answers[name], seconds) | accounting.figures(log, self._num_layers))
-            self._report(f"{shown}: {name}")
+        for repeat, names in enumerate(turn_orders(list(found), repeats), 1):
+            for name in names:
+                self._logs[name].start()
+            progress = _Progress(self._report, f"{shown}: {repeat} of {repeats}", len(names))
+            for name, (traces, seconds) in self._place.serve_in_turns(names, jobs, cell.feed, progress).items():
+                answers[name] = traces
+                found[name].append(summarise(traces, seconds) | accounting.figures(self._logs[name], self._num_layers))
         rows = []
         for contestant in contestants:
             name = contestant.name

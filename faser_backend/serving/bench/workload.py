@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,6 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:
         "mean_accepted": accepted / max(tokens - accepted, 1),
         "acceptance_rate": accepted / drafted if drafted else 0.0,
     }
-
-
-def take_turns(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Every name once per repeat, each repeat from another one on: nobody always follows the same neighbour."""
-    for repeat in range(repeats):
-        first = repeat % len(names)
-        yield from (*names[first:], *names[:first])
 
 
 PAIRED_FIGURES = ("tokens_per_s", "e2e_ms_p50")
