@@ -140,7 +140,8 @@ def test_looks_back_at_the_arm_that_was_deposed():
     def run(chosen: Arm, num_steps: int) -> list[Arm]:
         arms = []
         for _ in range(num_steps):
-            arms.append(prober.arm(chosen, 100.0, {arm: us for arm, us in prices.items() if arm != chosen}))
+            prober.consider(chosen, 1, 100.0, {arm: us for arm, us in prices.items() if arm != chosen})
+            arms.append(prober.arm(chosen))
             corrections.observe(arms[-1], 1, 100.0, 100.0, is_chosen=arms[-1] == chosen)
             if arms[-1] != chosen:
                 prober.pay(1e6)  # so that nothing is left for a probe that is not urgent

@@ -42,10 +42,10 @@ UNSEEN_HANDICAP, OVERLAP_HANDICAP = 1.05, 1.1
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 # Decisions in between cost next to nothing: a step of one sequence takes 2 ms, and Python that runs where a model has
 # just emptied the caches takes three times as long as it does alone.
-WEIGH_EVERY = 8  # decisions, unless the batch changes by an eighth
-WEIGH_PLAIN_EVERY = 32  # decisions of plain decoding that nobody challenges
-PATIENCE = 8  # decisions for which another arm needs its advantage
-LEARN_EVERY = 4  # steps of an arm that goes on
+# Decisions, unless the batch changes by an eighth, the chosen arm is challenged or is not known yet.
+WEIGH_EVERY, WEIGH_PLAIN_EVERY = 16, 32
+PATIENCE = 8  # decisions for which another arm needs its advantage; then all are weighed again
+LEARN_EVERY = 7  # steps of an arm that goes on; no divisor of WEIGH_EVERY: a step behind a weighing is slower
 ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 
 
@@ -66,9 +66,10 @@ class Faser:
         self._challenger = SERIAL
         self._num_ahead: int | None = None  # decisions since the challenger went ahead; None: it is not
         self._promises: dict[Arm, Promise] = {}  # as last weighed
-        self._plain_us, self._probe_prices_us = 0.0, dict[Arm, float]()
-        self._is_uniform_near = False
-        self._num_unweighed, self._weighed_size = 0, 0
+        self._plain_us, self._is_uniform_near = 0.0, False
+        self._num_unweighed, self._weigh_again_after = 0, 0  # decisions
+        self._weighed_size = self._context = 0
+        self._lengths: dict[Arm, int] = {}  # draft tokens of each sequence in arms that trim none, since then
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
         self._is_probing = False  # in the last decision
         self._arms_of_levels: dict[int, Arm] = {}  # as chosen last; a level is a power of two of sequences
@@ -79,11 +80,10 @@ class Faser:
         size = len(sequences) + num_coming  # for drafts that read a prompt in vain while a batch grows cost a lot
         self._num_unweighed += 1
         has_changed = not self._is_as_weighed(size)
-        is_settled = self.arm == PLAIN and self._num_ahead is None
-        if self.arm is None or has_changed or self._num_unweighed >= (WEIGH_PLAIN_EVERY if is_settled else WEIGH_EVERY):
+        if has_changed or self._num_unweighed >= self._weigh_again_after:
             self._look_again(sequences, size, has_changed=has_changed)
         assert self.arm is not None
-        arm = self._prober.arm(self.arm, self._plain_us, self._probe_prices_us)
+        arm = self._prober.arm(self.arm)
         self._is_probing = arm != self.arm
         if self._is_probing:
             return self._probe(arm, sequences)
@@ -100,14 +100,18 @@ class Faser:
 
     def _look_again(self, sequences: Sequence[RunningSequence], size: int, *, has_changed: bool) -> None:
         """Weighs the arms for batches of `size`. has_changed: by so much that another level may be the right one."""
-        context = self._pricer.context(sequences)
+        context = self._context = self._pricer.context(sequences)
         times = self._pricer.times(size, context, WHOLE)
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level, sequences)
-        self._num_unweighed, self._weighed_size, self._decision = 0, size, None
         self._is_uniform_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
-        self._probe_prices_us = self._price_probes(sequences, times)
+        self._prober.consider(self.arm, self._num_unweighed, self._plain_us, self._price_probes(sequences, times))
+        self._num_unweighed, self._weighed_size, self._decision, self._lengths = 0, size, None, {}
+        if self._num_ahead is not None or not self._knows_enough:
+            self._weigh_again_after = PATIENCE
+        else:
+            self._weigh_again_after = WEIGH_PLAIN_EVERY if self.arm == PLAIN else WEIGH_EVERY
 
     def _price_probes(self, sequences: Sequence[RunningSequence], times: BatchTimes) -> dict[Arm, float]:
         """What it costs to look at the arms that were not chosen; overlapped ones are not probed."""
@@ -125,23 +129,28 @@ class Faser:
         if arm == PLAIN:
             return Decision([0] * size, prefills_draft=self.arm != PLAIN)
         assert arm.mode is not None
-        context = pricer.context(sequences)
         cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
-        pruner = self._pruner(cohort, context, self._worth(arm), arm)
+        pruner = self._pruner(cohort, self._context, self._worth(arm), arm)
         if arm.mode is PipelineMode.RUN_AHEAD or not arm.is_trimmed:
-            length = self._promises[arm].num_draft_tokens
-            assert length is not None
-            if arm == UNIFORM:
-                speeds = pricer.uniform_speeds(pricer.times(size, context, WHOLE))
-                length = self._length_times.choose(self._level(size), speeds)
-            return Decision([length] * size, arm.mode, arm.partition, pruner=pruner)
-        rule = pricer.rule(pricer.times(cohort, context, arm.partition), self._worth(arm))
+            if arm not in self._lengths:
+                self._lengths[arm] = self._length(arm, size)
+            return Decision([self._lengths[arm]] * size, arm.mode, arm.partition, pruner=pruner)
+        rule = pricer.rule(pricer.times(cohort, self._context, arm.partition), self._worth(arm))
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
+
+    def _length(self, arm: Arm, size: int) -> int:
+        """Draft tokens of each sequence in an arm that trims none."""
+        if arm == UNIFORM:
+            speeds = self._pricer.uniform_speeds(self._pricer.times(size, self._context, WHOLE))
+            return self._length_times.choose(self._level(size), speeds)
+        length = self._promises[arm].num_draft_tokens
+        assert length is not None
+        return length
 
     def _probe(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
         if self.arm != PLAIN or self._is_uniform_near:
             return self._run(arm, sequences)
-        times = self._pricer.times(len(sequences), self._pricer.context(sequences), WHOLE)
+        times = self._pricer.times(len(sequences), self._context, WHOLE)
         rule = self._pricer.rule(times, self._worth(arm)) if arm.is_trimmed else None
         return Decision(probed_lengths(sequences), trim=rule, prefills_draft=False)
 
@@ -214,8 +223,8 @@ class Faser:
 
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
-        goes_on = self._last_arm == self.arm and not self._is_probing
-        if goes_on and self._knows_enough and self._num_observed % LEARN_EVERY:
+        goes_on = not self._is_probing and self._last_arm == self.arm
+        if self._num_observed % LEARN_EVERY and goes_on and self._knows_enough:
             return
         arm = arm_of(record)
         self._pricer.observe(record)

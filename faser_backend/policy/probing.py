@@ -38,11 +38,19 @@ class Prober:
         self._chosen: dict[int, Arm] = {}  # by level
         self._deposed: dict[int, Arm] = {}  # by level: chosen before, and not looked at since
 
-    def arm(self, chosen: Arm, plain_us: float, prices_us: Mapping[Arm, float]) -> Arm:
-        """The arm of the next step: the chosen one, or one that is probed.
+    def arm(self, chosen: Arm) -> Arm:
+        """The arm of the next step: the chosen one, or the one that is probed."""
+        if self._num_left == 0 or self._arm == chosen:
+            self._num_left = 0
+            return chosen
+        self._num_left -= 1
+        return self._arm
 
-        plain_us: of a plain step, as which time is saved up. prices_us: of the others, what a probe will take beyond
-        what the chosen arm would; what it did take is paid.
+    def consider(self, chosen: Arm, num_steps: int, plain_us: float, prices_us: Mapping[Arm, float]) -> None:
+        """Whether to probe from the next step on. Asked wherever arms were weighed, not in every step.
+
+        num_steps: since it was asked last. plain_us: of a plain step, as which time is saved up. prices_us: of the arms
+        that were not chosen, what a probe will take beyond what the chosen arm would; what it did take is paid.
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
         arm's or the machine's. So do a first look on a level, unless plain decoding is far behind, and a look back at
         the arm that was chosen before, once the new one is known: the machine may have been another when that was seen.
@@ -52,20 +60,17 @@ class Prober:
             self._deposed[level] = self._chosen[level]
         self._chosen[level] = chosen
         self._plain_us = plain_us
-        self._saved_us += (PROBE_SHARE if self._chosen_at_probe.get(level) == chosen else NEW_SHARE) * plain_us
-        if self._num_left == 0:
-            is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
-            urgent = PLAIN if is_first else self._urgent(chosen, PROBE_STEPS * plain_us, prices_us)
-            probed = urgent or max(prices_us, key=self._corrections.age)
-            if urgent or self._saved_us >= prices_us[probed]:
-                self._arm = probed
-                self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
-                self._chosen_at_probe[level] = chosen
-        if self._num_left == 0 or self._arm == chosen:
-            self._num_left = 0
-            return chosen
-        self._num_left -= 1
-        return self._arm
+        share = PROBE_SHARE if self._chosen_at_probe.get(level) == chosen else NEW_SHARE
+        self._saved_us += share * num_steps * plain_us
+        if self._num_left:
+            return
+        is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
+        urgent = PLAIN if is_first else self._urgent(chosen, PROBE_STEPS * plain_us, prices_us)
+        probed = urgent or max(prices_us, key=self._corrections.age)
+        if urgent or self._saved_us >= prices_us[probed]:
+            self._arm = probed
+            self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
+            self._chosen_at_probe[level] = chosen
 
     def _urgent(self, chosen: Arm, probe_us: float, prices_us: Mapping[Arm, float]) -> Arm | None:
         """What to look at before enough time is saved up. probe_us: of as many plain steps."""
