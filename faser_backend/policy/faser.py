@@ -72,6 +72,7 @@ class Faser:
         self._lengths: dict[Arm, int] = {}  # draft tokens of each sequence in arms that trim none, since then
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
         self._is_probing = False  # in the last decision
+        self._is_known = False  # the chosen arm, when it was weighed
         self._arms_of_levels: dict[int, Arm] = {}  # as chosen last; a level is a power of two of sequences
         self._last_arm: Arm | None = None  # that was observed, probes included
         self._num_observed = self._num_alike = 0  # steps; of the same arm, in a row
@@ -108,7 +109,8 @@ class Faser:
         self._is_uniform_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
         self._prober.consider(self.arm, self._num_unweighed, self._plain_us, self._price_probes(sequences, times))
         self._num_unweighed, self._weighed_size, self._decision, self._lengths = 0, size, None, {}
-        if self._num_ahead is not None or not self._knows_enough:
+        self._is_known = self._knows_enough
+        if self._num_ahead is not None or not self._is_known:
             self._weigh_again_after = PATIENCE
         else:
             self._weigh_again_after = WEIGH_PLAIN_EVERY if self.arm == PLAIN else WEIGH_EVERY
@@ -224,7 +226,7 @@ class Faser:
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
         goes_on = not self._is_probing and self._last_arm == self.arm
-        if self._num_observed % LEARN_EVERY and goes_on and self._knows_enough:
+        if self._is_known and goes_on and self._num_observed % LEARN_EVERY:
             return
         arm = arm_of(record)
         self._pricer.observe(record)

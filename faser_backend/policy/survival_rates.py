@@ -21,8 +21,8 @@ class SurvivalRates:
     """survival [K]: the chance that the first 1..K draft tokens are all accepted."""
 
     def __init__(self, max_draft_tokens: int, mean_chance: float) -> None:
-        self._accepted = np.zeros(max_draft_tokens)
-        self._tested = np.zeros(max_draft_tokens)
+        self._accepted = [0.0] * max_draft_tokens
+        self._tested = [0.0] * max_draft_tokens
         self._num_fresh = 0.0
         self.version = 0  # rises with every refresh
         self._refresh(mean_chance)
@@ -30,20 +30,22 @@ class SurvivalRates:
     @property
     def num_tests(self) -> float:
         """Of the first place, older ones counting less."""
-        return float(self._tested[0])
+        return self._tested[0]
 
     def observe(self, record: StepRecord, mean_chance: float, *, is_trimmed: bool = False) -> None:
         """mean_chance: of any draft token, where nothing is known of its place."""
-        places = np.arange(self._tested.size)
-        counted = 1 if is_trimmed else places.size
-        num_accepted = record.acceptance.num_accepted[:, None]
-        num_tested = np.minimum(num_accepted + 1, record.num_testable[:, None])
-        is_tested = places < np.minimum(num_tested, counted)  # [B, K]
-        tested = np.count_nonzero(is_tested, axis=0)
-        fade = np.maximum(1.0 - tested / MEMORY_TESTS, 0.0)
-        self._tested = self._tested * fade + tested
-        self._accepted = self._accepted * fade + np.count_nonzero(is_tested & (places < num_accepted), axis=0)
-        self._num_fresh += float(tested[0])
+        # Few numbers, told one by one: array operations would take several times as long.
+        counted = 1 if is_trimmed else len(self._tested)
+        tested, accepted = [0] * counted, [0] * counted
+        for passed, testable in zip(record.acceptance.num_accepted.tolist(), record.num_testable.tolist(), strict=True):
+            for place in range(min(passed + 1, testable, counted)):
+                tested[place] += 1
+                accepted[place] += place < passed
+        for place, count in enumerate(tested):
+            fade = max(1.0 - count / MEMORY_TESTS, 0.0)
+            self._tested[place] = self._tested[place] * fade + count
+            self._accepted[place] = self._accepted[place] * fade + accepted[place]
+        self._num_fresh += tested[0]
         if self._num_fresh >= REFRESH_TESTS:
             self._refresh(mean_chance)
 
@@ -51,7 +53,7 @@ class SurvivalRates:
         self._num_fresh = 0.0
         self.version += 1
         rates, rate = [], mean_chance
-        for accepted, tested in zip(self._accepted.tolist(), self._tested.tolist(), strict=True):
+        for accepted, tested in zip(self._accepted, self._tested, strict=True):
             rate = (accepted + PRIOR_TESTS * rate) / (tested + PRIOR_TESTS)
             rates.append(rate)
         self.survival = np.cumprod(rates)
