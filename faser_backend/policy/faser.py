@@ -166,13 +166,14 @@ class Faser:
         has too much to catch up with."""
         has_moved, self._corrections.level = level != self._corrections.level, level
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
-        best = max(speeds, key=speeds.__getitem__)
+        gains = {arm: self._needed_gain(arm) for arm in self._arms}
+        best = max(self._arms, key=lambda arm: speeds[arm] if gains[arm] < math.inf else 0.0)
         chosen = self._arms_of_levels.get(level) if has_moved else self.arm
         if chosen is None:  # what trims more than one has to beat what was seen at work
             chosen = SERIAL if level == 1 else UNIFORM
             if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
-        is_ahead = best != chosen and speeds[best] >= self._needed_gain(best) * speeds[chosen]
+        is_ahead = best != chosen and speeds[best] >= gains[best] * speeds[chosen]
         num_ahead = self._num_ahead if best == self._challenger and not has_moved else None
         self._challenger, self._num_ahead = best, None
         if is_ahead:
