@@ -84,7 +84,7 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.3, 1, 2.5, 1, 40, (0.8,), bursty_ablations=False)
+        return cls(2, 0.2, 1, 1.5, 1, 40, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:

@@ -31,7 +31,6 @@ from faser_backend.simulation.trace import fitted_to, with_rate_curve
 PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated
 NUM_SERIES_BINS = 40
-WARM_TOKENS = 16
 
 Report = Callable[[str, float], None]  # what is running; how many runs more are done, in whole or in part
 
@@ -118,17 +117,16 @@ class Ladder:
         load, temperature, contestants, jobs = cell.load, cell.temperature, cell.contestants, cell.jobs
         where = {"load": load.name, "temperature": temperature}
         shown = f"{load.name}, T={temperature:g}"
-        warm = jobs_of(self._workload.prompts, load.num_clients or 8, WARM_TOKENS, temperature, 0)
-        for contestant in contestants:  # allocations and first calls of new shapes are not measured
-            self._place.run(contestant.name, warm, load.num_clients or 8)
-            self._report(f"{shown}: {contestant.name} warms up", 1.0)
-        found: dict[str, list[dict[str, float]]] = {contestant.name: [] for contestant in contestants}
+        names = [contestant.name for contestant in contestants]
+        # Allocations, first calls of shapes, and what adaptive policies have to find out are not measured.
+        self._place.serve_in_turns(names, jobs, cell.feed, _Progress(self._report, f"{shown}: warming up", len(names)))
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         answers: dict[str, list[Trace]] = {}
-        for repeat, names in enumerate(turn_orders(list(found), repeats), 1):
+        for repeat, order in enumerate(turn_orders(names, repeats), 1):
             for name in names:
                 self._logs[name].start()
             progress = _Progress(self._report, f"{shown}: {repeat} of {repeats}", len(names))
-            for name, (traces, seconds) in self._place.serve_in_turns(names, jobs, cell.feed, progress).items():
+            for name, (traces, seconds) in self._place.serve_in_turns(order, jobs, cell.feed, progress).items():
                 answers[name] = traces
                 found[name].append(summarise(traces, seconds) | accounting.figures(self._logs[name], self._num_layers))
         rows = []
