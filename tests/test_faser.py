@@ -131,6 +131,24 @@ def test_speculation_survives_slow_first_steps():
     assert np.mean(has_drafted) > 0.9
 
 
+def test_one_request_is_told_of_other_texts_soon():
+    """What was learned of easy texts, 2,000 tokens of them, does not draft on for ever."""
+    model = costs(300.0, 1000.0, 60.0)
+    policy = knowing(model)
+    drafted: list[int] = []
+    note = lambda record: drafted.append(int(record.frontier.num_drafted.max()))  # noqa: E731
+    tokens_per_us(model, policy, 1, acceptance=0.95, num_tokens=2000, observer=note)
+    easy = float(np.mean(drafted[-200:]))
+    drafted.clear()
+    tokens_per_us(model, policy, 1, acceptance=0.5, num_tokens=1500, observer=note)
+    late = float(np.mean(drafted[-200:]))
+    fresh = list[int]()
+    note_fresh = lambda record: fresh.append(int(record.frontier.num_drafted.max()))  # noqa: E731
+    tokens_per_us(model, knowing(model), 1, acceptance=0.5, num_tokens=1500, observer=note_fresh)
+    assert easy > 2 * np.mean(fresh[-200:]) + 1, "else there is nothing to forget"
+    assert late < np.mean(fresh[-200:]) + 1
+
+
 def test_looks_back_at_the_arm_that_was_deposed():
     corrections = Corrections()
     corrections.level = 1

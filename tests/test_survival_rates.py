@@ -54,7 +54,7 @@ def test_of_trimmed_chains_the_first_token_counts_alone():
     rng, rates = np.random.default_rng(3), SurvivalRates(3, 0.5)
     for _ in range(200):
         rates.observe(record(chains(rng, [0.8, 1.0, 1.0], 16), 3), 0.5, is_trimmed=True)
-    np.testing.assert_allclose(rates.survival, [0.8, 0.64, 0.512], atol=0.03)
+    np.testing.assert_allclose(rates.survival, [0.8, 0.64, 0.512], atol=0.05)
 
 
 def test_rates_follow_the_traffic_and_are_worked_out_again_when_that_is_worth_it():

@@ -15,7 +15,7 @@ from faser_backend.core.record import StepRecord
 
 MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0])  # logits; bin starts
 _PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
-_MEMORY_TESTS = 4000.0  # older evidence fades beyond so many tests
+_MEMORY_TESTS = 2000.0  # older evidence fades beyond so many tests
 _REFRESH_TESTS = 64  # new tests that are worth fitting the curve again
 # Guess without a profile: the logistic curve of the demo pair, rounded.
 _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)

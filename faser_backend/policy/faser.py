@@ -46,6 +46,7 @@ LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer 
 WEIGH_EVERY, WEIGH_PLAIN_EVERY = 16, 32
 PATIENCE = 8  # decisions for which another arm needs its advantage; then all are weighed again
 LEARN_EVERY = 7  # steps of an arm that goes on; no divisor of WEIGH_EVERY: a step behind a weighing is slower
+FEW_SEQUENCES = 4  # in a step test few tokens: acceptance is learned from all such steps, or other texts are told late
 ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 
 
@@ -228,6 +229,8 @@ class Faser:
         self._num_observed += 1
         goes_on = not self._is_probing and self._last_arm == self.arm
         if self._is_known and goes_on and self._num_observed % LEARN_EVERY:
+            if record.num_tokens.size <= FEW_SEQUENCES:
+                self._pricer.observe_tests(record)
             return
         arm = arm_of(record)
         self._pricer.observe(record)
@@ -235,8 +238,10 @@ class Faser:
         measured_us = record.step_us + record.drafting_us - reading_us
         emitted = float(record.acceptance.num_emitted.sum())
         if self._is_probing and self.arm is not None:
-            caught_up_us = record.draft_prefill_us if self.arm == PLAIN else 0.0
-            self._prober.pay(measured_us + caught_up_us - emitted / self._expected_speed(self.arm))
+            spent_us = record.draft_prefill_us if self.arm == PLAIN else 0.0
+            if self._is_as_weighed(record.num_tokens.size):  # else the chosen arm's speed is not that of this batch
+                spent_us += measured_us - emitted / self._expected_speed(self.arm)
+            self._prober.pay(spent_us)
         is_catching_up = bool(record.plan.draft_prefills)  # what the arm is worth is seen after it
         if is_catching_up and arm != self.arm:
             if self._is_probing:

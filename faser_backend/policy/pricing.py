@@ -190,12 +190,15 @@ class Pricer:
 
     def observe(self, record: StepRecord) -> None:
         self.prompts.observe(record)
-        self.match.observe(record)
+        self.observe_tests(record)
         if (
-            record.plan.decision.mode is PipelineMode.RUN_AHEAD
-        ):  # no rule trims its chains, and they go on behind others
-            return
-        self.means.observe(record)
-        if record.frontier.num_drafted.any():
-            is_trimmed = record.plan.decision.trim is not None
-            self.rates.observe(record, self.match.mean_chance, is_trimmed=is_trimmed)
+            record.plan.decision.mode is not PipelineMode.RUN_AHEAD
+        ):  # no rule trims its chains, they go on behind others
+            self.means.observe(record)
+
+    def observe_tests(self, record: StepRecord) -> None:
+        """What was accepted, and nothing else: takes next to no time where few run."""
+        self.match.observe(record)
+        decision = record.plan.decision
+        if decision.mode is not PipelineMode.RUN_AHEAD and record.frontier.num_drafted.any():
+            self.rates.observe(record, self.match.mean_chance, is_trimmed=decision.trim is not None)

@@ -13,7 +13,7 @@ import numpy as np
 from faser_backend.core.record import StepRecord
 
 PRIOR_TESTS = 32.0  # what a place's prior weighs
-MEMORY_TESTS = 2000.0  # of a place; older evidence fades beyond so many
+MEMORY_TESTS = 1000.0  # of a place; older evidence fades beyond so many
 REFRESH_TESTS = 64  # new tests of the first place that are worth working the rates out again
 
 

@@ -23,6 +23,7 @@ from faser_backend.serving.profiling.timed_calls import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
+LENGTHS = (1, 3, 6)  # draft tokens of each
 DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
 PROMPT_TOKENS = 8
 LANE_REPEATS = 200
@@ -41,24 +42,49 @@ class StepSample(NamedTuple):
     predicted_calls_us: float  # what the cost of calls says of them
 
 
-def measure_overhead(
-    runtime: AnyRuntime, make_engine: MakeEngine, calls: CostModel, *, is_quick: bool, seed: int
-) -> tuple[OverheadCost, list[StepSample]]:
-    """Sampling at temperature 1, in one thread, with 1, 3 and 6 drafted tokens per request. Trimming, exits
-    and lanes are measured elsewhere: the result has their defaults. calls: whose costs of draft calls are known."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for num_draft_tokens in (1, 3, 6):
-        engine = make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
-        wait_for_calls(engine, runtime)
-        try:
-            for num_sequences in LOADS:
-                num_steps = 8 if is_quick else 16
-                samples.append(_sample(engine, calls, num_sequences, num_draft_tokens, num_steps=num_steps, rng=rng))
-        finally:
-            engine.close()
-    columns = np.array(samples, np.float64).T
-    return fit_overhead(*columns), samples
+class StepTimes:
+    """Steps of the real engine, sampling at temperature 1, in one thread, with 1, 3 and 6 drafted tokens per request.
+
+    Collected in several visits over the course of a profile: a shared machine is slow for some seconds at a time, and
+    medians leave out a visit that was. Trimming, exits and lanes are measured elsewhere.
+    """
+
+    def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int) -> None:
+        self._runtime = runtime
+        self._make_engine = make_engine
+        self._num_steps = 4 if is_quick else 8  # of a visit
+        self._rng = np.random.default_rng(seed)
+        self._times: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by draft tokens and sequences
+
+    def visit(self) -> None:
+        """Runs some steps of each kind."""
+        for num_draft_tokens in LENGTHS:
+            engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
+            wait_for_calls(engine, self._runtime)
+            try:
+                for num_sequences in LOADS:
+                    phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._num_steps, self._rng)
+                    self._times.setdefault((num_draft_tokens, num_sequences), []).extend(map(_outside, phases))
+            finally:
+                engine.close()
+
+    def fit(self, calls: CostModel) -> tuple[OverheadCost, list[StepSample]]:
+        """calls: whose costs of draft calls are known. What is measured elsewhere has its default in the result."""
+        samples = []
+        for (num_draft_tokens, num_sequences), times in self._times.items():
+            if not times:  # a short context may not hold one
+                continue
+            step_us, draft_us = np.median(np.array(times), axis=0)
+            predicted_us = num_draft_tokens * self._predicted_us(calls, num_sequences)
+            samples.append(StepSample(num_sequences, num_draft_tokens, step_us, draft_us, predicted_us))
+        return fit_overhead(*np.array(samples, np.float64).T), samples
+
+    def _predicted_us(self, calls: CostModel, num_sequences: int) -> float:
+        """Of one draft call."""
+        if (DRAFT, WHOLE) not in calls.segments:
+            return 0.0
+        context = PROMPT_TOKENS + self._num_steps
+        return float(calls.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context, num_logit_rows=num_sequences))
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
@@ -121,28 +147,11 @@ def phases_of_steps(
     return steps
 
 
-def _sample(
-    engine: Engine,
-    calls: CostModel,
-    num_sequences: int,
-    num_draft_tokens: int,
-    *,
-    num_steps: int,
-    rng: np.random.Generator,
-) -> StepSample:
-    times = []
-    for spent in phases_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng):
-        model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
-        around_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
-        times.append((spent[WALL] - model_ns - around_ns, around_ns + spent.get(DRAFT_CALLS, 0)))
-    step_ns, draft_ns = np.median(np.array(times, np.float64).reshape(-1, 2), axis=0)
-    predicted_us = 0.0
-    if (DRAFT, WHOLE) in calls.segments:
-        call_us = calls.call_us(
-            DRAFT, WHOLE, num_sequences, num_sequences, PROMPT_TOKENS + num_steps, num_logit_rows=num_sequences
-        )
-        predicted_us = num_draft_tokens * float(call_us)
-    return StepSample(num_sequences, num_draft_tokens, step_ns / 1e3, draft_ns / 1e3, predicted_us)
+def _outside(spent: dict[str, int]) -> tuple[float, float]:
+    """Microseconds of a step outside the model calls and drafting, and of drafting with its calls."""
+    model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
+    around_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
+    return (spent[WALL] - model_ns - around_ns) / 1e3, (around_ns + spent.get(DRAFT_CALLS, 0)) / 1e3
 
 
 def _nothing() -> None:

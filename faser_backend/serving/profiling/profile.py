@@ -24,7 +24,7 @@ from faser_backend.serving.profiling.calibration import calibrate
 from faser_backend.serving.profiling.cases import Case, choose_cases
 from faser_backend.serving.profiling.exit_cost import ExitSample, measure_exits
 from faser_backend.serving.profiling.measure import Bench, Effort, Sampled, Share, shares_of
-from faser_backend.serving.profiling.overhead import StepSample, measure_lanes, measure_overhead
+from faser_backend.serving.profiling.overhead import StepSample, StepTimes, measure_lanes
 from faser_backend.serving.profiling.store import (
     PROFILE_FILE,
     Fingerprint,
@@ -102,13 +102,15 @@ class _Profiler:
             seed=self._seed,
             progress=lambda done: self._report("calibration", done / self._num_parts),
         )
+        steps = StepTimes(self._runtime, self._make_engine, is_quick=self._is_quick, seed=self._seed)
+        steps.visit()
         sampled = self._measure_calls()
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=is_padded(manifest))
             for share, points in sampled.items()
         }
         calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
-        overhead, overhead_points, trim_points, exit_points = self._measure_overhead(calls)
+        overhead, overhead_points, trim_points, exit_points = self._measure_overhead(calls, steps)
         self._report("done", 1.0)
         model = replace(calls, overhead=overhead)
         return Profile(
@@ -147,28 +149,27 @@ class _Profiler:
         return sampled
 
     def _measure_overhead(
-        self, calls: CostModel
+        self, calls: CostModel, steps: StepTimes
     ) -> tuple[OverheadCost, list[StepSample], list[TrimSample], list[ExitSample]]:
         self._report("step overhead", (self._num_parts - 1) / self._num_parts)
-        overhead, samples = measure_overhead(
-            self._runtime, self._make_engine, calls, is_quick=self._is_quick, seed=self._seed
-        )
+        steps.visit()
+        found: dict[str, float] = {}
         trim_samples: list[TrimSample] = []
         if self._manifest.draft is not None:
-            trim_us, trim_sequence_us, trim_samples = measure_trim(
+            found["trim_us"], found["trim_sequence_us"], trim_samples = measure_trim(
                 self._make_engine, is_quick=self._is_quick, seed=self._seed
             )
-            overhead = replace(overhead, trim_us=trim_us, trim_sequence_us=trim_sequence_us)
         exit_samples: list[ExitSample] = []
         if self._manifest.exit_layers:
-            exit_us, exit_row_us, exit_samples = measure_exits(
+            found["exit_us"], found["exit_row_us"], exit_samples = measure_exits(
                 self._runtime, self._models, self._make_engine, is_quick=self._is_quick, seed=self._seed
             )
-            overhead = replace(overhead, exit_us=exit_us, exit_row_us=exit_row_us)
         lanes_us = measure_lanes(self._runtime)
         if lanes_us is not None:
-            overhead = replace(overhead, lanes_us=lanes_us)
-        return overhead, samples, trim_samples, exit_samples
+            found["lanes_us"] = lanes_us
+        steps.visit()
+        overhead, samples = steps.fit(calls)
+        return replace(overhead, **found), samples, trim_samples, exit_samples
 
 
 def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:
