@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from faser_backend.serving.bench import environment
+from faser_backend.serving.bench.turns import turn_orders
 from faser_backend.serving.bench.workload import (
     Job,
     Trace,
@@ -17,7 +18,6 @@ from faser_backend.serving.bench.workload import (
     load_jobs,
     merge_repeats,
     summarise,
-    take_turns,
 )
 
 COLUMNS = (
@@ -51,9 +51,10 @@ def measure_load(
     answers = {}
     for policy in policies:  # allocations and first calls of new shapes are not measured
         place.run(policy, jobs[: 2 * num_clients], num_clients)
-    for policy in take_turns(policies, repeats):
-        answers[policy], seconds = place.run(policy, jobs, num_clients)
-        figures[policy].append(summarise(answers[policy], seconds))
+    for order in turn_orders(policies, repeats):
+        for policy in order:
+            answers[policy], seconds = place.run(policy, jobs, num_clients)
+            figures[policy].append(summarise(answers[policy], seconds))
     reference = None
     for policy in policies:
         row: dict[str, Any] = {"policy": policy, **merge_repeats(figures[policy])}

@@ -19,7 +19,8 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.serving.bench import accounting
 from faser_backend.serving.bench.accounting import StepLog
 from faser_backend.serving.bench.in_process import ClosedLoop, Feed, OpenLoop, serve_requests
-from faser_backend.serving.bench.workload import Trace, merge_repeats, summarise, take_turns
+from faser_backend.serving.bench.turns import OwnClock, take_turns, turn_orders
+from faser_backend.serving.bench.workload import Trace, merge_repeats, summarise
 from faser_backend.serving.compose import assemble, choose_policy
 from faser_backend.serving.runtimes import AnyRuntime
 from faser_backend.simulation.trace import Trace as RequestTrace
@@ -75,6 +76,7 @@ class Ladder:
             "enable_prefix_reuse": False,
         }
         self._engines: dict[str, Engine] = {}
+        self._clocks: dict[str, OwnClock] = {}
         self.logs: dict[str, StepLog] = {}
         self.missing: list[str] = []
         self._seed = context.seed
@@ -85,9 +87,16 @@ class Ladder:
         if name not in self._engines:
             config = EngineConfig.from_options(policy=contestant.policy, **self._common, **contestant.options)
             policy = choose_policy(self._port, config, self._load_knowledge)
-            self._engines[name] = assemble(self._port, self._models, policy, config)
+            self._clocks[name] = OwnClock()
+            self._engines[name] = assemble(self._port, self._models, policy, config, clock=self._clocks[name])
             self.logs[name] = StepLog(self._engines[name])
         return self._engines[name]
+
+    def _serve(self, contestant: Contestant, jobs: list[Request], feed: Feed) -> tuple[list[Trace], float]:
+        """Traces and seconds. One at a time: slots and blocks are everybody's."""
+        name, engine = contestant.name, self.engine(contestant)
+        run = serve_requests(engine, self._clocks[name], jobs, feed)
+        return take_turns({name: run}, self._clocks, lambda share: None)[name]
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -133,7 +142,7 @@ class Ladder:
             lengths(sizes.prompt_tokens, 2 * most), lengths(sizes.output_tokens, 2 * most), sizes.temperature
         )
         reference = next(each for each in contestants if each.policy == REFERENCE)
-        _, seconds = serve_requests(self.engine(reference), trial, ClosedLoop(most))
+        _, seconds = self._serve(reference, trial, ClosedLoop(most))
         rate = BURSTY_SHARE * len(trial) / seconds
         count = max(4, round(rate * sizes.bursty_s))
         prompts, outputs = lengths(sizes.prompt_tokens, count), lengths(sizes.output_tokens, count)
@@ -152,13 +161,14 @@ class Ladder:
         return self._measure(contestants, cell), described
 
     def _measure(self, contestants: Sequence[Contestant], cell: Cell) -> list[dict[str, Any]]:
-        ready = [contestant.name for contestant in contestants if self._warm_up(contestant, cell)]
+        ready = {contestant.name: contestant for contestant in contestants if self._warm_up(contestant, cell)}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
         answers: dict[str, list[Trace]] = {}
-        for name in take_turns(ready, cell.repeats) if ready else ():
-            if self._context.has_time(1.0):
-                answers[name], row = self._run(name, cell)
-                found[name].append(row)
+        for order in turn_orders(list(ready), cell.repeats):
+            for name in order:
+                if self._context.has_time(1.0):
+                    answers[name], row = self._run(ready[name], cell)
+                    found[name].append(row)
         return [
             {
                 "policy": name,
@@ -179,7 +189,7 @@ class Ladder:
             self.missing.append(f"{name}, {cell.load}: out of time")
             return False
         try:
-            serve_requests(self.engine(contestant), cell.warm, ClosedLoop(cell.num_clients or self.max_num_seqs))
+            self._serve(contestant, cell.warm, ClosedLoop(cell.num_clients or self.max_num_seqs))
         except Exception as error:  # one contestant that cannot run takes no other with it
             self.missing.append(f"{name}, {cell.load}: {type(error).__name__}: {error}"[:300])
             self._clear(name, cell.warm)
@@ -195,12 +205,12 @@ class Ladder:
             while engine.has_work:
                 engine.step()
 
-    def _run(self, name: str, cell: Cell) -> tuple[list[Trace], dict[str, float]]:
-        log = self.logs[name]
+    def _run(self, contestant: Contestant, cell: Cell) -> tuple[list[Trace], dict[str, float]]:
+        log = self.logs[contestant.name]
         log.start()
         for lanes in self.runtime.lanes:
             lanes.forget()
-        traces, seconds = serve_requests(self._engines[name], cell.jobs, cell.feed)
+        traces, seconds = self._serve(contestant, cell.jobs, cell.feed)
         spans = [lanes.spans_us() for lanes in self.runtime.lanes]
         num_layers = self._models.target.spec.num_layers
         row = summarise(traces, seconds) | accounting.figures(log, num_layers)

@@ -81,5 +81,5 @@ def take_turns(
 def turn_orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
     """The order of each repeat: another one begins every time, so that nobody always follows the same neighbour."""
     for repeat in range(repeats):
-        first = repeat % len(names)
+        first = repeat % max(len(names), 1)
         yield [*names[first:], *names[:first]]
