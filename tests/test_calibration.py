@@ -117,7 +117,7 @@ def test_only_tokens_that_a_whole_row_tested_count() -> None:
         matches.observe(record_of(margins, np.array([1, 2]), np.array([5, 2])))
     assert matches.version == 1, "60 tests are not yet worth a new fit"
     matches.observe(record_of(margins, np.array([1, 2]), np.array([5, 2])))
-    gained = np.round(matches._tested - start * (1 - 64 / 4000), 6)
+    gained = np.round(matches._tested - start * (1 - 64 / 2000), 6)
     assert gained[margin_bins(margins[0])].tolist() == [32, 32, 0, 0] and gained.sum() == 64
 
 
