@@ -45,7 +45,7 @@ LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer 
 # Decisions, unless the batch changes by an eighth, the chosen arm is challenged or is not known yet.
 WEIGH_EVERY, WEIGH_PLAIN_EVERY = 16, 32
 PATIENCE = 8  # decisions for which another arm needs its advantage; then all are weighed again
-LEARN_EVERY = 7  # steps of an arm that goes on; no divisor of WEIGH_EVERY: a step behind a weighing is slower
+LEARN_EVERY = 7  # steps of an arm that goes on; no factor of WEIGH_EVERY: steps behind a weighing count no more often
 FEW_SEQUENCES = 4  # in a step test few tokens: acceptance is learned from all such steps, or other texts are told late
 ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 

@@ -34,7 +34,7 @@ class SurvivalRates:
 
     def observe(self, record: StepRecord, mean_chance: float, *, is_trimmed: bool = False) -> None:
         """mean_chance: of any draft token, where nothing is known of its place."""
-        # Few numbers, told one by one: array operations would take several times as long.
+        # Told one by one: most steps that are learned from have few sequences, and few places of each are tested.
         counted = 1 if is_trimmed else len(self._tested)
         tested, accepted = [0] * counted, [0] * counted
         for passed, testable in zip(record.acceptance.num_accepted.tolist(), record.num_testable.tolist(), strict=True):
