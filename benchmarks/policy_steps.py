@@ -22,6 +22,7 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import commit_tokens, round_counts
 from faser_backend.pipeline.in_flight import join, merge, split, surviving
 from faser_backend.pipeline.overlap import without_bonus
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.calibration import MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
@@ -67,7 +68,7 @@ def example_knowledge() -> Knowledge:
             trimmed_pruned_share=0.05,
         ),
     )
-    return Knowledge(costs, MarginCounts.of(margins, is_accepted), exits)
+    return Knowledge(costs, dict.fromkeys(KINDS, MarginCounts.of(margins, is_accepted)), exits)
 
 
 def match_chance(margins: np.ndarray) -> np.ndarray:

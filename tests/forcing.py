@@ -169,7 +169,7 @@ def outside_top(margin: float = 0.0, **options) -> Pruner:
 def calibrated(threshold: float, *, segments: Sequence[int] = (0,), num_candidates: int = 8) -> Pruner:
     """The policies' own pruner, under a guessed calibration of the fakes' exits."""
     exits = (ExitCalibration(s, s + 1, 0.5, 0.3, 0.5, threshold, 0.9, (0.2,), 0.9, 0.2) for s in segments)
-    pruner = EarlyExit(tuple(exits), MatchCalibration(None))
+    pruner = EarlyExit(tuple(exits), MatchCalibration(None).curve.chances)
     pruner.num_candidates = num_candidates
     return pruner
 

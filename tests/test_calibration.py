@@ -42,25 +42,25 @@ def test_predicted_chances_match_what_happens_in_every_bin() -> None:
     rng = np.random.default_rng(0)
     margins = rng.exponential(2.5, 200_000)
     is_accepted = rng.random(margins.size) < true_chance(margins)
-    matches = MatchCalibration(MarginCounts.of(margins[::2], is_accepted[::2]))
+    curve = MatchCalibration(MarginCounts.of(margins[::2], is_accepted[::2])).curve
     fresh, bins = margins[1::2], margin_bins(margins[1::2])
 
     def worst_error(predicted: np.ndarray) -> float:
         means = [predicted[bins == i].mean() - true_chance(fresh[bins == i]).mean() for i in range(10)]
         return float(np.abs(means).max())
 
-    assert worst_error(matches.chances(fresh)) < 0.02
-    assert worst_error(np.interp(fresh, MARGIN_KNOTS, matches.match_probs)) > 0.03, "chances held at bin starts"
+    assert worst_error(curve.chances(fresh)) < 0.02
+    assert worst_error(np.interp(fresh, MARGIN_KNOTS, curve.match_probs)) > 0.03, "chances held at bin starts"
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_margin_never_means_less_chance(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tested = rng.integers(0, 5, MARGIN_KNOTS.size).astype(np.float64)
-    matches = MatchCalibration(MarginCounts(tested, rng.integers(0, tested + 1).astype(np.float64)))
-    chances = matches.chances(np.linspace(-1.0, 40.0, 500))
+    curve = MatchCalibration(MarginCounts(tested, rng.integers(0, tested + 1).astype(np.float64))).curve
+    chances = curve.chances(np.linspace(-1.0, 40.0, 500))
     assert (np.diff(chances) >= 0).all() and (chances >= 0).all() and (chances <= 1).all()
-    assert matches.margin_shares.sum() == pytest.approx(1.0)
+    assert curve.margin_shares.sum() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -90,22 +90,28 @@ def record_of(margins: np.ndarray, num_accepted: np.ndarray, num_kept: np.ndarra
     return StepRecord(plan, frontier, verification, acceptance, np.ones(size, np.int64), 0, 0, 0.0, 0.0, 0.0)
 
 
+def observe(matches: MatchCalibration, margins: np.ndarray, num_accepted: np.ndarray, num_kept: np.ndarray) -> None:
+    record = record_of(margins, num_accepted, num_kept)
+    matches.observe(margins, num_accepted, record.num_testable)
+
+
 def test_traffic_moves_the_chances() -> None:
     matches = MatchCalibration(None)
     margins = np.full((8, 4), 1.2, np.float32)
-    before = matches.chances(margins)[0, 0]
+    before = matches.curve.chances(margins)[0, 0]
     for _ in range(3000):
-        matches.observe(record_of(margins, np.zeros(8, np.int64), np.full(8, 5)))
-    assert before > 0.5 and matches.chances(margins)[0, 0] < 0.05, "thin bins below must not lift this one"
+        observe(matches, margins, np.zeros(8, np.int64), np.full(8, 5))
+    assert before > 0.5 and matches.curve.chances(margins)[0, 0] < 0.05, "thin bins below must not lift this one"
 
 
 def test_bins_that_traffic_has_left_keep_a_chance() -> None:
     matches = MatchCalibration(None)
     margins = np.full((32, 40), 1.2, np.float32)  # 1280 tests a step: the rest is forgotten within a thousand
     for _ in range(3000):
-        matches.observe(record_of(margins, np.full(32, 40), np.full(32, 41)))
+        observe(matches, margins, np.full(32, 40), np.full(32, 41))
     assert matches._tested[0] < 1e-300
-    assert matches.chances(np.zeros(1))[0] == pytest.approx(MatchCalibration(None).chances(np.zeros(1))[0])
+    guessed = MatchCalibration(None).curve
+    assert matches.curve.chances(np.zeros(1))[0] == pytest.approx(guessed.chances(np.zeros(1))[0])
 
 
 def test_only_tokens_that_a_whole_row_tested_count() -> None:
@@ -114,9 +120,9 @@ def test_only_tokens_that_a_whole_row_tested_count() -> None:
     margins = np.array([[0.1, 1.2, 3.5, 6.5], [0.1, 1.2, 3.5, 6.5]], np.float32)
     # The first chain was rejected at its second token; of the second only two rows were left, which test two.
     for _ in range(15):
-        matches.observe(record_of(margins, np.array([1, 2]), np.array([5, 2])))
+        observe(matches, margins, np.array([1, 2]), np.array([5, 2]))
     assert matches.version == 1, "60 tests are not yet worth a new fit"
-    matches.observe(record_of(margins, np.array([1, 2]), np.array([5, 2])))
+    observe(matches, margins, np.array([1, 2]), np.array([5, 2]))
     gained = np.round(matches._tested - start * (1 - 64 / 2000), 6)
     assert gained[margin_bins(margins[0])].tolist() == [32, 32, 0, 0] and gained.sum() == 64
 
@@ -135,14 +141,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recorded_chains_are_those_of_the_texts(engine: Path) -> None:
     manifest = EngineManifest.load(engine)
     rng = np.random.default_rng(0)
-    requests = calibration_requests([], manifest.end_ids, Limits(97, 128), 8, rng)
+    requests = calibration_requests([], manifest.end_ids, Limits(97, 128), 7, rng)
     done: list[float] = []
     chains = record_chains(partial(build_engine, engine), frozenset({0, 1}), requests, 5, done.append)
     assert set(chains.exit_margins) == {0, 1} and set(chains.group.tolist()) == {0, 1}
     assert (chains.num_drafted >= 1).all() and (chains.num_accepted <= chains.num_drafted).all()
     # Every round emits what was accepted and one more; only a last token is emitted without a draft.
     num_emitted = int((chains.num_accepted + 1).sum())
-    assert 8 * (TOKENS_EACH - 1) <= num_emitted <= 8 * TOKENS_EACH
+    assert 7 * (TOKENS_EACH - 1) <= num_emitted <= 7 * TOKENS_EACH
+    num_greedy = sum(each.sampling.is_greedy for _, each in requests)
+    emitted = int((chains.num_accepted + 1)[~chains.is_sampled].sum())
+    assert num_greedy == 4 and num_greedy * (TOKENS_EACH - 1) <= emitted <= num_greedy * TOKENS_EACH
     assert (chains.margins[chains.is_drafted] >= 0).all() and (chains.margins[~chains.is_drafted] == 0).all()
     assert all((margins[chains.is_tested] != 0).all() for margins in chains.exit_margins.values())
     assert done == sorted(done) and done[-1] == 1.0

@@ -15,14 +15,14 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, ExitView, Pruner
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.calibration import MarginCurve, MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit, predicted_saving_us
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profiling.chains import ProbePolicy
 from tests.tiny_models import VOCAB_SIZE, write_checkpoint, write_draft
 
-MATCHES = MatchCalibration(None)
+CURVE = MatchCalibration(None).curve
 
 
 def calibration(**changes: Any) -> ExitCalibration:
@@ -54,14 +54,14 @@ def random_view(seed: int, size: int = 40, width: int = 6) -> ExitView:
     return ExitView(0, exit_margins, frontier, rng.integers(1, frontier.num_rows + 1))
 
 
-def kept_by_the_book(view: ExitView, exit_: ExitCalibration, matches: MatchCalibration) -> list[int]:
+def kept_by_the_book(view: ExitView, exit_: ExitCalibration, curve: MarginCurve) -> list[int]:
     """The rule, token after token."""
     assert view.frontier.margins is not None
     kept = []
     for b, num_rows in enumerate(view.num_rows.tolist()):
         survival, row = 1.0, 1
         while row < num_rows:
-            chance = float(matches.chances(view.frontier.margins[b, row - 1]))
+            chance = float(curve.chances(view.frontier.margins[b, row - 1]))
             score = exit_.bias + exit_.chance_weight * math.log(chance / (1 - chance))
             score += exit_.margin_weight * float(view.exit_margins[b, row - 1])
             survival /= 1.0 + math.exp(-score)
@@ -76,8 +76,8 @@ def kept_by_the_book(view: ExitView, exit_: ExitCalibration, matches: MatchCalib
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4, 0.9])
 def test_rows_are_kept_while_the_survival_reaches_the_threshold(seed: int, threshold: float) -> None:
     view, exit_ = random_view(seed), calibration(threshold=threshold)
-    kept = EarlyExit((exit_,), MATCHES).keep(view)
-    assert kept.tolist() == kept_by_the_book(view, exit_, MATCHES)
+    kept = EarlyExit((exit_,), CURVE.chances).keep(view)
+    assert kept.tolist() == kept_by_the_book(view, exit_, CURVE)
     assert (kept >= 1).all() and (kept <= view.num_rows).all()
     assert threshold > 0 or (kept == view.num_rows).all()
     assert threshold < 0.5 or (kept < view.num_rows).any(), "the case prunes nothing"
@@ -92,7 +92,7 @@ class LooksAhead:
     def keep(self, view: ExitView) -> np.ndarray:
         ahead = np.roll(view.exit_margins, -1, axis=1)
         frontier = replace(view.frontier, margins=np.roll(view.frontier.margins, -1, axis=1))
-        return EarlyExit((calibration(),), MATCHES).keep(replace(view, exit_margins=ahead, frontier=frontier))
+        return EarlyExit((calibration(),), CURVE.chances).keep(replace(view, exit_margins=ahead, frontier=frontier))
 
 
 def is_a_stopping_time(pruner: Pruner, seed: int) -> bool:
@@ -118,13 +118,13 @@ def is_a_stopping_time(pruner: Pruner, seed: int) -> bool:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_later_entries_have_no_say(seed: int) -> None:
-    assert is_a_stopping_time(EarlyExit((calibration(),), MATCHES), seed)
+    assert is_a_stopping_time(EarlyExit((calibration(),), CURVE.chances), seed)
     assert not is_a_stopping_time(LooksAhead(), seed)
 
 
 def test_each_exit_has_weights_of_its_own() -> None:
     lenient, strict = calibration(segment=0, threshold=0.0), calibration(segment=1, threshold=1.0)
-    pruner = EarlyExit((lenient, strict), MATCHES)
+    pruner = EarlyExit((lenient, strict), CURVE.chances)
     view = random_view(0)
     assert pruner.exits == {0, 1}
     assert (pruner.keep(view) == view.num_rows).all()
@@ -134,7 +134,7 @@ def test_each_exit_has_weights_of_its_own() -> None:
 def test_an_empty_frontier_keeps_its_anchors() -> None:
     frontier = replace(Frontier.empty(3), margins=np.zeros((3, 0), np.float32))
     view = ExitView(0, np.zeros((3, 0), np.float32), frontier, frontier.num_rows)
-    assert EarlyExit((calibration(),), MATCHES).keep(view).tolist() == [1, 1, 1]
+    assert EarlyExit((calibration(),), CURVE.chances).keep(view).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -161,7 +161,7 @@ def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, t
         return tokens, engine.metrics().num_pruned
 
     plain, _ = tokens_of("none", None)
-    pruned, num_pruned = tokens_of("fixed:4", EarlyExit(exits, MATCHES))
+    pruned, num_pruned = tokens_of("fixed:4", EarlyExit(exits, CURVE.chances))
     assert pruned == plain and num_pruned > 0
 
 

@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from faser_backend.policy.early_exit import sigmoid
+from faser_backend.policy.beliefs import KINDS
+from faser_backend.policy.calibration import MarginCounts, MatchCalibration
+from faser_backend.policy.early_exit import logits, sigmoid
 from faser_backend.serving.profiling.calibration import fit
 from faser_backend.serving.profiling.chains import Chains
 from faser_backend.serving.profiling.exit_fit import (
@@ -33,7 +35,8 @@ def synthetic(num_chains: int, seed: int, *, signal: float = 0.0) -> Chains:
     leading = np.cumprod(is_right, axis=1).sum(axis=1)
     exit_margins = rng.normal(0.0, 1.0, (num_chains, K)) + signal * (2.0 * is_right - 1.0)
     group = np.arange(num_chains) // 10
-    return Chains(margins, {0: exit_margins}, num_drafted, np.minimum(leading, num_drafted), group)
+    is_sampled = rng.random(num_chains) < 0.4
+    return Chains(margins, {0: exit_margins}, num_drafted, np.minimum(leading, num_drafted), group, is_sampled)
 
 
 def test_logistic_regression_finds_its_weights_again() -> None:
@@ -106,12 +109,40 @@ def test_a_fit_reports_texts_that_it_never_saw() -> None:
     chains = synthetic(4000, 0, signal=1.5)
     held_out = chains.group % 2 == 1
     chains.margins[held_out], chains.exit_margins[0][held_out] = 0.0, 0.0  # nothing can be told there
+    chains.is_sampled[held_out] = False
     found = fit(chains, {0: DEPTH}, 0.9, "synthetic")
     (report,) = found.exits
     assert report.margin_auc == report.draft_auc == report.both_auc == 0.5
     assert {each.margin for each in found.reliability} == {0.0}
-    assert found.margins.tested[0] < 0.5 * found.num_fitted, "the fitted half is as it was"
+    assert sum(counts.tested.sum() for counts in found.margins.values()) == found.num_fitted
+    for counts in found.margins.values():
+        assert counts.tested[0] < 0.5 * counts.tested.sum(), "the fitted half is as it was"
     assert report.calibration.margin_weight == pytest.approx(2 * 1.5, rel=0.15)  # of two normals 2 x 1.5 apart
+
+
+def test_greedy_and_sampled_chains_are_counted_and_judged_apart() -> None:
+    chains = synthetic(4000, 2, signal=1.0)
+    chains.num_accepted[chains.is_sampled & (np.arange(4000) % 3 > 0)] = 0
+    found = fit(chains, {0: DEPTH}, 0.9, "synthetic")
+    is_held_out, chances = chains.group % 2 == 1, np.zeros_like(chains.margins)
+    for index, kind in enumerate(KINDS):
+        known = chains.take(~is_held_out & (chains.is_sampled == index))
+        counts = MarginCounts.of(known.margins[known.is_tested], known.is_accepted[known.is_tested])
+        assert found.margins[kind].tested.tolist() == counts.tested.tolist()
+        assert found.margins[kind].accepted.tolist() == counts.accepted.tolist()
+        is_kind = chains.is_sampled == index
+        chances[is_kind] = MatchCalibration(counts).curve.chances(chains.margins[is_kind])
+    means = [chances[chains.is_sampled == index].mean() for index in (0, 1)]
+    assert means[0] > means[1] + 0.2, "else they need not be told apart"
+    tested, known = chains.is_tested & is_held_out[:, None], chains.is_tested & ~is_held_out[:, None]
+    predicted = sum(each.num_tested * each.predicted for each in found.reliability)
+    assert predicted == pytest.approx(chances[tested].sum())
+    (report,) = found.exits
+    features = np.stack([logits(chances), chains.exit_margins[0]], axis=-1)[known]
+    weights = report.calibration.bias, report.calibration.chance_weight, report.calibration.margin_weight
+    assert weights == pytest.approx(fit_logistic(features, chains.is_accepted[known]))
+    refined = report.calibration.refined(chances, chains.exit_margins[0])
+    assert report.both_auc == pytest.approx(area_under_curve(refined[tested], chains.is_accepted[tested]))
 
 
 def test_a_fit_describes_what_is_pruned() -> None:
@@ -126,4 +157,5 @@ def test_a_draft_that_is_always_right_leaves_nothing_to_fit() -> None:
     chains = synthetic(500, 0)
     chains.num_accepted[:] = chains.num_drafted
     found = fit(chains, {0: DEPTH}, 0.95, "synthetic")
-    assert found.exits == () and (found.margins.accepted == found.margins.tested).all()
+    assert found.exits == () and set(found.margins) == set(KINDS)
+    assert all((counts.accepted == counts.tested).all() and counts.tested.any() for counts in found.margins.values())

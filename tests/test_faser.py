@@ -13,7 +13,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, promise
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place, promise
 from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.faser import PATIENCE, WEIGH_EVERY, Faser
@@ -151,14 +151,15 @@ def test_one_request_is_told_of_other_texts_soon():
 
 def test_looks_back_at_the_arm_that_was_deposed():
     corrections = Corrections()
-    corrections.level = 1
+    corrections.place = Place(1, is_sampled=False)
     prober = Prober(corrections)
     prices = {PLAIN: 1e9, UNIFORM: 900.0, SERIAL: 50.0}  # of 1000 for as many plain steps
 
     def run(chosen: Arm, num_steps: int) -> list[Arm]:
         arms = []
         for _ in range(num_steps):
-            prober.consider(chosen, 1, 100.0, {arm: us for arm, us in prices.items() if arm != chosen})
+            others = {arm: us for arm, us in prices.items() if arm != chosen}
+            prober.consider(chosen, 1, 100.0, others)
             arms.append(prober.arm(chosen))
             corrections.observe(arms[-1], 1, 100.0, 100.0, is_chosen=arms[-1] == chosen)
             if arms[-1] != chosen:
@@ -205,7 +206,7 @@ def test_stays_serial_where_the_split_is_slow():
 
 def test_serial_promise_is_the_best_uniform_round_by_hand():
     pricer = Pricer(Knowledge(MEMORY_BOUND), MAX_ADAPTIVE_TOKENS)
-    chance = pricer.match.mean_chance
+    chance = pricer.beliefs.curve.mean_chance
     by_hand = []
     for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
         rows = 4 * (length + 1)
@@ -217,7 +218,7 @@ def test_serial_promise_is_the_best_uniform_round_by_hand():
 
 def test_corrections_learn_a_ratio_and_pass_it_on_to_what_never_ran():
     corrections = Corrections()
-    corrections.level = 3
+    corrections.place = Place(3, is_sampled=False)
     for _ in range(300):
         corrections.observe(SERIAL, 3, 100.0, 150.0, is_chosen=False)
     assert corrections.slowdown(SERIAL) == pytest.approx(1.5, rel=0.01)
@@ -231,7 +232,7 @@ def test_what_one_step_lost_does_not_stick_to_a_level():
     for _ in range(100):
         corrections.observe(UNIFORM, 3, 100.0, 100.0, is_chosen=False)
     corrections.observe(UNIFORM, 5, 100.0, 1e9, is_chosen=False)
-    corrections.level = 5
+    corrections.place = Place(5, is_sampled=False)
     assert corrections.knows_here(UNIFORM)
     assert corrections.slowdown(UNIFORM) < 1.2
 

@@ -18,7 +18,7 @@ from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.calibration import MatchCalibration, margin_bins
+from faser_backend.policy.calibration import MarginCurve, MatchCalibration, margin_bins
 from tests.fakes import CountingClock, HashRunner
 from tests.forced_engine import LANES, Case, agrees, open_forced
 from tests.forcing import ADMITS_NOTHING, Change, always, forced, random_everything, random_lengths
@@ -117,13 +117,13 @@ def test_frontier_of_a_batch():
 
 def test_calibration_learns_each_number_of_agreeing_tokens_apart():
     """A margin draws its chance from its own bin, not from a neighbour's."""
-    size = MatchCalibration.margin_knots.size
+    size = MarginCurve.margin_knots.size
     frontier = proposed(new_proposer(), [sequence_of([1, 2, 1])], [size + 3], Frontier.empty(1))
     margins = frontier.margins
     assert margins is not None and (np.diff(margins[0]) >= 0).all()
     assert margin_bins(margins[0]).tolist() == [*range(size), size - 1, size - 1, size - 1]
-    calibration = MatchCalibration(None)
-    np.testing.assert_array_equal(calibration.chances(margins[0, :size]), calibration.match_probs)
+    curve = MatchCalibration(None).curve
+    np.testing.assert_array_equal(curve.chances(margins[0, :size]), curve.match_probs)
 
 
 def test_sequences_are_read_once_and_forgotten():

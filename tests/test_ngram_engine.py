@@ -17,6 +17,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.ngram import NgramProposer
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.calibration import MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost
 from faser_backend.policy.ngram_costs import with_ngrams
@@ -148,11 +149,11 @@ def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch:
         is_measured=True,
         overhead=OverheadCost(1.0, 2.0, 3.0, 400.0, 50.0, trim_us=60.0, trim_sequence_us=7.0),
     )
-    known = replace(guessed, costs=measured, margins=MarginCounts(np.ones(14), np.ones(14)))
+    known = replace(guessed, costs=measured, margins=dict.fromkeys(KINDS, MarginCounts(np.ones(14), np.ones(14))))
     monkeypatch.setattr(drafting, "load_knowledge", lambda *_: known)
     assert serving_knowledge(pair, manifest, config()) is known
     seen = serving_knowledge(pair, manifest, config(draft="ngram"))
-    assert seen.margins is None and seen.exits == () and seen.costs.is_measured
+    assert seen.margins == {} and seen.exits == () and seen.costs.is_measured
     assert seen.costs.overhead == OverheadCost(1.0, 2.0, 3.0, 0.0, 0.0)
     target = (TARGET, WHOLE, 8, 8, 100)
     assert seen.costs.call_us(*target) == measured.call_us(*target)
@@ -163,14 +164,14 @@ def test_a_target_alone_is_profiled(alone: Path, tmp_path: Path, monkeypatch: py
     profile = profile_engine(alone, is_quick=True)
     around = profile.overhead
     assert set(profile.costs) == {(TARGET, WHOLE)} and around.draft_call(8) + around.draft_round(8) > 0
-    assert profile.calibration.margins.tested.sum() > 0
+    assert all(profile.calibration.margins[kind].tested.sum() > 0 for kind in KINDS)
     profile.save(alone)
     try:
         manifest = EngineManifest.load(alone)
         assert set(load_profile(alone, manifest).costs) == {(TARGET, WHOLE)}
         knowledge = serving_knowledge(alone, manifest, config())
         assert knowledge.costs.is_measured and knowledge.costs.partitions == (WHOLE,)
-        assert knowledge.margins is not None, "these are of n-grams"
+        assert set(knowledge.margins) == set(KINDS), "these are of n-grams"
     finally:
         (alone / "profile.json").unlink()
 

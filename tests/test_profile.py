@@ -19,6 +19,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.profiling import profile as profile_module
 from faser_backend.serving.profiling.profile import profile_engine, run_profile
@@ -32,6 +33,7 @@ from faser_backend.serving.profiling.store import (
     load_profile,
 )
 from faser_backend.serving.profiling.tables import error_table
+from tests.profile_damage import DAMAGES
 from tests.tiny_models import write_checkpoint, write_draft
 
 MAX_CONTEXT = 128
@@ -105,8 +107,11 @@ def test_a_server_reads_what_calibration_found(profiled: tuple[Path, Profile]) -
     assert again.exits == calibration.exits and again.reliability == calibration.reliability
     assert again.as_dict() == calibration.as_dict()
     known = load_knowledge(directory, EngineManifest.load(directory))
-    assert known.costs.is_measured and known.margins is not None
-    assert known.margins.tested.sum() == calibration.num_fitted > 0
+    assert known.costs.is_measured and set(known.margins) == set(KINDS)
+    assert sum(counts.tested.sum() for counts in known.margins.values()) == calibration.num_fitted > 0
+    for kind, counts in known.margins.items():
+        stored = calibration.margins[kind]
+        assert (counts.tested == stored.tested).all() and (counts.accepted == stored.accepted).all()
     assert [each.layer for each in known.exits] == [1], "the draft of this test is neither always right nor never"
 
 
@@ -144,7 +149,7 @@ def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> No
     model = load_cost_model(directory, manifest)
     assert not model.is_measured and model.partitions == (WHOLE,) and model.num_segments(TARGET) == 2
     known = load_knowledge(directory, manifest)
-    assert known.margins is None and known.exits == ()
+    assert known.margins == {} and known.exits == ()
     with pytest.raises(ConfigError, match="faser profile"):
         load_profile(directory, manifest)
 
@@ -191,82 +196,7 @@ def test_a_rebuilt_engine_makes_its_profile_stale(copied: Path, tmp_path: Path) 
         load_profile(copied, halved)
 
 
-def drop_costs(fields: dict[str, Any]) -> None:
-    del fields["costs"]
-
-
-def falling_curve(fields: dict[str, Any]) -> None:
-    fields["costs"][0]["segments"][0]["rows"]["values_us"][0] = 1e12
-
-
-def not_a_number(fields: dict[str, Any]) -> None:
-    fields["overhead"]["step_us"] = float("nan")
-
-
-def too_few_segments(fields: dict[str, Any]) -> None:
-    fields["costs"][0]["segments"].pop()
-
-
-def no_draft(fields: dict[str, Any]) -> None:
-    fields["costs"] = [entry for entry in fields["costs"] if entry["model"] == TARGET]
-
-
-def wrong_types(fields: dict[str, Any]) -> None:
-    fields["costs"][0]["segments"] = [[1.0, 2.0]]
-
-
-def files_that_are_no_table(fields: dict[str, Any]) -> None:
-    fields["fingerprint"]["files"] = ["target.0.onnx"]
-
-
-def other_format(fields: dict[str, Any]) -> None:
-    fields["format_version"] = 99
-
-
-def before_calibration(fields: dict[str, Any]) -> None:
-    fields["format_version"] = 1
-    del fields["calibration"]
-
-
-def more_accepted_than_tested(fields: dict[str, Any]) -> None:
-    fields["calibration"]["margins"]["accepted"][2] = 1e9
-
-
-def other_bins(fields: dict[str, Any]) -> None:
-    fields["calibration"]["margins"]["knots"][1] = 0.3
-
-
-def threshold_above_one(fields: dict[str, Any]) -> None:
-    fields["calibration"]["exits"][0]["calibration"]["threshold"] = 1.5
-
-
-def infinite_weight(fields: dict[str, Any]) -> None:
-    fields["calibration"]["exits"][0]["calibration"]["bias"] = float("inf")
-
-
-def exit_of_another_cut(fields: dict[str, Any]) -> None:
-    fields["calibration"]["exits"][0]["calibration"]["layer"] = 2
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (drop_costs, "malformed"),
-        (falling_curve, "never fall"),
-        (not_a_number, "non-negative"),
-        (too_few_segments, "segments"),
-        (no_draft, "draft on the whole machine"),
-        (wrong_types, "malformed"),
-        (files_that_are_no_table, "malformed"),
-        (other_format, "format_version = 99"),
-        (before_calibration, "format_version = 1: this version reads 3"),
-        (more_accepted_than_tested, "between 0 and those tested"),
-        (other_bins, "other bins"),
-        (threshold_above_one, r"must lie in \[0, 1\]"),
-        (infinite_weight, "finite"),
-        (exit_of_another_cut, "no exit at layer 2"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "named"), DAMAGES)
 def test_a_damaged_profile_is_refused(copied: Path, damage: Any, named: str) -> None:
     path = copied / PROFILE_FILE
     fields = json.loads(path.read_text())

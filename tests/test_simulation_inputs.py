@@ -232,7 +232,7 @@ def test_policies_are_told_the_truth_about_the_exit():
     # Of tokens with a refined chance near 0.7, 70 % are accepted.
     margins, is_match, (exit_margins,) = world.process.sample(300, 100)
     knowledge = world.knowledge()
-    assert knowledge.margins is not None
+    assert set(knowledge.margins) == {"greedy", "sampled"}
     chances = np.interp(margins, *_curve(world.process, margins, is_match))
     refined = exit_.refined(chances, exit_margins)
     near = np.abs(refined - 0.7) < 0.05

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -14,10 +11,9 @@ from faser_backend.policy.survival_rates import MEMORY_TESTS, REFRESH_TESTS, Sur
 LEVEL = 3
 
 
-def record(num_accepted: np.ndarray, length: int) -> Any:
-    """Of a step in which every sequence drafted `length` tokens."""
-    acceptance = SimpleNamespace(num_accepted=num_accepted)
-    return SimpleNamespace(acceptance=acceptance, num_testable=np.full(num_accepted.size, length))
+def observe(rates: SurvivalRates, num_accepted: np.ndarray, length: int, chance: float, **options: bool) -> None:
+    """A step in which every sequence drafted `length` tokens."""
+    rates.observe(num_accepted.tolist(), [length] * num_accepted.size, chance, **options)
 
 
 def chains(rng: np.random.Generator, rates: list[float], num: int) -> np.ndarray:
@@ -30,7 +26,7 @@ def test_rates_by_place_are_found_and_a_place_that_nobody_tried_leans_on_the_one
     rng, truth = np.random.default_rng(0), [0.6, 0.7, 0.85]
     rates = SurvivalRates(5, 0.5)
     for _ in range(400):
-        rates.observe(record(chains(rng, truth, 16), 3), 0.5)
+        observe(rates, chains(rng, truth, 16), 3, 0.5)
     expected = np.cumprod([*truth, 0.85, 0.85])
     np.testing.assert_allclose(rates.survival, expected, atol=0.03)
     one_rate = np.cumprod(np.full(3, np.mean(truth)))
@@ -41,11 +37,11 @@ def test_what_was_learned_of_late_places_stays_while_only_early_ones_are_tested(
     rng = np.random.default_rng(1)
     rates = SurvivalRates(4, 0.5)
     for _ in range(100):
-        rates.observe(record(chains(rng, [0.6, 0.6, 0.9, 0.9], 64), 4), 0.5)
+        observe(rates, chains(rng, [0.6, 0.6, 0.9, 0.9], 64), 4, 0.5)
     before = rates.survival[3] / rates.survival[1]
     assert before == pytest.approx(0.81, abs=0.05)
     for _ in range(int(2 * MEMORY_TESTS / 64)):
-        rates.observe(record(chains(rng, [0.6], 64), 1), 0.5)
+        observe(rates, chains(rng, [0.6], 64), 1, 0.5)
     assert rates.survival[3] / rates.survival[1] == pytest.approx(before, abs=1e-3)
 
 
@@ -53,7 +49,7 @@ def test_of_trimmed_chains_the_first_token_counts_alone():
     """Later ones were drafted because they looked good."""
     rng, rates = np.random.default_rng(3), SurvivalRates(3, 0.5)
     for _ in range(200):
-        rates.observe(record(chains(rng, [0.8, 1.0, 1.0], 16), 3), 0.5, is_trimmed=True)
+        observe(rates, chains(rng, [0.8, 1.0, 1.0], 16), 3, 0.5, is_trimmed=True)
     np.testing.assert_allclose(rates.survival, [0.8, 0.64, 0.512], atol=0.05)
 
 
@@ -61,9 +57,9 @@ def test_rates_follow_the_traffic_and_are_worked_out_again_when_that_is_worth_it
     rates = SurvivalRates(2, 0.9)
     np.testing.assert_allclose(rates.survival, [0.9, 0.81])
     version = rates.version
-    rates.observe(record(np.zeros(REFRESH_TESTS - 1, np.int64), 2), 0.9)
+    observe(rates, np.zeros(REFRESH_TESTS - 1, np.int64), 2, 0.9)
     assert rates.version == version and rates.survival[0] == pytest.approx(0.9)
-    rates.observe(record(np.zeros(1, np.int64), 2), 0.9)
+    observe(rates, np.zeros(1, np.int64), 2, 0.9)
     assert rates.version > version and rates.survival[0] < 0.4
 
 

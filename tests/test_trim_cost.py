@@ -22,6 +22,7 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.arms import SERIAL, UNIFORM, Arm, promise
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.knowledge import Knowledge
@@ -141,7 +142,7 @@ def test_a_profile_keeps_it_and_one_from_before_loads(engine_dir: Path, tmp_path
     manifest = EngineManifest.load(engine_dir)
     costs = {(TARGET, WHOLE): (call(100.0, 1.0),), (DRAFT, WHOLE): (call(10.0, 1.0),)}
     counts = MarginCounts(np.ones(MARGIN_KNOTS.size), np.ones(MARGIN_KNOTS.size))
-    calibration = Calibration("made up", 0.95, 1, 1, counts, (), ())
+    calibration = Calibration("made up", 0.95, 1, 1, dict.fromkeys(KINDS, counts), (), ())
     point = {"num_sequences": 1, "num_draft_tokens": 3, "untrimmed_us": 5.0, "trimmed_us": 6.0}
     fingerprint = Fingerprint.here(manifest)
     Profile(fingerprint, "today", costs, DEAR, (), [], [], [point], [], calibration).save(tmp_path)
@@ -195,7 +196,7 @@ def test_going_on_has_to_earn_the_decision_too() -> None:
 
 def test_the_best_uniform_round_is_kept_apart_for_trimmed_and_untrimmed() -> None:
     pricer = pricer_of(DEAR)
-    times = pricer.times(4, 32, WHOLE)
+    times, rates = pricer.times(4, 32, WHOLE), pricer.beliefs._rates[0]
 
     def fresh(*, is_trimmed: bool) -> tuple[float, int]:
         us = times.uniform_target_us + times.uniform_overhead_us + times.draft_round_us
@@ -206,9 +207,9 @@ def test_the_best_uniform_round_is_kept_apart_for_trimmed_and_untrimmed() -> Non
     for _ in range(2):
         for is_trimmed in (False, True, True, False):
             assert pricer.best_uniform(times, is_trimmed=is_trimmed) == pytest.approx(fresh(is_trimmed=is_trimmed))
-        pricer.rates.survival = pricer.rates.survival**3
+        rates.survival = rates.survival**3
         assert pricer.best_uniform(times, is_trimmed=True) != pytest.approx(fresh(is_trimmed=True)), "kept"
-        pricer.rates.version += 1
+        rates.version += 1
     assert fresh(is_trimmed=True) < fresh(is_trimmed=False)
 
 

@@ -16,12 +16,12 @@ from faser_backend.pipeline.overlap import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.calibration import MarginCurve
 
 MIN_MATCH, MAX_MATCH = 1, 3  # tokens that are looked up: the longest n-gram that occurred before
 # In place of a margin: how many tokens before a draft token agree with those before its original. Each number up to the
 # largest has a bin of the calibration to itself, and draws its chance from there.
-_MARGINS = MatchCalibration.margin_knots.astype(np.float32)  # [14] of 1, 2, ... agreeing tokens
+_MARGINS = MarginCurve.margin_knots.astype(np.float32)  # [14] of 1, 2, ... agreeing tokens
 
 
 class NgramIndex:

@@ -22,6 +22,16 @@ class Arm(NamedTuple):
     is_trimmed: bool = True  # lengths and rows by confidence, where the mode allows it; else all draft alike
 
 
+class Place(NamedTuple):
+    """What an arm is chosen for. level: a power of two of sequences; is_sampled: most requests do not decode greedily.
+
+    What is learned of an arm's time holds for a level, what is learned of its yield for a kind of requests.
+    """
+
+    level: int
+    is_sampled: bool
+
+
 class Promise(NamedTuple):
     """Predicted speed of an arm, and the draft tokens per sequence where the arm fixes them."""
 
@@ -74,7 +84,7 @@ def _run_ahead_speeds(pricer: Pricer, times: BatchTimes) -> np.ndarray:
     drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile. A frontier has no
     bonus row, so it has a row less than a uniform round of its length.
     """
-    whole = pricer.rates.survival
+    whole = pricer.beliefs.survival
     tokens = whole.cumsum() + (1.0 - whole)
     share = 1.0 / (2.0 - whole) if times.size > 1 else np.ones_like(whole)  # verified in a step
     num_extra = ((times.lengths - 1) * times.size * share).astype(np.int64)

@@ -7,11 +7,10 @@ estimate exactly the factor that a chain's survival is the product of.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
-
-from faser_backend.core.record import StepRecord
 
 MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0])  # logits; bin starts
 _PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
@@ -58,11 +57,33 @@ def rising_shares(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
     return np.where(is_range, smallest, -np.inf).max(axis=0)
 
 
-class MatchCalibration:
-    """Chances of acceptance by margin, updated online."""
+@dataclass(frozen=True, slots=True, eq=False)
+class MarginCurve:
+    """Of draft tokens by margin: [M] how often such margins occur, summing to 1, and [M] the chance of acceptance."""
 
     # A bin's chance holds at its middle; held at its start, chances in between would come out too high.
-    margin_knots = np.append(0.5 * (MARGIN_KNOTS[1:] + MARGIN_KNOTS[:-1]), MARGIN_KNOTS[-1] + 2.0)
+    margin_knots: ClassVar[np.ndarray] = np.append(0.5 * (MARGIN_KNOTS[1:] + MARGIN_KNOTS[:-1]), MARGIN_KNOTS[-1] + 2.0)
+
+    margin_shares: np.ndarray
+    match_probs: np.ndarray
+    mean_chance: float = field(init=False)  # of a draft token whose margin is not known yet, in (0, 1)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean_chance", float(self.margin_shares @ self.match_probs))
+
+    def chances(self, margins: np.ndarray) -> np.ndarray:
+        """The chance of acceptance of draft tokens with these margins, same shape."""
+        return np.interp(margins, self.margin_knots, self.match_probs)
+
+    def mixed(self, other: MarginCurve, share: float) -> MarginCurve:
+        """Of draft tokens of which a share in [0, 1] follows the other curve."""
+        own, others = (1.0 - share) * self.margin_shares, share * other.margin_shares
+        shares = own + others
+        return MarginCurve(shares, (own * self.match_probs + others * other.match_probs) / shares)
+
+
+class MatchCalibration:
+    """Chances of acceptance by margin, updated online."""
 
     def __init__(self, known: MarginCounts | None) -> None:
         if known is None or not known.tested.any():
@@ -82,24 +103,16 @@ class MatchCalibration:
         self.version += 1
         # Half a test of the guess stays in every bin: one that is never seen must not divide by zero.
         tested = self._tested + 0.5
-        self.margin_shares = tested / tested.sum()  # [M]
-        self.match_probs = rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested)  # [M]
-        # Of a draft token whose margin is not known yet, in (0, 1).
-        self.mean_chance = float(self.margin_shares @ self.match_probs)
+        self.curve = MarginCurve(tested / tested.sum(), rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested))
 
-    def chances(self, margins: np.ndarray) -> np.ndarray:
-        """The chance of acceptance of draft tokens with these margins, same shape."""
-        return np.interp(margins, self.margin_knots, self.match_probs)
-
-    def observe(self, record: StepRecord) -> None:
-        """Counts the tests of one step; the curve is fitted again once there are enough of them."""
-        margins = record.frontier.margins
-        if margins is None or margins.shape[1] == 0:
+    def observe(self, margins: np.ndarray, num_accepted: np.ndarray, num_testable: np.ndarray) -> None:
+        """Counts the tests of chains [B] with margins [B, K]; the curve is fitted again once there are enough."""
+        if margins.shape[1] == 0:
             return
         columns = np.arange(margins.shape[1])
-        num_accepted = record.acceptance.num_accepted[:, None]
-        is_tested = columns < np.minimum(num_accepted + 1, record.num_testable[:, None])
-        self._fresh.append((margins[is_tested], (columns < num_accepted)[is_tested]))
+        is_accepted = columns < num_accepted[:, None]
+        is_tested = columns < np.minimum(num_accepted + 1, num_testable)[:, None]
+        self._fresh.append((margins[is_tested], is_accepted[is_tested]))
         self._num_fresh += self._fresh[-1][0].size
         if self._num_fresh >= _REFRESH_TESTS:
             self._count_fresh()

@@ -3,8 +3,9 @@
 Two running ratios per arm. Time: measured over predicted, of the step that was really made, apart for each level,
 a power of two of sequences: what is wrong about a prediction for two is seldom what is wrong about one for sixty, and
 load comes and goes too fast to learn it again each time. Yield: tokens over
-those that the arm's promise implies for that step, at the cost model's own time; it holds what a promise leaves
-out, such as what trimming gains over uniform rounds, and is known only of an arm that ran as promised. Beside them,
+those that the arm's promise implies for that step, at the cost model's own time, apart for greedy and for sampled
+requests; it holds what a promise leaves out, such as what trimming gains over uniform rounds, and is known only of an
+arm that ran as promised. Beside them,
 for uniform rounds, how long each length takes.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from faser_backend.policy.arms import Arm
+from faser_backend.policy.arms import Arm, Place
 
 MOST_STEPS = 32.0  # that an arm's correction of time is the mean of, older ones counting less
 _KNOWN_STEPS = 4.0  # of its, that what an arm was on another level weighs: what one step lost would stay otherwise
@@ -45,9 +46,10 @@ class Corrections:
     """Running ratios of each arm. Steps are those that are told about: of an arm that goes on, not every one is."""
 
     def __init__(self) -> None:
-        self.level = 0  # that is asked about; set by whoever asks
+        self.place = Place(0, is_sampled=False)  # that is asked about; set by whoever asks
         self._times: dict[tuple[Arm, int], _Time] = {}
-        self._tokens: dict[Arm, tuple[float, float]] = {}  # faded sums: emitted, promised
+        # By arm and kind of requests, faded sums: emitted, promised.
+        self._tokens: dict[tuple[Arm, bool], tuple[float, float]] = {}
         self._num_steps = 0
 
     def knows(self, arm: Arm) -> bool:
@@ -55,23 +57,23 @@ class Corrections:
 
     def knows_here(self, arm: Arm) -> bool:
         """On this level."""
-        return (arm, self.level) in self._times
+        return (arm, self.place.level) in self._times
 
     def is_settled(self, arm: Arm) -> bool:
         """Whether it ran for long enough on this level, lately, to tell its own slowness from the machine's."""
-        time = self._times.get((arm, self.level))
+        time = self._times.get((arm, self.place.level))
         return time is not None and time.weight >= MOST_STEPS
 
     def age(self, arm: Arm) -> int:
         """Observed steps since the arm was seen at work on this level."""
-        time = self._times.get((arm, self.level))
+        time = self._times.get((arm, self.place.level))
         return 10**6 if time is None else self._num_steps - time.last_step
 
     def slowdown(self, arm: Arm) -> float:
         """Measured over predicted time. Where the arm never ran on this level: that of its kin there, which makes the
         same calls; else its own, else its kin's, on the nearest level; else the mean of those that ran, for a slow
         machine is slow with every arm."""
-        return math.exp(self._log_slowdown(arm, self.level))
+        return math.exp(self._log_slowdown(arm, self.place.level))
 
     def _log_slowdown(self, arm: Arm, level: int) -> float:
         known = self._times
@@ -85,9 +87,10 @@ class Corrections:
         return sum(time.mean for time in known.values()) / len(known) if known else 0.0
 
     def yield_ratio(self, arm: Arm) -> float:
-        """Emitted over promised tokens in the same predicted time. Of an arm that never ran as promised: that of its
-        kin, whose promise rests on the same chances, else 1."""
-        emitted, promised = self._tokens.get(arm) or self._tokens.get(_kin(arm), (0.0, 0.0))
+        """Emitted over promised tokens in the same predicted time, for this kind of requests. Of an arm that never ran
+        as promised: that of its kin, whose promise rests on the same chances, else 1."""
+        known, kind = self._tokens, self.place.is_sampled
+        emitted, promised = known.get((arm, kind)) or known.get((_kin(arm), kind), (0.0, 0.0))
         return (emitted + _YIELD_PRIOR) / (promised + _YIELD_PRIOR)
 
     def observe(self, arm: Arm, level: int, predicted_us: float, measured_us: float, *, is_chosen: bool) -> None:
@@ -115,10 +118,10 @@ class Corrections:
         self._num_steps += 1
 
     def observe_yield(self, arm: Arm, num_sequences: int, emitted: float, promised: float) -> None:
-        """Of a step's tokens, all sequences together."""
-        fade = _YIELD_FADE**num_sequences
-        old_emitted, old_promised = self._tokens.get(arm, (0.0, 0.0))
-        self._tokens[arm] = (fade * old_emitted + emitted, fade * old_promised + promised)
+        """Of a step's tokens, all sequences together, in the place that is asked about."""
+        fade, key = _YIELD_FADE**num_sequences, (arm, self.place.is_sampled)
+        old_emitted, old_promised = self._tokens.get(key, (0.0, 0.0))
+        self._tokens[key] = (fade * old_emitted + emitted, fade * old_promised + promised)
 
 
 class LengthTimes:

@@ -8,13 +8,13 @@ Pure; the pipeline calls it with the leads that the exit head gives to draft tok
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.core.decision import WHOLE, ExitView
-from faser_backend.policy.calibration import MatchCalibration
 from faser_backend.policy.cost_model import TARGET, CostModel
 
 NUM_CANDIDATES = 8  # that the exit head scores per row: the draft's best tokens
@@ -71,10 +71,11 @@ class EarlyExit:
 
     num_candidates = NUM_CANDIDATES
 
-    def __init__(self, exits: tuple[ExitCalibration, ...], matches: MatchCalibration) -> None:
+    def __init__(self, exits: tuple[ExitCalibration, ...], chances: Callable[[np.ndarray], np.ndarray]) -> None:
+        """chances: of acceptance, from the draft's margins; same shape."""
         self.exits = frozenset(calibration.segment for calibration in exits)
         self._calibrations = {calibration.segment: calibration for calibration in exits}
-        self._matches = matches
+        self._chances = chances
 
     def keep(self, view: ExitView) -> np.ndarray:
         """See core.decision.Pruner. Survival falls along a chain, so what reaches the threshold is a prefix; an
@@ -82,7 +83,7 @@ class EarlyExit:
         margins = view.frontier.margins
         assert margins is not None, "an exit needs the draft's margins: the frontier has none"
         calibration = self._calibrations[view.segment]
-        survival = calibration.survival(self._matches.chances(margins), view.exit_margins)
+        survival = calibration.survival(self._chances(margins), view.exit_margins)
         return np.minimum(1 + np.count_nonzero(survival >= calibration.threshold, axis=1), view.num_rows)
 
 

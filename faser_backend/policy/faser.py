@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Promise, arms_on, promise
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place, Promise, arms_on, promise
+from faser_backend.policy.beliefs import sampled_share
 from faser_backend.policy.corrections import Corrections, LengthTimes
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
@@ -46,7 +47,10 @@ LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer 
 WEIGH_EVERY, WEIGH_PLAIN_EVERY = 16, 32
 PATIENCE = 8  # decisions for which another arm needs its advantage; then all are weighed again
 LEARN_EVERY = 7  # steps of an arm that goes on; no factor of WEIGH_EVERY: steps behind a weighing count no more often
-FEW_SEQUENCES = 4  # in a step test few tokens: acceptance is learned from all such steps, or other texts are told late
+# In a step test few tokens: acceptance is learned from all such steps, or other texts are told late. And one request
+# more or less changes what kind of requests they are.
+FEW_SEQUENCES = 4
+KIND_SHARE = 0.75  # of one kind of requests, from which on a batch is of that kind; in between it is what it was
 ENOUGH_TESTS = 256  # of first draft tokens; until then every step teaches
 
 
@@ -74,7 +78,7 @@ class Faser:
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
         self._is_probing = False  # in the last decision
         self._is_known = False  # the chosen arm, when it was weighed
-        self._arms_of_levels: dict[int, Arm] = {}  # as chosen last; a level is a power of two of sequences
+        self._arms_of_places: dict[Place, Arm] = {}  # as chosen last
         self._last_arm: Arm | None = None  # that was observed, probes included
         self._num_observed = self._num_alike = 0  # steps; of the same arm, in a row
 
@@ -82,6 +86,8 @@ class Faser:
         size = len(sequences) + num_coming  # for drafts that read a prompt in vain while a batch grows cost a lot
         self._num_unweighed += 1
         has_changed = not self._is_as_weighed(size)
+        if len(sequences) <= FEW_SEQUENCES and sampled_share(sequences) != self._pricer.beliefs.sampled_share:
+            has_changed = True
         if has_changed or self._num_unweighed >= self._weigh_again_after:
             self._look_again(sequences, size, has_changed=has_changed)
         assert self.arm is not None
@@ -98,15 +104,16 @@ class Faser:
 
     def _level(self, size: int) -> int:
         """Of a step of so many sequences: the one that was weighed, unless the batch has yet to grow to it."""
-        return self._corrections.level if self._is_as_weighed(size) else size.bit_length()
+        return self._corrections.place.level if self._is_as_weighed(size) else size.bit_length()
 
     def _look_again(self, sequences: Sequence[RunningSequence], size: int, *, has_changed: bool) -> None:
         """Weighs the arms for batches of `size`. has_changed: by so much that another level may be the right one."""
+        self._pricer.beliefs.look_at(sequences)
         context = self._context = self._pricer.context(sequences)
         times = self._pricer.times(size, context, WHOLE)
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
-        self.arm = self._weigh(size.bit_length() if has_changed else self._corrections.level, sequences)
+        self.arm = self._weigh(self._place_of(size, has_changed=has_changed), sequences)
         self._is_uniform_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
         self._prober.consider(self.arm, self._num_unweighed, self._plain_us, self._price_probes(sequences, times))
         self._num_unweighed, self._weighed_size, self._decision, self._lengths = 0, size, None, {}
@@ -115,6 +122,14 @@ class Faser:
             self._weigh_again_after = PATIENCE
         else:
             self._weigh_again_after = WEIGH_PLAIN_EVERY if self.arm == PLAIN else WEIGH_EVERY
+
+    def _place_of(self, size: int, *, has_changed: bool) -> Place:
+        known, share = self._corrections.place, self._pricer.beliefs.sampled_share
+        is_clear = share >= KIND_SHARE or share <= 1.0 - KIND_SHARE
+        return Place(
+            size.bit_length() if has_changed else known.level,
+            is_sampled=share >= KIND_SHARE if is_clear else known.is_sampled,
+        )
 
     def _price_probes(self, sequences: Sequence[RunningSequence], times: BatchTimes) -> dict[Arm, float]:
         """What it costs to look at the arms that were not chosen; overlapped ones are not probed."""
@@ -162,16 +177,16 @@ class Faser:
         promises. Not what another arm does, for it may not keep that."""
         return max(self._promises[arm].tokens_per_us, self._promises[PLAIN].tokens_per_us)
 
-    def _weigh(self, level: int, sequences: Sequence[RunningSequence]) -> Arm:
-        """The arm that was chosen last on this level, unless a challenger has been ahead for long enough, or the draft
+    def _weigh(self, place: Place, sequences: Sequence[RunningSequence]) -> Arm:
+        """The arm that was chosen last in this place, unless a challenger has been ahead for long enough, or the draft
         has too much to catch up with."""
-        has_moved, self._corrections.level = level != self._corrections.level, level
+        has_moved, self._corrections.place = place != self._corrections.place, place
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
         gains = {arm: self._needed_gain(arm) for arm in self._arms}
         best = max(self._arms, key=lambda arm: speeds[arm] if gains[arm] < math.inf else 0.0)
-        chosen = self._arms_of_levels.get(level) if has_moved else self.arm
+        chosen = self._arms_of_places.get(place) if has_moved else self.arm
         if chosen is None:  # what trims more than one has to beat what was seen at work
-            chosen = SERIAL if level == 1 else UNIFORM
+            chosen = SERIAL if place.level == 1 else UNIFORM
             if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
         is_ahead = best != chosen and speeds[best] >= gains[best] * speeds[chosen]
@@ -187,7 +202,7 @@ class Faser:
             if gain_us < catch_up_us(self._pricer, sequences):
                 return PLAIN
         if has_moved or chosen != self.arm:
-            self._arms_of_levels[level] = chosen
+            self._arms_of_places[place] = chosen
         return chosen
 
     def _needed_gain(self, arm: Arm) -> float:
@@ -223,14 +238,14 @@ class Faser:
             partition=arm.partition,
         )
         exit_ = best_exit(self._pricer.costs, self._exits, batch)
-        return None if exit_ is None else EarlyExit((exit_,), self._pricer.match)
+        return None if exit_ is None else EarlyExit((exit_,), self._pricer.beliefs.chances)
 
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
         goes_on = not self._is_probing and self._last_arm == self.arm
         if self._is_known and goes_on and self._num_observed % LEARN_EVERY:
             if record.num_tokens.size <= FEW_SEQUENCES:
-                self._pricer.observe_tests(record)
+                self._pricer.beliefs.observe(record)
             return
         arm = arm_of(record)
         self._pricer.observe(record)
@@ -272,4 +287,4 @@ class Faser:
 
     @property
     def _knows_acceptance(self) -> bool:
-        return self._pricer.rates.num_tests >= ENOUGH_TESTS
+        return self._pricer.beliefs.num_tests >= ENOUGH_TESTS

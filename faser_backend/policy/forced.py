@@ -8,10 +8,10 @@ from dataclasses import replace
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.beliefs import Beliefs
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.policy.speculation import MAX_DRAFT_TOKENS, SpeculationPolicy
 
 
 class ForcedMode:
@@ -36,14 +36,15 @@ class ForcedExit:
 
     def __init__(self, policy: SpeculationPolicy, knowledge: Knowledge, *, is_on: bool) -> None:
         self._policy = policy
-        self._match = MatchCalibration(knowledge.margins)
-        self._pruner = EarlyExit(knowledge.exits, self._match) if is_on else None
+        self._beliefs = Beliefs(knowledge.margins, MAX_DRAFT_TOKENS)
+        self._pruner = EarlyExit(knowledge.exits, self._beliefs.chances) if is_on else None
         self.is_drafting = policy.is_drafting
         self.partitions = policy.partitions
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        self._beliefs.look_at(sequences)
         return replace(self._policy.decide(sequences, num_coming), pruner=self._pruner)
 
     def observe(self, record: StepRecord) -> None:
-        self._match.observe(record)
+        self._beliefs.observe(record)
         self._policy.observe(record)

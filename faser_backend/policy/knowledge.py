@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from faser_backend.policy.calibration import MarginCounts
 from faser_backend.policy.cost_model import CostModel
@@ -11,10 +12,13 @@ from faser_backend.policy.early_exit import ExitCalibration
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
-    """costs are guesses, and the rest is missing, where nothing was measured."""
+    """costs are guesses, and the rest is missing, where nothing was measured.
+
+    margins: by kind of request (policy/beliefs.py), or of all of them, or of none.
+    """
 
     costs: CostModel
-    margins: MarginCounts | None = None
+    margins: Mapping[str, MarginCounts] = field(default_factory=dict)
     exits: tuple[ExitCalibration, ...] = ()
 
     def on(self, partitions: tuple[str, ...]) -> Knowledge:

@@ -7,17 +7,17 @@ to. Shared by the policies that trim.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from faser_backend.core.decision import WHOLE, PipelineMode, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.beliefs import Beliefs
+from faser_backend.policy.calibration import MarginCurve
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.survival_rates import SurvivalRates
 
 _GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
 _CONTEXT_STEP = 32
@@ -87,8 +87,8 @@ class BatchTimes:
         self.uniform_draft_us = self.draft_round_us + self.lengths * self.draft_us[size]  # [K]
         self.uniform_trim_us = self.lengths * self.trim_us[size]  # [K] where confidence decides after every call
         self.step_us = self.target_us + self.overhead_us  # [N + 1] without drafting and padding
-        # By is_trimmed: for which version of the rates, tokens per microsecond, length.
-        self.best_uniform: dict[bool, tuple[int, float, int]] = {}
+        # By is_trimmed: for which version of what is believed, tokens per microsecond, length.
+        self.best_uniform: dict[bool, tuple[Hashable, float, int]] = {}
 
     @property
     def size(self) -> int:
@@ -115,8 +115,7 @@ class Pricer:
 
     def __init__(self, knowledge: Knowledge, max_draft_tokens: int) -> None:
         self.costs = knowledge.costs
-        self.match = MatchCalibration(knowledge.margins)
-        self.rates = SurvivalRates(max_draft_tokens, self.match.mean_chance)
+        self.beliefs = Beliefs(knowledge.margins, max_draft_tokens)
         self.means = RoundMeans()
         self.prompts = PromptTokens()
         chunk_us = self.costs.call_us(DRAFT, WHOLE, _CHUNK, 1, _CHUNK, max_rows=_CHUNK, num_logit_rows=0)
@@ -148,10 +147,11 @@ class Pricer:
         is_trimmed: what deciding by confidence takes is charged, not what it gains.
         """
         kept = times.best_uniform.get(is_trimmed)
-        if kept is None or kept[0] != self.rates.version:
+        version = self.beliefs.version
+        if kept is None or kept[0] != version:
             speeds = self.uniform_speeds(times, is_trimmed=is_trimmed)
             best = int(speeds.argmax())
-            kept = times.best_uniform[is_trimmed] = self.rates.version, float(speeds[best]), best + 1
+            kept = times.best_uniform[is_trimmed] = version, float(speeds[best]), best + 1
         return kept[1:]
 
     def uniform_speeds(self, times: BatchTimes, *, is_trimmed: bool = False) -> np.ndarray:
@@ -164,17 +164,17 @@ class Pricer:
     @property
     def uniform_tokens(self) -> np.ndarray:
         """[K] tokens per sequence of uniform rounds of 1..K draft tokens."""
-        return 1.0 + self.rates.survival.cumsum()
+        return 1.0 + self.beliefs.survival.cumsum()
 
     def rule(self, times: BatchTimes, tokens_per_us: float) -> TrimRule:
         """tokens_per_us: what the batch earns per time, at which time is priced."""
-        match = self.match
+        curve = self.beliefs.curve
         usual = min(max(round((self.means.rows - 1.0) * times.size), 1), times.target_us.size - 1)
         verify_us = times.step_us
         return TrimRule(
-            margin_knots=match.margin_knots,
-            match_probs=match.match_probs,
-            margin_shares=match.margin_shares,
+            margin_knots=MarginCurve.margin_knots,
+            match_probs=curve.match_probs,
+            margin_shares=curve.margin_shares,
             verify_us=verify_us,
             column_us=times.column_us,
             draft_us=times.trimmed_draft_us,  # a chain that goes on is decided on again
@@ -190,15 +190,6 @@ class Pricer:
 
     def observe(self, record: StepRecord) -> None:
         self.prompts.observe(record)
-        self.observe_tests(record)
-        if (
-            record.plan.decision.mode is not PipelineMode.RUN_AHEAD
-        ):  # no rule trims its chains, they go on behind others
+        self.beliefs.observe(record)
+        if record.plan.decision.mode is not PipelineMode.RUN_AHEAD:  # no rule trims its chains
             self.means.observe(record)
-
-    def observe_tests(self, record: StepRecord) -> None:
-        """What was accepted, and nothing else: takes next to no time where few run."""
-        self.match.observe(record)
-        decision = record.plan.decision
-        if decision.mode is not PipelineMode.RUN_AHEAD and record.frontier.num_drafted.any():
-            self.rates.observe(record, self.match.mean_chance, is_trimmed=decision.trim is not None)

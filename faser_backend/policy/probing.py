@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.arms import PLAIN, Arm
+from faser_backend.policy.arms import PLAIN, Arm, Place
 from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
@@ -34,9 +34,9 @@ class Prober:
         self._saved_us = self._plain_us = 0.0
         self._arm = PLAIN
         self._num_left = 0  # steps of the current probe
-        self._chosen_at_probe: dict[int, Arm] = {}  # by level, when it was probed last
-        self._chosen: dict[int, Arm] = {}  # by level
-        self._deposed: dict[int, Arm] = {}  # by level: chosen before, and not looked at since
+        self._chosen_at_probe: dict[Place, Arm] = {}  # when it was probed last
+        self._chosen: dict[Place, Arm] = {}
+        self._deposed: dict[Place, Arm] = {}  # chosen before, and not looked at since
 
     def arm(self, chosen: Arm) -> Arm:
         """The arm of the next step: the chosen one, or the one that is probed."""
@@ -55,12 +55,12 @@ class Prober:
         arm's or the machine's. So do a first look on a level, unless plain decoding is far behind, and a look back at
         the arm that was chosen before, once the new one is known: the machine may have been another when that was seen.
         """
-        level = self._corrections.level
-        if self._chosen.get(level) in prices_us:
-            self._deposed[level] = self._chosen[level]
-        self._chosen[level] = chosen
+        place = self._corrections.place
+        if self._chosen.get(place) in prices_us:
+            self._deposed[place] = self._chosen[place]
+        self._chosen[place] = chosen
         self._plain_us = plain_us
-        share = PROBE_SHARE if self._chosen_at_probe.get(level) == chosen else NEW_SHARE
+        share = PROBE_SHARE if self._chosen_at_probe.get(place) == chosen else NEW_SHARE
         self._saved_us += share * num_steps * plain_us
         if self._num_left:
             return
@@ -70,18 +70,18 @@ class Prober:
         if urgent or self._saved_us >= prices_us[probed]:
             self._arm = probed
             self._num_left = FIRST_LOOK_STEPS if is_first else PROBE_STEPS
-            self._chosen_at_probe[level] = chosen
+            self._chosen_at_probe[place] = chosen
 
     def _urgent(self, chosen: Arm, probe_us: float, prices_us: Mapping[Arm, float]) -> Arm | None:
         """What to look at before enough time is saved up. probe_us: of as many plain steps."""
-        level = self._corrections.level
         if chosen != PLAIN and not self._corrections.knows_here(PLAIN) and prices_us[PLAIN] < FAR_BEHIND * probe_us:
             return PLAIN
         # However far behind it is believed to be, for that is what is looked at; but no draft catches up for it.
-        deposed = self._deposed.get(level)
+        place = self._corrections.place
+        deposed = self._deposed.get(place)
         if deposed is None or not self._corrections.is_settled(chosen) or prices_us.get(deposed, probe_us) >= probe_us:
             return None
-        return self._deposed.pop(level)
+        return self._deposed.pop(place)
 
     def prolong(self) -> None:
         """By a step, for one that told nothing."""

@@ -33,6 +33,7 @@ class Survival:
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         pricer, size = self._pricer, len(sequences)
+        pricer.beliefs.look_at(sequences)
         times = pricer.times(size, pricer.context(sequences), WHOLE)
         best_speed, _ = pricer.best_uniform(times, is_trimmed=True)
         rule = pricer.rule(times, max(pricer.plain_speed(times), best_speed))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.record import StepRecord
-
 PRIOR_TESTS = 32.0  # what a place's prior weighs
 MEMORY_TESTS = 1000.0  # of a place; older evidence fades beyond so many
 REFRESH_TESTS = 64  # new tests of the first place that are worth working the rates out again
@@ -32,12 +30,14 @@ class SurvivalRates:
         """Of the first place, older ones counting less."""
         return self._tested[0]
 
-    def observe(self, record: StepRecord, mean_chance: float, *, is_trimmed: bool = False) -> None:
-        """mean_chance: of any draft token, where nothing is known of its place."""
+    def observe(
+        self, num_accepted: list[int], num_testable: list[int], mean_chance: float, *, is_trimmed: bool = False
+    ) -> None:
+        """Of chains. mean_chance: of any draft token, where nothing is known of its place."""
         # Told one by one: most steps that are learned from have few sequences, and few places of each are tested.
         counted = 1 if is_trimmed else len(self._tested)
         tested, accepted = [0] * counted, [0] * counted
-        for passed, testable in zip(record.acceptance.num_accepted.tolist(), record.num_testable.tolist(), strict=True):
+        for passed, testable in zip(num_accepted, num_testable, strict=True):
             for place in range(min(passed + 1, testable, counted)):
                 tested[place] += 1
                 accepted[place] += place < passed

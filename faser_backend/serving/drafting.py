@@ -46,7 +46,7 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     knowledge = load_knowledge(engine_dir, manifest)
     if models.draft is not None:
         return knowledge
-    margins = knowledge.margins if manifest.draft is None else None
+    margins = knowledge.margins if manifest.draft is None else {}
     return Knowledge(with_ngrams(knowledge.costs), margins)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.calibration import MarginCounts, MatchCalibration
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.early_exit import ExitCalibration
@@ -27,13 +28,13 @@ def knowledge_of(process: AcceptanceProcess, costs: CostModel, exits: tuple[tupl
     is_accepted = np.cumprod(is_match, axis=1) > 0
     is_tested = np.concatenate([np.ones((len(margins), 1), np.bool_), is_accepted[:, :-1]], axis=1)
     counts = MarginCounts.of(margins[is_tested], is_accepted[is_tested])
-    chances = MatchCalibration(counts).chances(margins)
+    chances = MatchCalibration(counts).curve.chances(margins)
     calibrations = []
     for place, (segment, layer) in enumerate(exits):
         weight = separation(process.exit_aucs[place])
         exit_margins = drawn[2][place].reshape(margins.shape)
         calibrations.append(_calibrate((segment, layer), weight, chances, exit_margins, is_accepted))
-    return Knowledge(costs, counts, tuple(calibrations))
+    return Knowledge(costs, dict.fromkeys(KINDS, counts), tuple(calibrations))
 
 
 def _calibrate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins
 from faser_backend.policy.early_exit import ExitCalibration, logits
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
@@ -68,8 +70,8 @@ def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, so
     """depths: segment of each exit -> layers before it and of the whole target."""
     is_held_out = chains.group % 2 == 1
     fitted, held_out = chains.take(~is_held_out), chains.take(is_held_out)
-    counts = MarginCounts.of(fitted.margins[fitted.is_tested], fitted.is_accepted[fitted.is_tested])
-    matches = MatchCalibration(counts)
+    counts = {kind: _counts(fitted.take(fitted.is_sampled == index)) for index, kind in enumerate(KINDS)}
+    chances = Chances(_chances(counts, fitted), _chances(counts, held_out))
     outcomes = [half.is_accepted[half.is_tested] for half in (fitted, held_out)]
     can_fit = all(min(half.sum(), (~half).sum()) >= MIN_OUTCOMES for half in outcomes)
     return Calibration(
@@ -78,13 +80,30 @@ def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, so
         num_fitted=outcomes[0].size,
         num_held_out=outcomes[1].size,
         margins=counts,
-        reliability=_reliability(held_out, matches),
+        reliability=_reliability(held_out, chances.held_out),
         exits=tuple(
-            _fit_exit(segment, depth, fitted=fitted, held_out=held_out, matches=matches, retention=retention)
+            _fit_exit(segment, depth, fitted=fitted, held_out=held_out, chances=chances, retention=retention)
             for segment, depth in sorted(depths.items())
             if can_fit
         ),
     )
+
+
+class Chances(NamedTuple):
+    """[N, K] of acceptance by draft margin, of chains of each half."""
+
+    fitted: np.ndarray
+    held_out: np.ndarray
+
+
+def _counts(chains: Chains) -> MarginCounts:
+    return MarginCounts.of(chains.margins[chains.is_tested], chains.is_accepted[chains.is_tested])
+
+
+def _chances(counts: dict[str, MarginCounts], chains: Chains) -> np.ndarray:
+    """[N, K] by draft margin, as serving would have them at the start."""
+    greedy, sampled = (MatchCalibration(counts[kind]).curve.chances(chains.margins) for kind in KINDS)
+    return np.where(chains.is_sampled[:, None], sampled, greedy)
 
 
 def _fit_exit(
@@ -93,12 +112,11 @@ def _fit_exit(
     *,
     fitted: Chains,
     held_out: Chains,
-    matches: MatchCalibration,
+    chances: Chances,
     retention: float,
 ) -> ExitReport:
     """Bias and weights from the tested tokens of `fitted`, the threshold from its useful rows."""
-    chances = [matches.chances(half.margins) for half in (fitted, held_out)]
-    features = np.stack([logits(chances[0]), fitted.exit_margins[segment]], axis=-1)[fitted.is_tested]
+    features = np.stack([logits(chances.fitted), fitted.exit_margins[segment]], axis=-1)[fitted.is_tested]
     bias, chance_weight, margin_weight = map(float, fit_logistic(features, fitted.is_accepted[fitted.is_tested]))
     weights = (segment, depth[0], bias, chance_weight, margin_weight)
     unscaled = ExitCalibration(*weights, 0.0, 1.0, (0.0,), 1.0, 0.0)
@@ -120,7 +138,7 @@ def _fit_exit(
         trimmed_retention=_share(stays, accepted & enters),
         trimmed_pruned_share=_share(~stays, enters),
     )
-    refined = calibration.refined(chances[1], held_out.exit_margins[segment])
+    refined = calibration.refined(chances.held_out, held_out.exit_margins[segment])
     return ExitReport(
         calibration,
         margin_auc=area_under_curve(held_out.exit_margins[segment][tested], accepted[tested]),
@@ -133,9 +151,9 @@ def _fit_exit(
     )
 
 
-def _reliability(held_out: Chains, matches: MatchCalibration) -> tuple[ReliabilityBin, ...]:
-    margins, accepted = held_out.margins[held_out.is_tested], held_out.is_accepted[held_out.is_tested]
-    predicted, bins = matches.chances(margins), margin_bins(margins)
+def _reliability(held_out: Chains, chances: np.ndarray) -> tuple[ReliabilityBin, ...]:
+    tested = held_out.is_tested
+    predicted, accepted, bins = chances[tested], held_out.is_accepted[tested], margin_bins(held_out.margins[tested])
     return tuple(
         ReliabilityBin(
             float(MARGIN_KNOTS[index]),

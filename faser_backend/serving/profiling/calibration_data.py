@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from faser_backend.policy.beliefs import KINDS
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.early_exit import ExitCalibration
 
@@ -52,7 +53,7 @@ class Calibration:
     retention: float  # that thresholds were chosen for
     num_fitted: int  # tested draft tokens
     num_held_out: int
-    margins: MarginCounts  # of the fitted half
+    margins: dict[str, MarginCounts]  # of the fitted half, by kind of request
     reliability: tuple[ReliabilityBin, ...]
     exits: tuple[ExitReport, ...]
 
@@ -64,8 +65,10 @@ class Calibration:
             "num_held_out": self.num_held_out,
             "margins": {
                 "knots": MARGIN_KNOTS.tolist(),
-                "tested": self.margins.tested.tolist(),
-                "accepted": self.margins.accepted.tolist(),
+                **{
+                    kind: {"tested": counts.tested.tolist(), "accepted": counts.accepted.tolist()}
+                    for kind, counts in self.margins.items()
+                },
             },
             "reliability": [asdict(each) for each in self.reliability],
             "exits": [asdict(each) | {"replays": _replays_as_dict(each.replays)} for each in self.exits],
@@ -89,9 +92,13 @@ def _replays_as_dict(replays: dict[int, Replay]) -> dict[str, dict[str, float]]:
     return {str(length): each._asdict() for length, each in replays.items()}
 
 
-def _margins_from(fields: dict[str, Any]) -> MarginCounts:
+def _margins_from(fields: dict[str, Any]) -> dict[str, MarginCounts]:
     if fields["knots"] != MARGIN_KNOTS.tolist():
         raise ValueError("margins were counted in other bins")
+    return {kind: _counts_from(fields[kind]) for kind in KINDS}
+
+
+def _counts_from(fields: dict[str, Any]) -> MarginCounts:
     tested, accepted = (np.array(fields[name], np.float64) for name in ("tested", "accepted"))
     if tested.shape != MARGIN_KNOTS.shape or accepted.shape != MARGIN_KNOTS.shape:
         raise ValueError(f"margins need {MARGIN_KNOTS.size} bins")

@@ -31,6 +31,7 @@ class Chains:
     num_drafted: np.ndarray  # [N]
     num_accepted: np.ndarray  # [N]
     group: np.ndarray  # [N] whose text: chains of a group are held out together
+    is_sampled: np.ndarray  # bool [N]: not of a greedy request
 
     @property
     def is_drafted(self) -> np.ndarray:
@@ -54,6 +55,7 @@ class Chains:
             self.num_drafted[index],
             self.num_accepted[index],
             self.group[index],
+            self.is_sampled[index],
         )
 
     def shortened(self, num_draft_tokens: int) -> Chains:
@@ -64,6 +66,7 @@ class Chains:
             np.minimum(self.num_drafted, num_draft_tokens),
             np.minimum(self.num_accepted, num_draft_tokens),
             self.group,
+            self.is_sampled,
         )
 
 
@@ -112,6 +115,7 @@ class Listener:
             frontier.num_drafted,
             record.acceptance.num_accepted,
             np.array(groups, np.int64),
+            np.array([not sequence.request.sampling.is_greedy for sequence in record.plan.decodes]),
         )
         self._records.append(chains.take(np.flatnonzero(chains.num_drafted)))
 
@@ -126,6 +130,7 @@ class Listener:
             np.concatenate([chains.num_drafted for chains in records]),
             np.concatenate([chains.num_accepted for chains in records]),
             np.concatenate([chains.group for chains in records]),
+            np.concatenate([chains.is_sampled for chains in records]),
         )
 
     def _padded(self, array: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from faser_backend.policy.knowledge import Knowledge
 from faser_backend.serving.profiling.calibration_data import Calibration
 from faser_backend.serving.runtimes import identity_of, key_columns_of
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 PROFILE_FILE = "profile.json"
 _SHOWN = {
     "cpu": "CPU",

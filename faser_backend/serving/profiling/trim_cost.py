@@ -18,12 +18,12 @@ from faser_backend.core.decision import WHOLE, Decision, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.calibration import MarginCurve
 from faser_backend.policy.cost_fit import fit_trim
 from faser_backend.serving.profiling.overhead import LOADS, MakeEngine, phases_of_steps
 
 LENGTHS = (3, 6)  # draft tokens of each sequence
-_KNOTS = MatchCalibration.margin_knots  # as many as served rules have
+_KNOTS = MarginCurve.margin_knots  # as many as served rules have
 # All is certain and time is worth nothing.
 STOPS_NOTHING = TrimRule(
     margin_knots=_KNOTS,
