@@ -23,6 +23,7 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost
 from faser_backend.policy.ngram_costs import with_ngrams
 from faser_backend.policy.registry import policy_usages
 from faser_backend.serving import drafting
+from faser_backend.serving.bench.ladder import choose_contestants
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import serving_knowledge
@@ -31,6 +32,7 @@ from faser_backend.serving.parameters import Parameters, read_engine_config
 from faser_backend.serving.profiling import profile as profiling
 from faser_backend.serving.profiling.profile import profile_engine
 from faser_backend.serving.profiling.store import load_profile
+from faser_backend.serving.simulate_command import simulated
 from faser_backend.serving.simulated_profile import profile_world
 from tests.harness import drive, guessed, request
 from tests.serving_pair import build_pair, write_pair
@@ -119,6 +121,13 @@ def test_options_out_of_range():
         EngineConfig.from_options(draft="eagle")
     parameters = Parameters({"parameters": {"draft": {"string_value": "ngram"}}})
     assert read_engine_config(parameters).draft == "ngram"
+
+
+def test_a_simulated_ladder_says_that_it_leaves_n_grams_out():
+    contestants, missing = simulated(*choose_contestants(None), is_named=False)
+    assert {"faser", "faser (no exit)"} <= {contestant.name for contestant in contestants}
+    assert all("draft" not in contestant.options for contestant in contestants)
+    assert [line.rpartition(":")[0] for line in missing] == ["fixed:4 (n-grams)", "faser (n-grams)"]
 
 
 def test_simulation_needs_a_pair(alone: Path):

@@ -280,6 +280,7 @@ def test_the_command_writes_figures_and_every_assumption(csv, tmp_path):
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 0], "--requests = 0"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--exit-auc", 0.4], "must lie in"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--policies", "x"], "known are none"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "faser (n-grams)"], "n-grams need texts"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(csv, arguments, message):

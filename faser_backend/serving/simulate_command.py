@@ -107,7 +107,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     """The command: progress on stderr, the table on stdout, simulation.json and .md into the output directory."""
     options.check()
     names = None if options.policies is None else split_names(options.policies)
-    contestants, missing = choose_contestants(names)
+    contestants, missing = simulated(*choose_contestants(names), is_named=names is not None)
     world, trace = options.make_world(options.make_trace())
     rows = report.compared(_simulate_all(options, contestants))
     meta = {
@@ -131,6 +131,18 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     (options.output / "simulation.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     (options.output / "simulation.md").write_text(report.markdown(meta, rows))
     _print(meta, rows, options.output)
+
+
+def simulated(
+    contestants: list[Contestant], missing: list[str], *, is_named: bool
+) -> tuple[list[Contestant], list[str]]:
+    """Without those that draft with n-grams, which a simulated text has none of. Raises ConfigError for one that the
+    user named."""
+    others = [contestant.name for contestant in contestants if contestant.options.get("draft") == "ngram"]
+    if others and is_named:
+        raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
+    simulated = [contestant for contestant in contestants if contestant.name not in others]
+    return simulated, [*missing, *(f"{name}: n-grams need texts, and a simulation has none" for name in others)]
 
 
 def _parse_lengths(text: str) -> tuple[float, float]:
