@@ -34,7 +34,7 @@ from faser_backend.cli_options import (
     parse_integers,
     print_progress,
 )
-from faser_backend.config import EngineConfig
+from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError
 
 app = typer.Typer(
@@ -97,7 +97,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", show_default=False)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop after; may be given several times.")] = None,
-    policy: Policy = "fixed:4",
+    policy: Policy = DEFAULT_POLICY,
     draft: Draft = Drafting.AUTO,
     acceptance: AcceptanceRule = Acceptance.MATCH,
     early_exit: EarlyExits = EarlyExit.AUTO,
@@ -145,7 +145,7 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="Metrics port.")] = 8002,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
-    policy: Policy = "fixed:4",
+    policy: Policy = DEFAULT_POLICY,
     draft: Draft = Drafting.AUTO,
     acceptance: AcceptanceRule = Acceptance.MATCH,
     early_exit: EarlyExits = EarlyExit.AUTO,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
 from faser_backend.manifest import EngineManifest
@@ -43,7 +43,7 @@ class OneShotOptions:
     top_p: float = 1.0
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
-    policy: str = "fixed:4"
+    policy: str = DEFAULT_POLICY
     draft: str = "auto"
     acceptance: str = "match"
     early_exit: str = "auto"
