@@ -34,6 +34,7 @@ def engine_dir(tmp_path_factory) -> Path:
 def server(engine_dir: Path) -> Iterator[LaunchOptions]:
     parameters = {
         "engine_dir": str(engine_dir),
+        "policy": "fixed:4",  # drafts in every step, whatever this pair's drafts are worth
         "max_num_seqs": str(NUM_RUNNING),
         "max_queue_size": str(NUM_QUEUED),
         "num_threads": "1",
