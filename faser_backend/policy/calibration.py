@@ -110,9 +110,13 @@ class MatchCalibration:
         if margins.shape[1] == 0:
             return
         columns = np.arange(margins.shape[1])
-        is_accepted = columns < num_accepted[:, None]
-        is_tested = columns < np.minimum(num_accepted + 1, num_testable)[:, None]
-        self._fresh.append((margins[is_tested], is_accepted[is_tested]))
+        if len(margins) == 1:  # a request alone, whose every step is heard
+            num_tested = min(int(num_accepted[0]) + 1, int(num_testable[0]))
+            self._fresh.append((margins[0, :num_tested], columns[:num_tested] < num_accepted[0]))
+        else:
+            is_accepted = columns < num_accepted[:, None]
+            is_tested = columns < np.minimum(num_accepted + 1, num_testable)[:, None]
+            self._fresh.append((margins[is_tested], is_accepted[is_tested]))
         self._num_fresh += self._fresh[-1][0].size
         if self._num_fresh >= _REFRESH_TESTS:
             self._count_fresh()
