@@ -14,7 +14,7 @@ from faser_backend.policy.early_exit import ExitCalibration
 class Knowledge:
     """costs are guesses, and the rest is missing, where nothing was measured.
 
-    margins: by kind of request (policy/beliefs.py), or of all of them, or of none.
+    margins: by kind of request (policy/beliefs.KINDS); a kind that is not there is guessed.
     """
 
     costs: CostModel
