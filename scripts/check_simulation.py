@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Simulates closed loops of the demo pair on this machine and runs them for real: predicted beside measured.
 
-In rounds: a copy of the demo engine is profiled, then every loop runs once. A shared machine is a third faster or
-slower from one half minute to the next, so short plain loops of 4 requests tell its pace, between the parts of a
-profile and around every run; a prediction is for the pace of the run that it is held against. The texts are others than
-those that the acceptance process was fitted to: same prompts, other seeds. Some five minutes.
+In rounds: a copy of the demo engine is profiled, then every loop runs once. A shared machine is up to twice as slow
+from one half minute to the next, so two small loads tell its pace (benchmarks/pace.py), between the calls of the
+profile and in turns with every run; a prediction is for the pace of the run that it is held against. The texts are
+others than those that the acceptance process was fitted to: same prompts, other seeds. Five minutes a round.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.pace import Pace
 from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
 from faser_backend.serving.bench import environment
-from faser_backend.serving.bench.in_process import InProcess
+from faser_backend.serving.bench.in_process import ClosedLoop, InProcess
 from faser_backend.serving.bench.workload import Job, load_jobs, summarise
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profiling.profile import profile_engine
@@ -39,26 +41,11 @@ from faser_backend.simulation.trace import Trace
 
 GOAL = 0.15  # of the measured throughput
 FIRST_SEED = 10_000  # far from the seeds of the fit
-NUM_JOBS = 48  # of a loop: acceptance differs from text to text
+NUM_JOBS = 48  # of a loop; acceptance differs from text to text, so each round has texts of its own
+PACE_TURNS = 10  # after each of a few dozen calls of the profile
 FIGURES = ("tokens_per_s", "mean_accepted", "tpot_ms_p50", "ttft_ms_p50")
 
 Figures = dict[tuple[int, str], dict[str, float]]  # by number of clients and policy
-
-
-class Pace:
-    """How fast the machine is at the moment, by an engine of its own that decodes plainly."""
-
-    def __init__(self, place: InProcess, jobs: list[Job]) -> None:
-        self._place = place
-        self._jobs = [replace(job, max_tokens=24) for job in jobs[:4]]
-
-    def tokens_per_s(self) -> float:
-        """The median of five short loops, which take a quarter of a second."""
-        return statistics.median(self._once() for _ in range(5))
-
-    def _once(self) -> float:
-        traces, seconds = self._place.run("pace", self._jobs, len(self._jobs))
-        return sum(trace.num_tokens for trace in traces) / seconds
 
 
 def options_of(policy: str) -> dict[str, Any]:
@@ -66,18 +53,17 @@ def options_of(policy: str) -> dict[str, Any]:
 
 
 def measure(engine_dir: Path, policies: list[str], loops: dict[int, list[Job]], first: int, pace: Pace) -> Figures:
-    """Figures of each policy in each loop, run once, with the pace before and after it; policies take turns, the one
-    at place `first` begins."""
+    """Figures of each policy in each loop, run once, in turns with the pace; the policy at place `first` begins."""
     found: Figures = {}
     configs = {policy: EngineConfig.from_options(**options_of(policy)) for policy in policies}
     with closing(InProcess(engine_dir, configs)) as place:
         for num_clients, jobs in loops.items():
-            for policy in policies:  # first calls of shapes are not measured
-                place.run(policy, jobs[: 2 * num_clients], num_clients)
+            short = [replace(job, max_tokens=8) for job in jobs]
             for policy in (*policies[first:], *policies[:first]):
-                before = pace.tokens_per_s()
-                figures = summarise(*place.run(policy, jobs, num_clients))
-                found[num_clients, policy] = figures | {"pace": (before + pace.tokens_per_s()) / 2}
+                place.run(policy, short, num_clients)  # first calls of shapes are not measured, nor predicted
+                pace.start()
+                runs = place.serve_in_turns([policy], jobs, ClosedLoop(num_clients), lambda share: pace.take_turn())
+                found[num_clients, policy] = summarise(*runs[policy]) | {"pace": pace.tokens_per_s()}
     return found
 
 
@@ -97,16 +83,17 @@ def predict_all(
     engine_dir: Path, policies: list[str], loops: dict[int, list[Job]], pace: Pace, *, kind: str, is_quick: bool
 ) -> Figures:
     """Profiles the engine as the machine is now, and simulates every loop on it. The pace is that of the profile."""
-    paces: dict[str, float] = {}  # by the part of the profile that it preceded
 
     def on_progress(part: str, done: float) -> None:
-        if part not in paces:
-            paces[part] = pace.tokens_per_s()
+        if part.endswith(WHOLE):  # these loops run on no split
+            for _ in range(PACE_TURNS):
+                pace.take_turn()
 
+    pace.start()
     profile_engine(engine_dir, is_quick=is_quick, report=on_progress).save(engine_dir)
     world = profile_world(engine_dir, 16, kind=kind)
     tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
-    known = {"pace": statistics.fmean(paces.values())}
+    known = {"pace": pace.tokens_per_s()}
     return {
         (num_clients, policy): predict(world, policy, jobs, tokenizer, num_clients) | known
         for num_clients, jobs in loops.items()
@@ -143,11 +130,11 @@ def markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = ["# The simulator against real runs", "", *environment.as_lines(meta), ""]
     lines += [
         f"The demo pair in process, closed loops of {NUM_JOBS} {meta['max_tokens']}-token completions at temperature "
-        f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds. Predicted: the same loop in "
+        f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds, each of other texts. Predicted: the same loop in "
         "virtual time with the fitted acceptance process, on costs profiled right before the round "
         f"({'quick' if meta['is_quick_profile'] else 'full'} profiles). Ratio: predicted over measured throughput, at "
-        "the pace that the machine had in the run; plain loops of 4 requests tell it, between the parts of the profile "
-        "and around every run. Raw: as they are.",
+        "the pace that the machine had in the run; two loads of 4 requests tell it, one without drafting and one with "
+        "`fixed:4`, between the calls of the profile and in turns with every run. Raw: as they are.",
         "",
         "| clients | policy | measured tokens/s | predicted | ratio | lowest - highest | raw | accepted | predicted |",
         "|" + "---|" * 9,
@@ -176,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, choices=[0.0, 0.8], help="those that were fitted")
-    parser.add_argument("--full-profile", action="store_true", help="a minute more each, smaller errors")
+    parser.add_argument("--quick-profile", action="store_true", help="a minute and a half less a round, larger errors")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     policies = args.policies.split(",")
@@ -185,28 +172,26 @@ def main() -> None:
         "rounds": args.rounds,
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
-        "is_quick_profile": not args.full_profile,
+        "is_quick_profile": args.quick_profile,
     }
     jobs = load_jobs(
         ROOT / "models" / "demo" / "prompts.jsonl",
-        NUM_JOBS,
+        NUM_JOBS * args.rounds,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=FIRST_SEED,
         max_prompt_chars=1000,
     )
-    loops = dict.fromkeys(map(int, args.clients.split(",")), jobs)
+    all_num_clients = [int(number) for number in args.clients.split(",")]
     kind = "greedy" if args.temperature == 0.0 else "sampled"
     measured, predicted = list[Figures](), list[Figures]()
     with tempfile.TemporaryDirectory(prefix="faser-check-") as folder:
         engine_dir = Path(folder) / "demo"
         shutil.copytree(demo, engine_dir)
-        with closing(InProcess(engine_dir, {"pace": EngineConfig.from_options(**options_of("none"))})) as place:
-            pace = Pace(place, jobs)
+        with Pace(engine_dir, jobs) as pace:
             for index in range(args.rounds):
-                predicted.append(
-                    predict_all(engine_dir, policies, loops, pace, kind=kind, is_quick=not args.full_profile)
-                )
+                loops = dict.fromkeys(all_num_clients, jobs[NUM_JOBS * index : NUM_JOBS * (index + 1)])
+                predicted.append(predict_all(engine_dir, policies, loops, pace, kind=kind, is_quick=args.quick_profile))
                 measured.append(measure(engine_dir, policies, loops, index % len(policies), pace))
                 print(f"round {index + 1} of {args.rounds}", flush=True)
     rows = merged(measured, predicted)

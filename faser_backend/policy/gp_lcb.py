@@ -22,7 +22,8 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+from faser_backend.policy.batch_times import BatchTimes, BatchTimesCache
+from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.gaussian_process import GridProcess, hats, smooth
 from faser_backend.policy.history import AcceptanceHistory
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
@@ -62,6 +63,7 @@ class GpLcb:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
+        self._times = BatchTimesCache(costs, MAX_ADAPTIVE_TOKENS)
         self._process = GridProcess(_prior(LOCAL_ERROR[costs.is_measured]), STEP_NOISE, DRIFT)
         self._history = AcceptanceHistory()
         self._last_choice = 0
@@ -72,16 +74,18 @@ class GpLcb:
         size = len(sequences)
         survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
         survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0
-        is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K + 1]
-        num_deep = is_drafted.sum(axis=1)  # [P, K + 1] chains of that depth or more
+        is_drafted = (survival > SURVIVAL_FLOORS[:, None, None]).astype(np.float64)  # [P, B, K + 1]
+        num_deep = (np.ones(size) @ is_drafted).astype(np.int64)  # [P, K + 1] chains of that depth or more
         num_deep[:, 0] = 0
-        tokens = np.einsum("bk,pbk->pk", survival, is_drafted)
         num_drafted = num_deep.cumsum(axis=1)  # [P, K + 1] by cap
-        longest = (num_deep > 0).cumsum(axis=1)
-        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
-        round_us = self._round_us(size, context, num_deep, num_drafted, longest)
+        is_deep = num_deep > 0
+        longest = is_deep.cumsum(axis=1)
+        tokens = np.einsum("bk,pbk->pk", survival, is_drafted).cumsum(axis=1)
+        times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
+        draft_us = (times.draft_us[num_deep] * is_deep).cumsum(axis=1) + times.draft_round_us * (longest > 0)
+        round_us = draft_us + times.step_us[num_drafted] + longest * times.column_us
         places = _length_weights((num_drafted / size).ravel(), longest.ravel())  # [P (K + 1), 25]
-        choice = self._choose(size, np.log(round_us / tokens.cumsum(axis=1)).ravel(), places)
+        choice = self._choose(size, np.log(round_us / tokens).ravel(), places)
         floor, cap = divmod(choice, DEPTHS.size)
         decision = Decision(np.count_nonzero(is_drafted[floor, :, 1 : cap + 1], axis=1).tolist())
         self._expected = Expected(decision, float(round_us[floor, cap]), places[choice])
@@ -105,45 +109,30 @@ class GpLcb:
     def _expect(self, record: StepRecord) -> Expected:
         """For a step that drafted other lengths than were decided: blocks were short, or the mode was forced."""
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
-        size, num_drafted, longest = lengths.size, lengths.sum(keepdims=True), lengths.max(keepdims=True)
-        num_deep = (lengths[:, None] >= DEPTHS[: longest[0] + 1]).sum(axis=0)[None]
-        num_deep[:, 0] = 0
-        context = self._costs.batch_context(record.num_tokens.tolist())
-        round_us = self._round_us(size, context, num_deep, num_drafted[:, None], longest[:, None])
-        place = _length_weights(num_drafted / size, longest)[0]
-        return Expected(record.plan.decision, float(round_us[0, -1]), place)
+        num_drafted, longest = int(lengths.sum()), int(lengths.max())
+        times = self._times_of(lengths.size, record.num_tokens.tolist())
+        round_us = times.chains_us(lengths, is_trimmed=False) + times.verify_us(num_drafted, longest)
+        place = _length_weights(np.array([num_drafted / lengths.size]), np.array([longest]))[0]
+        return Expected(record.plan.decision, round_us, place)
 
     def _choose(self, size: int, log_cost: np.ndarray, weights: np.ndarray) -> int:
         """Index of the candidate with the least bound, of log_cost [N] and weights [N, 25] of the grid's lengths;
         the last choice where it is as good."""
-        batch = _batch_hats(size)
-        num_batches, num_points = batch.size, weights.shape[1]
-        means = batch @ self._process.mean.reshape(num_batches, num_points)
-        expected = log_cost + weights @ means
+        near, batch = _nearest_batches(size)
+        mean = self._process.mean[near].reshape(batch.size, -1)
+        covariance = self._process.covariance[near, near]  # of the points at one or two batch sizes, taken together:
+        covariance = (batch @ covariance.reshape(batch.size, -1)).reshape(-1, *mean.shape)
+        covariance = batch @ covariance  # [25, 25]
         contrasts = weights - self._usual
-        blocks = self._process.covariance.reshape(num_batches, num_points, num_batches, num_points)
-        near = batch.nonzero()[0]  # one or two
-        covariance = sum(batch[i] * batch[j] * blocks[i, :, j] for i in near for j in near)
-        variance = np.einsum("ng,ng->n", contrasts @ covariance, contrasts)
-        bound = expected - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
+        variance = ((contrasts @ covariance) * contrasts).sum(axis=1)
+        bound = log_cost + weights @ (batch @ mean) - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
         best = int(bound.argmin())
         if bound[self._last_choice] > bound[best] + STAY_WITHIN:
             self._last_choice = best
         return self._last_choice
 
-    def _round_us(
-        self, size: int, context: int, num_deep: np.ndarray, num_drafted: np.ndarray, longest: np.ndarray
-    ) -> np.ndarray:
-        """Predicted microseconds of serial rounds. num_deep [P, K + 1]: sequences of each draft call, 0 first.
-        num_drafted and longest: draft tokens in all, and of one sequence; [P, K + 1], or [P, 1] at the last cap."""
-        costs = self._costs
-        call_us = costs.call_us(DRAFT, WHOLE, num_deep, num_deep, context, max_rows=1, num_logit_rows=num_deep)
-        call_us += costs.overhead.draft_call(num_deep)
-        draft_us = (call_us * (num_deep > 0)).cumsum(axis=1)
-        draft_us += costs.overhead.draft_round(size) * (longest > 0)
-        rows = size + num_drafted
-        verify_us = costs.call_us(TARGET, WHOLE, rows, size, context, max_rows=longest + 1)
-        return draft_us + verify_us + costs.overhead.step(size, rows)
+    def _times_of(self, size: int, num_tokens: list[int]) -> BatchTimes:
+        return self._times.of(size, self._costs.batch_context(num_tokens), WHOLE)
 
 
 def _is_as_decided(record: StepRecord, decision: Decision) -> bool:
@@ -175,6 +164,15 @@ def _prior(local_error: float) -> np.ndarray:
 def _batch_hats(size: int) -> np.ndarray:
     """[5] weights of the batch sizes that are knots."""
     return _BATCH_HATS[min(size, len(_BATCH_HATS) - 1)]
+
+
+def _nearest_batches(size: int) -> tuple[slice, np.ndarray]:
+    """The grid's points at the knots on both sides of a batch size, and those knots' weights [1 or 2]."""
+    hats_of = _batch_hats(size)
+    first = int((hats_of > 0.0).argmax())
+    batch = hats_of[first : first + 2]
+    num_points = LENGTH_KNOTS.size**2
+    return slice(first * num_points, (first + batch.size) * num_points), batch
 
 
 def _length_weights(mean_length: np.ndarray, longest: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ prior: who was not tested for long is worth a new try. Bounded by the requests o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ class AcceptanceHistory:
         """[B] chance that a tested draft token of each request is accepted, seen with optimism."""
         known = self._own
         self._own = {sequence: known.get(sequence) or _lifetime(sequence) for sequence in sequences}
-        counts = np.array(list(self._own.values()))  # [B, 2]
+        counts = np.fromiter(chain.from_iterable(self._own.values()), np.float64).reshape(-1, 2)  # [B, 2]
         tests = self._tested + PRIOR_TESTS
         shared = min(_upper_bound((self._accepted + PRIOR_RATE * PRIOR_TESTS) / tests, tests), MAX_RATE)
         own_tests = counts[:, 1] + OWN_PRIOR_TESTS

@@ -103,13 +103,14 @@ class InProcess:
         """`serve` for each of the engines, which all get the same jobs. on_turn: is told the share that is done."""
         runs = {
             name: serve_requests(
-                self._engines[name], self._clocks[name], [self._request(i, job) for i, job in enumerate(jobs)], feed
+                self._engines[name], self._clocks[name], [self.request(i, job) for i, job in enumerate(jobs)], feed
             )
             for name in names
         }
         return take_turns(runs, self._clocks, on_turn)
 
-    def _request(self, index: int, job: Job) -> Request:
+    def request(self, index: int, job: Job) -> Request:
+        """The job under this number."""
         return Request(
             request_id=str(index),
             prompt_ids=np.array(self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
