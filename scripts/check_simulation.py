@@ -42,7 +42,7 @@ from faser_backend.simulation.trace import Trace
 GOAL = 0.15  # of the measured throughput
 FIRST_SEED = 10_000  # far from the seeds of the fit
 NUM_JOBS = 48  # of a loop; acceptance differs from text to text, so each round has texts of its own
-PACE_TURNS = 10  # after each of a few dozen calls of the profile
+PACE_TURNS = 10  # whenever the profile has measured some dozens of calls
 FIGURES = ("tokens_per_s", "mean_accepted", "tpot_ms_p50", "ttft_ms_p50")
 
 Figures = dict[tuple[int, str], dict[str, float]]  # by number of clients and policy
@@ -130,10 +130,10 @@ def markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = ["# The simulator against real runs", "", *environment.as_lines(meta), ""]
     lines += [
         f"The demo pair in process, closed loops of {NUM_JOBS} {meta['max_tokens']}-token completions at temperature "
-        f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds, each of other texts. Predicted: the same loop in "
-        "virtual time with the fitted acceptance process, on costs profiled right before the round "
-        f"({'quick' if meta['is_quick_profile'] else 'full'} profiles). Ratio: predicted over measured throughput, at "
-        "the pace that the machine had in the run; two loads of 4 requests tell it, one without drafting and one with "
+        f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds, each of other texts. "
+        "Predicted: the same loop in virtual time with the fitted acceptance process, on costs profiled right before "
+        f"the round ({'quick' if meta['is_quick_profile'] else 'full'} profiles). Ratio: predicted over measured "
+        "throughput, at the pace that the machine had in the run; two loads of 4 requests tell it, one plain and one with "
         "`fixed:4`, between the calls of the profile and in turns with every run. Raw: as they are.",
         "",
         "| clients | policy | measured tokens/s | predicted | ratio | lowest - highest | raw | accepted | predicted |",
