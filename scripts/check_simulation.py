@@ -133,7 +133,7 @@ def markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds, each of other texts. "
         "Predicted: the same loop in virtual time with the fitted acceptance process, on costs profiled right before "
         f"the round ({'quick' if meta['is_quick_profile'] else 'full'} profiles). Ratio: predicted over measured "
-        "throughput, at the pace that the machine had in the run; two loads of 4 requests tell it, one plain and one with "
+        "throughput, at the pace that the machine had in the run; two loads of 4 requests tell it, one plain, one with "
         "`fixed:4`, between the calls of the profile and in turns with every run. Raw: as they are.",
         "",
         "| clients | policy | measured tokens/s | predicted | ratio | lowest - highest | raw | accepted | predicted |",
