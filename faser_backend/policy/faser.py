@@ -74,7 +74,8 @@ class Faser:
         self._plain_us, self._is_uniform_near = 0.0, False
         self._num_unweighed, self._weigh_again_after = 0, 0  # decisions
         self._weighed_size = self._context = 0
-        self._lengths: dict[Arm, int] = {}  # draft tokens of each sequence in arms that trim none, since then
+        # Draft tokens of each sequence in arms that trim none, since then, by level: a batch grows within few steps.
+        self._lengths: dict[tuple[Arm, int], int] = {}
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
         self._is_probing = False  # in the last decision
         self._is_known = False  # the chosen arm, when it was weighed
@@ -150,9 +151,10 @@ class Faser:
         cohort = size if arm.mode is not PipelineMode.PING_PONG else max(size // 2, 1)
         pruner = self._pruner(cohort, self._context, self._worth(arm), arm)
         if arm.mode is PipelineMode.RUN_AHEAD or not arm.is_trimmed:
-            if arm not in self._lengths:
-                self._lengths[arm] = self._length(arm, size)
-            return Decision([self._lengths[arm]] * size, arm.mode, arm.partition, pruner=pruner)
+            key = arm, size.bit_length()
+            if key not in self._lengths:
+                self._lengths[key] = self._length(arm, size)
+            return Decision([self._lengths[key]] * size, arm.mode, arm.partition, pruner=pruner)
         rule = pricer.rule(pricer.times(cohort, self._context, arm.partition), self._worth(arm))
         return Decision([pricer.max_draft_tokens] * size, arm.mode, arm.partition, rule, pruner)
 
