@@ -187,8 +187,8 @@ class Faser:
         gains = {arm: self._needed_gain(arm) for arm in self._arms}
         best = max(self._arms, key=lambda arm: speeds[arm] if gains[arm] < math.inf else 0.0)
         chosen = self._arms_of_places.get(place) if has_moved else self.arm
-        if chosen is None:  # what trims more than one has to beat what was seen at work
-            chosen = SERIAL if place.level == 1 else UNIFORM
+        if chosen is None:
+            chosen = _first_arm(place)
             if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
         is_ahead = best != chosen and speeds[best] >= gains[best] * speeds[chosen]
@@ -211,8 +211,8 @@ class Faser:
         """By which the arm has to be ahead of the chosen one."""
         if arm.partition != WHOLE and (self.arm is None or not self._knows_enough):
             return math.inf  # overlapped rounds have to beat what was seen at work
-        if arm != PLAIN:
-            return MIN_GAIN
+        if arm != PLAIN:  # nothing, to go back to what the place began with
+            return 1.0 if arm == _first_arm(self._corrections.place) and self.arm != PLAIN else MIN_GAIN
         # Before acceptance is known of these texts, speculation gets the benefit that it begins with.
         return PLAIN_GAIN if self._knows_acceptance else 1.0 / WORTH_A_LOOK
 
@@ -290,3 +290,8 @@ class Faser:
     @property
     def _knows_acceptance(self) -> bool:
         return self._pricer.beliefs.num_tests >= ENOUGH_TESTS
+
+
+def _first_arm(place: Place) -> Arm:
+    """What a place begins with: what trims more than one has to beat what was seen at work."""
+    return SERIAL if place.level == 1 else UNIFORM
