@@ -1,0 +1,55 @@
+"""By how much an arm has to be ahead before the controller changes over to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place
+from faser_backend.policy.corrections import Corrections
+from faser_backend.policy.faser import WEIGH_PLAIN_EVERY, Faser
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from tests.kinds import batch
+from tests.test_faser import costs, knowledge_of
+
+MODEL = costs(300.0, 1000.0, 60.0)
+PLACE = {1: Place(1, is_sampled=False), 8: Place(4, is_sampled=False)}  # by requests
+FIRST = {1: SERIAL, 8: UNIFORM}  # what a level begins with
+SECOND = {1: UNIFORM, 8: SERIAL}
+
+
+def arm_after(chosen: Arm, lead: dict[Arm, float], num_requests: int) -> Arm | None:
+    """The chosen arm after many decisions, of expected speeds that stand in these proportions."""
+
+    class Expecting(Faser):
+        def _expected_speed(self, arm: Arm) -> float:
+            return 1e-3 * lead.get(arm, 0.1)
+
+    policy = Expecting(knowledge_of(MODEL), MAX_ADAPTIVE_TOKENS)
+    policy._arms_of_places[PLACE[num_requests]] = chosen
+    for _ in range(4 * WEIGH_PLAIN_EVERY):
+        policy.decide(batch("g" * num_requests))
+    return policy.arm
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_the_arm_that_a_level_begins_with_needs_no_lead_to_come_back(num_requests: int) -> None:
+    first, second = FIRST[num_requests], SECOND[num_requests]
+    assert arm_after(second, {first: 1.001, second: 1.0, PLAIN: 0.5}, num_requests) == first
+    assert arm_after(second, {first: 1.0, second: 1.01, PLAIN: 0.5}, num_requests) == second
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_any_other_needs_one(num_requests: int) -> None:
+    first, second = FIRST[num_requests], SECOND[num_requests]
+    assert arm_after(first, {first: 1.0, second: 1.04, PLAIN: 0.5}, num_requests) == first
+    assert arm_after(first, {first: 1.0, second: 1.06, PLAIN: 0.5}, num_requests) == second
+    assert arm_after(PLAIN, {first: 1.04, second: 0.5, PLAIN: 1.0}, num_requests) == PLAIN
+    assert arm_after(PLAIN, {first: 1.06, second: 0.5, PLAIN: 1.0}, num_requests) == first
+
+
+def test_the_tokens_of_one_probe_do_not_make_a_lead() -> None:
+    corrections = Corrections()
+    corrections.place = PLACE[1]
+    for _ in range(8):  # steps of one request that go well
+        corrections.observe_yield(UNIFORM, 1, emitted=3.2, promised=2.6)
+    assert 1.0 < corrections.yield_ratio(UNIFORM) < 1.03
