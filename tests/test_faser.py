@@ -27,7 +27,7 @@ from faser_backend.simulation.engine import World, build_sim_engine
 from faser_backend.simulation.trace import Trace
 from tests.harness import request
 
-OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0)
+OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0, trim_us=15.0, trim_sequence_us=3.0)
 
 
 def call(fixed_us: float, row_us: float) -> CallCost:
@@ -207,12 +207,14 @@ def test_stays_serial_where_the_split_is_slow():
 def test_serial_promise_is_the_best_uniform_round_by_hand():
     pricer = Pricer(Knowledge(MEMORY_BOUND), MAX_ADAPTIVE_TOKENS)
     chance = pricer.beliefs.curve.mean_chance
-    by_hand = []
-    for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
-        rows = 4 * (length + 1)
-        us = 2000.0 + 5.0 * rows + 50.0 + 2.0 * 4 + 1.0 * rows + length * (100.0 + 1.0 * 4 + 10.0 + 1.0 * 4)
-        by_hand.append(4 * sum(chance**kept for kept in range(length + 1)) / us)
-    assert promise(pricer, SERIAL, 4, 32).tokens_per_us == pytest.approx(max(by_hand))
+    for arm, deciding_us in ((UNIFORM, 0.0), (SERIAL, 15.0 + 3.0 * 4)):
+        by_hand = []
+        for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
+            rows = 4 * (length + 1)
+            drafting_us = length * (100.0 + 1.0 * 4 + 10.0 + 1.0 * 4 + deciding_us)
+            us = 2000.0 + 5.0 * rows + 50.0 + 2.0 * 4 + 1.0 * rows + drafting_us
+            by_hand.append(4 * sum(chance**kept for kept in range(length + 1)) / us)
+        assert promise(pricer, arm, 4, 32).tokens_per_us == pytest.approx(max(by_hand))
     assert promise(pricer, PLAIN, 4, 32).tokens_per_us == pytest.approx(4 / (2000.0 + 20.0 + 50.0 + 8.0 + 4.0))
 
 

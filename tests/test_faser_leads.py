@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place
 from faser_backend.policy.corrections import Corrections
+from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.faser import WEIGH_PLAIN_EVERY, Faser
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 from tests.kinds import batch
@@ -17,15 +20,16 @@ FIRST = {1: SERIAL, 8: UNIFORM}  # what a level begins with
 SECOND = {1: UNIFORM, 8: SERIAL}
 
 
-def arm_after(chosen: Arm, lead: dict[Arm, float], num_requests: int) -> Arm | None:
-    """The chosen arm after many decisions, of expected speeds that stand in these proportions."""
+def arm_after(chosen: Arm | None, lead: dict[Arm, float], num_requests: int, model: CostModel = MODEL) -> Arm | None:
+    """The arm after many decisions, of expected speeds that stand in these proportions. chosen: before, if any was."""
 
     class Expecting(Faser):
         def _expected_speed(self, arm: Arm) -> float:
             return 1e-3 * lead.get(arm, 0.1)
 
-    policy = Expecting(knowledge_of(MODEL), MAX_ADAPTIVE_TOKENS)
-    policy._arms_of_places[PLACE[num_requests]] = chosen
+    policy = Expecting(knowledge_of(model), MAX_ADAPTIVE_TOKENS)
+    if chosen is not None:
+        policy._arms_of_places[PLACE[num_requests]] = chosen
     for _ in range(4 * WEIGH_PLAIN_EVERY):
         policy.decide(batch("g" * num_requests))
     return policy.arm
@@ -45,6 +49,15 @@ def test_any_other_needs_one(num_requests: int) -> None:
     assert arm_after(first, {first: 1.0, second: 1.06, PLAIN: 0.5}, num_requests) == second
     assert arm_after(PLAIN, {first: 1.04, second: 0.5, PLAIN: 1.0}, num_requests) == PLAIN
     assert arm_after(PLAIN, {first: 1.06, second: 0.5, PLAIN: 1.0}, num_requests) == first
+
+
+def test_several_requests_begin_with_trimmed_rounds_only_where_deciding_is_known_to_take_next_to_no_time() -> None:
+    alike = {UNIFORM: 1.0, SERIAL: 1.0, PLAIN: 0.5}
+    free = replace(MODEL, overhead=replace(MODEL.overhead, trim_us=0.0, trim_sequence_us=0.1))
+    assert arm_after(None, alike, 8) == UNIFORM
+    assert arm_after(None, alike, 8, free) == SERIAL
+    assert arm_after(UNIFORM, alike | {SERIAL: 1.001}, 8, free) == SERIAL, "it needs no lead to come back"
+    assert arm_after(None, alike, 8, replace(free, is_measured=False)) == UNIFORM, "a guess is not knowledge"
 
 
 def test_the_tokens_of_one_probe_do_not_make_a_lead() -> None:

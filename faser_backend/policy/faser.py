@@ -40,6 +40,7 @@ WORTH_A_LOOK = 0.85
 # What predictions are divided by. Speculation that was not seen on a level yet: its calls find caches colder than those
 # of plain decoding do. Overlap: two models at once disturb each other.
 UNSEEN_HANDICAP, OVERLAP_HANDICAP = 1.05, 1.1
+FREE_TRIM = 1.005  # of a round's time, with what confidence takes to decide
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 # Decisions in between cost next to nothing: a step of one sequence takes 2 ms, and Python that runs where a model has
 # just emptied the caches takes three times as long as it does alone.
@@ -188,7 +189,7 @@ class Faser:
         best = max(self._arms, key=lambda arm: speeds[arm] if gains[arm] < math.inf else 0.0)
         chosen = self._arms_of_places.get(place) if has_moved else self.arm
         if chosen is None:
-            chosen = _first_arm(place)
+            chosen = self._first_arm(place)
             if speeds[chosen] < WORTH_A_LOOK * speeds[PLAIN]:
                 chosen = PLAIN
         is_ahead = best != chosen and speeds[best] >= gains[best] * speeds[chosen]
@@ -207,12 +208,19 @@ class Faser:
             self._arms_of_places[place] = chosen
         return chosen
 
+    def _first_arm(self, place: Place) -> Arm:
+        """What a place begins with. Trimming more than one has to beat what was seen at work, unless it is known to
+        take next to no time."""
+        uniform, trimmed = self._promises[UNIFORM].tokens_per_us, self._promises[SERIAL].tokens_per_us
+        is_free = self._pricer.costs.is_measured and uniform <= FREE_TRIM * trimmed
+        return SERIAL if is_free or place.level == 1 else UNIFORM
+
     def _needed_gain(self, arm: Arm) -> float:
         """By which the arm has to be ahead of the chosen one."""
         if arm.partition != WHOLE and (self.arm is None or not self._knows_enough):
             return math.inf  # overlapped rounds have to beat what was seen at work
         if arm != PLAIN:  # nothing, to go back to what the place began with
-            return 1.0 if arm == _first_arm(self._corrections.place) and self.arm != PLAIN else MIN_GAIN
+            return 1.0 if arm == self._first_arm(self._corrections.place) and self.arm != PLAIN else MIN_GAIN
         # Before acceptance is known of these texts, speculation gets the benefit that it begins with.
         return PLAIN_GAIN if self._knows_acceptance else 1.0 / WORTH_A_LOOK
 
@@ -290,8 +298,3 @@ class Faser:
     @property
     def _knows_acceptance(self) -> bool:
         return self._pricer.beliefs.num_tests >= ENOUGH_TESTS
-
-
-def _first_arm(place: Place) -> Arm:
-    """What a place begins with: what trims more than one has to beat what was seen at work."""
-    return SERIAL if place.level == 1 else UNIFORM
