@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place
+from faser_backend.core.decision import WHOLE
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place, promise
 from faser_backend.policy.corrections import Corrections
-from faser_backend.policy.cost_model import CostModel
-from faser_backend.policy.faser import WEIGH_PLAIN_EVERY, Faser
+from faser_backend.policy.cost_model import TARGET, CallCost, CostModel, Curve
+from faser_backend.policy.faser import HORIZON, LEFT_SHARE, WEIGH_PLAIN_EVERY, Faser
+from faser_backend.policy.probing import Prober
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 from tests.kinds import batch
 from tests.test_faser import costs, knowledge_of
@@ -66,3 +69,35 @@ def test_the_tokens_of_one_probe_do_not_make_a_lead() -> None:
     for _ in range(8):  # steps of one request that go well
         corrections.observe_yield(UNIFORM, 1, emitted=3.2, promised=2.6)
     assert 1.0 < corrections.yield_ratio(UNIFORM) < 1.03
+
+
+def test_an_arm_is_chosen_for_the_contexts_to_come() -> None:
+    """Attention makes plain decoding, of which each step reads all keys for one token, the dearer one as texts grow."""
+    start = np.zeros(1)
+    keys = Curve.from_slopes(start, 0.0, np.array([2.0]))
+    target = CallCost(Curve.from_slopes(start, 300.0, np.array([60.0])), keys)
+    model = replace(MODEL, segments={**MODEL.segments, (TARGET, WHOLE): (target,)})
+    policy = Faser(knowledge_of(model), MAX_ADAPTIVE_TOKENS)
+    sequences = batch("g" * 8)
+    policy.decide(sequences)
+    now = sequences[0].num_tokens
+    assert policy._context_to_come == now + HORIZON // 2 < now + LEFT_SHARE * sequences[0].num_remaining_tokens
+    now_speeds = [promise(policy._pricer, arm, 8, now).tokens_per_us for arm in (UNIFORM, PLAIN)]
+    coming_speeds = [policy._promises[arm].tokens_per_us for arm in (UNIFORM, PLAIN)]
+    assert coming_speeds[0] / coming_speeds[1] > now_speeds[0] / now_speeds[1]
+
+
+def test_plain_decoding_waits_until_speculation_was_seen_on_its_level() -> None:
+    lead = {UNIFORM: 0.9, SERIAL: 0.5, PLAIN: 1.0}
+    assert arm_after(UNIFORM, lead, 8) == UNIFORM, "it never ran, so its speed is a guess"
+    assert arm_after(UNIFORM, lead | {UNIFORM: 0.8}, 8) == PLAIN, "a guess that far behind is taken"
+
+
+def test_plain_decoding_is_not_looked_at_while_a_batch_grows() -> None:
+    corrections = Corrections()
+    corrections.place = PLACE[8]
+    corrections.observe(PLAIN, 1, 100.0, 100.0, is_chosen=False)  # seen elsewhere
+    for is_growing in (True, False):
+        prober = Prober(corrections)
+        prober.consider(UNIFORM, 1, 100.0, {PLAIN: 100.0, SERIAL: 1e9}, is_growing=is_growing)
+        assert (prober.arm(UNIFORM) == PLAIN) is not is_growing

@@ -193,7 +193,7 @@ class CostModel:
     def num_segments(self, model: str) -> int:
         return len(self.segments[model, WHOLE])
 
-    def batch_context(self, num_tokens: Sequence[int]) -> int:
+    def batch_context(self, num_tokens: Sequence[float]) -> int:
         """What stands for the contexts of a call's sequences: their mean, and some of the way to the longest where
         attention pads to it."""
         mean = sum(num_tokens) / len(num_tokens)

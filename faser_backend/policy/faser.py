@@ -19,28 +19,26 @@ from faser_backend.policy.beliefs import sampled_share
 from faser_backend.policy.corrections import Corrections, LengthTimes
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit
 from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.pricing import BatchTimes, Pricer
+from faser_backend.policy.pricing import Pricer
 from faser_backend.policy.probing import (
     COLD_STEPS,
-    LEAST_PAID,
-    PROBE_STEPS,
+    WORTH_A_LOOK,
     Prober,
     catch_up_us,
+    is_worth_a_look,
+    probe_prices,
     probed_lengths,
-    small_probe_us,
 )
 from faser_backend.policy.step_times import arm_of, predicted_us, prompts_us
 
 # Predicted advantage that another arm needs, and plain decoding: where the two are alike, the user who asked for
 # speculation has nothing from it, and whoever compares with plain decoding finds it no worse.
 MIN_GAIN, PLAIN_GAIN = 1.05, 1.0
-# Share of plain decoding's expected speed with which speculation begins on a level that it never saw. What it is worth
-# there a few steps beside plain ones show; from plain decoding it takes long to tell, for the draft falls behind.
-WORTH_A_LOOK = 0.85
 # What predictions are divided by. Speculation that was not seen on a level yet: its calls find caches colder than those
 # of plain decoding do. Overlap: two models at once disturb each other.
 UNSEEN_HANDICAP, OVERLAP_HANDICAP = 1.05, 1.1
 FREE_TRIM = 1.005  # of a round's time, with what confidence takes to decide
+HORIZON = 128  # tokens of a sequence that a choice of arms looks ahead
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 # Decisions in between cost next to nothing: a step of one sequence takes 2 ms, and Python that runs where a model has
 # just emptied the caches takes three times as long as it does alone.
@@ -74,7 +72,7 @@ class Faser:
         self._promises: dict[Arm, Promise] = {}  # as last weighed
         self._plain_us, self._is_uniform_near = 0.0, False
         self._num_unweighed, self._weigh_again_after = 0, 0  # decisions
-        self._weighed_size = self._context = 0
+        self._weighed_size = self._context = self._context_to_come = 0
         # Draft tokens of each sequence in arms that trim none, since then, by level: a batch grows within few steps.
         self._lengths: dict[tuple[Arm, int], int] = {}
         self._decision: Decision | None = None  # for the batch that was weighed, until its size changes
@@ -111,13 +109,17 @@ class Faser:
     def _look_again(self, sequences: Sequence[RunningSequence], size: int, *, has_changed: bool) -> None:
         """Weighs the arms for batches of `size`. has_changed: by so much that another level may be the right one."""
         self._pricer.beliefs.look_at(sequences)
-        context = self._context = self._pricer.context(sequences)
+        self._context = self._pricer.context(sequences)
+        context = self._context_to_come = self._pricer.costs.batch_context([_coming(each) for each in sequences])
         times = self._pricer.times(size, context, WHOLE)
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(self._place_of(size, has_changed=has_changed), sequences)
-        self._is_uniform_near = self._expected_speed(UNIFORM) >= WORTH_A_LOOK * self._expected_speed(PLAIN)
-        self._prober.consider(self.arm, self._num_unweighed, self._plain_us, self._price_probes(sequences, times))
+        speeds = {arm: self._expected_speed(arm) for arm in self._arms}
+        self._is_uniform_near = is_worth_a_look(speeds)
+        prices_us = probe_prices(self._pricer, sequences, self.arm, speeds, times)
+        is_growing = 8 * (size - len(sequences)) > size
+        self._prober.consider(self.arm, self._num_unweighed, self._plain_us, prices_us, is_growing=is_growing)
         self._num_unweighed, self._weighed_size, self._decision, self._lengths = 0, size, None, {}
         self._is_known = self._knows_enough
         if self._num_ahead is not None or not self._is_known:
@@ -132,16 +134,6 @@ class Faser:
             size.bit_length() if has_changed else known.level,
             is_sampled=share >= KIND_SHARE if is_clear else known.is_sampled,
         )
-
-    def _price_probes(self, sequences: Sequence[RunningSequence], times: BatchTimes) -> dict[Arm, float]:
-        """What it costs to look at the arms that were not chosen; overlapped ones are not probed."""
-        others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != self.arm]
-        if self.arm == PLAIN and not self._is_uniform_near:
-            return dict.fromkeys(others, small_probe_us(self._pricer, times, sequences, probed_lengths(sequences)))
-        assert self.arm is not None
-        price_us = catch_up_us(self._pricer, sequences) if self.arm == PLAIN else 0.0
-        losses = {arm: 1.0 - self._expected_speed(arm) / self._expected_speed(self.arm) for arm in others}
-        return {arm: price_us + PROBE_STEPS * self._plain_us * max(loss, LEAST_PAID) for arm, loss in losses.items()}
 
     def _run(self, arm: Arm, sequences: Sequence[RunningSequence]) -> Decision:
         """A step of the arm: the chosen one, or one that is probed in its place where that is not plain decoding."""
@@ -217,12 +209,13 @@ class Faser:
 
     def _needed_gain(self, arm: Arm) -> float:
         """By which the arm has to be ahead of the chosen one."""
-        if arm.partition != WHOLE and (self.arm is None or not self._knows_enough):
+        is_known = self.arm is not None and self._knows_enough
+        if arm.partition != WHOLE and not is_known:
             return math.inf  # overlapped rounds have to beat what was seen at work
         if arm != PLAIN:  # nothing, to go back to what the place began with
             return 1.0 if arm == self._first_arm(self._corrections.place) and self.arm != PLAIN else MIN_GAIN
-        # Before acceptance is known of these texts, speculation gets the benefit that it begins with.
-        return PLAIN_GAIN if self._knows_acceptance else 1.0 / WORTH_A_LOOK
+        # Before speculation is known on this level and of these texts, it gets the benefit that it begins with.
+        return PLAIN_GAIN if is_known else 1.0 / WORTH_A_LOOK
 
     def _expected_speed(self, arm: Arm) -> float:
         """Promised tokens per microsecond, corrected by what is known of the arm."""
@@ -284,9 +277,11 @@ class Faser:
             self._length_times.observe(level, int(lengths[0]), expected_us, measured_us)
         if is_catching_up or not self._is_as_weighed(record.num_tokens.size):
             return
-        if arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL):
-            # Probes among plain rounds do not run as promised, those of serial rounds among others do.
-            promised = self._promises[arm].tokens_per_us * expected_us
+        if arm != PLAIN and (arm == self.arm or (self.arm != PLAIN and arm.mode is PipelineMode.SERIAL)):
+            # Plain decoding yields what it promises; probes among plain rounds do not run as promised, those of
+            # serial rounds among others do.
+            promised_us = predicted_us(self._pricer, record, arm, self._context_to_come)
+            promised = self._promises[arm].tokens_per_us * promised_us
             self._corrections.observe_yield(arm, record.num_tokens.size, emitted, promised)
 
     @property
@@ -298,3 +293,8 @@ class Faser:
     @property
     def _knows_acceptance(self) -> bool:
         return self._pricer.beliefs.num_tests >= ENOUGH_TESTS
+
+
+def _coming(sequence: RunningSequence) -> float:
+    """Mean tokens of the sequence over the time for which an arm is chosen: back from plain decoding is a long way."""
+    return sequence.num_tokens + 0.5 * min(LEFT_SHARE * sequence.num_remaining_tokens, HORIZON)

@@ -20,8 +20,8 @@ from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.knowledge import Knowledge
 
 _FADE = 0.95  # of the running means, per round
-_MEMORY_TOKENS = 4000.0  # emitted, after which older prompts fade
-_PRIOR_TOKENS = 500.0  # emitted without a prompt: when a server starts it reads many and has emitted nothing
+_MEMORY_TOKENS = 20_000.0  # emitted, after which older prompts fade: many are read before their answers begin
+_PRIOR_TOKENS = 2000.0  # emitted without a prompt: when a server starts it reads many and has emitted nothing
 _CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
 
 

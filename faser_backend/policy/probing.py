@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.arms import PLAIN, Arm, Place
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place
 from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT
 from faser_backend.policy.pricing import BatchTimes, Pricer
@@ -22,6 +22,9 @@ COLD_STEPS = 2  # after a change find caches cold, and are not counted
 PROBE_STEPS, FIRST_LOOK_STEPS = COLD_STEPS + 8, COLD_STEPS + 1  # in a row: a single step may be off by a fifth
 FAR_BEHIND = 0.4  # as a share of the speed
 PROBE_TOKENS = 2  # drafted to see whether speculation would pay again
+# Share of plain decoding's expected speed with which speculation begins on a level that it never saw. What it is worth
+# there a few steps beside plain ones show; from plain decoding it takes long to tell, for the draft falls behind.
+WORTH_A_LOOK = 0.85
 LEAST_PAID = 0.1  # of a plain step: an arm that is as good as the chosen one is not probed all the time
 PROBED_PART = 8  # one sequence in so many drafts then, but one at least
 
@@ -46,13 +49,16 @@ class Prober:
         self._num_left -= 1
         return self._arm
 
-    def consider(self, chosen: Arm, num_steps: int, plain_us: float, prices_us: Mapping[Arm, float]) -> None:
+    def consider(
+        self, chosen: Arm, num_steps: int, plain_us: float, prices_us: Mapping[Arm, float], *, is_growing: bool = False
+    ) -> None:
         """Whether to probe from the next step on. Asked wherever arms were weighed, not in every step.
 
         num_steps: since it was asked last. plain_us: of a plain step, as which time is saved up. prices_us: of the arms
         that were not chosen, what a probe will take beyond what the chosen arm would; what it did take is paid.
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
-        arm's or the machine's. So do a first look on a level, unless plain decoding is far behind, and a look back at
+        arm's or the machine's. So do a first look on a level, once the batch has grown to it (is_growing: it has not;
+        steps of fewer sequences tell little of it) and unless plain decoding is far behind, and a look back at
         the arm that was chosen before, once the new one is known: the machine may have been another when that was seen.
         """
         place = self._corrections.place
@@ -65,7 +71,7 @@ class Prober:
         if self._num_left:
             return
         is_first = chosen != PLAIN and not self._corrections.knows(PLAIN)
-        urgent = PLAIN if is_first else self._urgent(chosen, PROBE_STEPS * plain_us, prices_us)
+        urgent = PLAIN if is_first else None if is_growing else self._urgent(chosen, PROBE_STEPS * plain_us, prices_us)
         probed = urgent or max(prices_us, key=self._corrections.age)
         if urgent or self._saved_us >= prices_us[probed]:
             self._arm = probed
@@ -90,6 +96,26 @@ class Prober:
     def pay(self, excess_us: float) -> None:
         """What a step of a probe took beyond the time in which the chosen arm emits as much. May leave a debt."""
         self._saved_us -= max(excess_us, LEAST_PAID * self._plain_us)
+
+
+def probe_prices(
+    pricer: Pricer, sequences: Sequence[RunningSequence], chosen: Arm, speeds: Mapping[Arm, float], times: BatchTimes
+) -> dict[Arm, float]:
+    """Microseconds that a look at each arm takes which was not chosen; overlapped ones are not probed.
+
+    speeds: tokens per microsecond that are expected. times: of the batch that is weighed.
+    """
+    others = [arm for arm in (PLAIN, UNIFORM, SERIAL) if arm != chosen]
+    if chosen == PLAIN and not is_worth_a_look(speeds):
+        return dict.fromkeys(others, small_probe_us(pricer, times, sequences, probed_lengths(sequences)))
+    price_us = catch_up_us(pricer, sequences) if chosen == PLAIN else 0.0
+    probe_us = PROBE_STEPS * times.verify_us(0, 0)
+    return {arm: price_us + probe_us * max(1.0 - speeds[arm] / speeds[chosen], LEAST_PAID) for arm in others}
+
+
+def is_worth_a_look(speeds: Mapping[Arm, float]) -> bool:
+    """Whether uniform rounds are expected to come near plain decoding."""
+    return speeds[UNIFORM] >= WORTH_A_LOOK * speeds[PLAIN]
 
 
 def probed_lengths(sequences: Sequence[RunningSequence]) -> list[int]:

@@ -21,10 +21,14 @@ def arm_of(record: StepRecord) -> Arm:
     return Arm(decision.mode, decision.partition, is_trimmed)
 
 
-def predicted_us(pricer: Pricer, record: StepRecord, arm: Arm) -> float:
-    """Of drafting and verifying what the step drafted and verified; prompts aside."""
+def predicted_us(pricer: Pricer, record: StepRecord, arm: Arm, context: int | None = None) -> float:
+    """Of drafting and verifying what the step drafted and verified; prompts aside.
+
+    context: as if its sequences had so many tokens; None: as they were.
+    """
     size = record.num_tokens.size
-    context = pricer.costs.batch_context(record.num_tokens.tolist())
+    if context is None:
+        context = pricer.costs.batch_context(record.num_tokens.tolist())
     times = pricer.times(size, context, arm.partition)
     is_trimmed = record.plan.decision.trim is not None
     num_rows = record.verification.num_kept
