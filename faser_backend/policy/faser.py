@@ -110,17 +110,17 @@ class Faser:
         """Weighs the arms for batches of `size`. has_changed: by so much that another level may be the right one."""
         self._pricer.beliefs.look_at(sequences)
         self._context = self._pricer.context(sequences)
-        context = self._context_to_come = self._pricer.costs.batch_context([_coming(each) for each in sequences])
+        context = self._context_to_come = self._pricer.costs.batch_context([_to_come(each) for each in sequences])
         times = self._pricer.times(size, context, WHOLE)
         self._plain_us = times.verify_us(0, 0)
         self._promises = {arm: promise(self._pricer, arm, size, context) for arm in self._arms}
         self.arm = self._weigh(self._place_of(size, has_changed=has_changed), sequences)
         speeds = {arm: self._expected_speed(arm) for arm in self._arms}
-        self._is_uniform_near = is_worth_a_look(speeds)
+        self._is_uniform_near, self._weighed_size = is_worth_a_look(speeds), size
         prices_us = probe_prices(self._pricer, sequences, self.arm, speeds, times)
-        is_growing = 8 * (size - len(sequences)) > size
+        is_growing = not self._is_as_weighed(len(sequences))
         self._prober.consider(self.arm, self._num_unweighed, self._plain_us, prices_us, is_growing=is_growing)
-        self._num_unweighed, self._weighed_size, self._decision, self._lengths = 0, size, None, {}
+        self._num_unweighed, self._decision, self._lengths = 0, None, {}
         self._is_known = self._knows_enough
         if self._num_ahead is not None or not self._is_known:
             self._weigh_again_after = PATIENCE
@@ -295,6 +295,6 @@ class Faser:
         return self._pricer.beliefs.num_tests >= ENOUGH_TESTS
 
 
-def _coming(sequence: RunningSequence) -> float:
+def _to_come(sequence: RunningSequence) -> float:
     """Mean tokens of the sequence over the time for which an arm is chosen: back from plain decoding is a long way."""
     return sequence.num_tokens + 0.5 * min(LEFT_SHARE * sequence.num_remaining_tokens, HORIZON)

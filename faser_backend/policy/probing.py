@@ -57,9 +57,9 @@ class Prober:
         num_steps: since it was asked last. plain_us: of a plain step, as which time is saved up. prices_us: of the arms
         that were not chosen, what a probe will take beyond what the chosen arm would; what it did take is paid.
         A first look at plain decoding comes at once, a short one: it is cheap, and tells whether slow steps are the
-        arm's or the machine's. So do a first look on a level, once the batch has grown to it (is_growing: it has not;
-        steps of fewer sequences tell little of it) and unless plain decoding is far behind, and a look back at
+        arm's or the machine's. So do a first look on a level, unless plain decoding is far behind, and a look back at
         the arm that was chosen before, once the new one is known: the machine may have been another when that was seen.
+        Both wait while the batch is still growing, for steps of fewer sequences tell little of it.
         """
         place = self._corrections.place
         if self._chosen.get(place) in prices_us:
