@@ -38,6 +38,7 @@ def request_inputs(prompt: str, args: argparse.Namespace) -> list[triton.InferIn
         "text_input": np.array([[prompt]], dtype=object),
         "max_tokens": np.array([[args.max_tokens]], dtype=np.int32),
         "temperature": np.array([[args.temperature]], dtype=np.float32),
+        "top_p": np.array([[1.0]], dtype=np.float32),  # without it or top_k, the server decodes greedily
         "seed": np.array([[args.seed]], dtype=np.uint64),
         "stream": np.array([[True]]),
         "exclude_input_in_output": np.array([[True]]),
@@ -75,12 +76,12 @@ def stream(url: str, inputs: list[triton.InferInput]) -> dict[str, Any]:
             text = result.as_numpy("text_output")
             if text is None:
                 continue
-            print(b"".join(text.reshape(-1)).decode(), end="", flush=True)
+            print(text[0].decode(), end="", flush=True)
             found.setdefault("ttft_s", time.perf_counter() - start)
             for name in OUTPUTS[1:]:
                 value = result.as_numpy(name)
                 if value is not None:
-                    found[name] = int(value.reshape(-1)[0])
+                    found[name] = int(value[0][0])
         found["seconds"] = time.perf_counter() - start
     return found
 

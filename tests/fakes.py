@@ -41,6 +41,7 @@ class HashRunner:
         pools: list[np.ndarray] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
+        self.max_logit_rows: int | None = None
         self.memory = memory
         self.noise = noise
         self.exit_noise = exit_noise

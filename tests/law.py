@@ -6,6 +6,7 @@ Requests run through the real scheduler, pipeline, sampler and acceptance on a t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -35,11 +36,28 @@ def exact_law(vocab_size: int, length: int) -> np.ndarray:
     return np.array(law)
 
 
-def observed(engine: Engine, vocab_size: int, length: int, count: int, *, num_at_once: int = 8) -> np.ndarray:
-    """[V ** length] counts over `count` requests with different seeds, decoded in batches of num_at_once."""
+def observed(
+    engine: Engine,
+    vocab_size: int,
+    length: int,
+    count: int,
+    *,
+    num_at_once: int = 8,
+    draft_of: Callable[[int], tuple[int, ...]] = lambda _: (),
+) -> np.ndarray:
+    """[V ** length] counts over `count` requests with different seeds, decoded in batches of num_at_once.
+
+    draft_of: what the client of the request with this seed guesses.
+    """
     tokens: dict[str, list[int]] = {}
     pending = [
-        request(str(seed), PROMPT, length, sampling=SamplingParams(temperature=TEMPERATURE, seed=seed))
+        request(
+            str(seed),
+            PROMPT,
+            length,
+            sampling=SamplingParams(temperature=TEMPERATURE, seed=seed),
+            draft_ids=draft_of(seed),
+        )
         for seed in range(count)
     ]
     while pending or engine.has_work:

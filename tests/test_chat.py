@@ -22,7 +22,7 @@ from faser_backend.serving.tokenizer import TextTokenizer
 from tests.chat_templates import CHATML, CONVERSATIONS, LLAMA_3, MISTRAL, TEMPLATES, USER
 from tests.serving_pair import byte_level_tokenizer
 from tests.test_contract import HELLO as SMALL_HELLO
-from tests.test_contract import number, parse, parse_request, text
+from tests.test_contract import number, parse, parse_requests, text
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 MARKS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -100,7 +100,7 @@ def test_both_faces_take_messages(chat_tokenizer: TextTokenizer):
     conversation = json.dumps(CONVERSATIONS["turns"])
     prompt, token_ids = chat_tokenizer.encode_chat("messages", conversation)
     given = {"messages": text(conversation), "max_tokens": number(8)}
-    parsed = parse_request(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
+    (parsed,) = parse_requests(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
     assert parsed.request.prompt_ids.tolist() == token_ids and parsed.prompt_text == prompt
     lengths = np.array([[4], [5]], np.int32)
     batch = np.array([[conversation.encode()], [json.dumps(USER).encode()]], dtype=object)
@@ -114,7 +114,7 @@ def test_both_faces_take_messages(chat_tokenizer: TextTokenizer):
 
 def test_the_llmapi_takes_messages_too(chat_tokenizer: TextTokenizer):
     given = {"messages": np.array([json.dumps(USER).encode()], dtype=object)}
-    parsed = LlmApiWire().parse(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
+    (parsed,) = LlmApiWire().parse(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
     assert parsed.prompt_text == render(LLAMA_3)
 
 

@@ -149,15 +149,15 @@ def test_launch_copy_writes_policy_and_parameters_and_leaves_the_repository_alon
     odd = 'a "quoted" \\ folder'
     options = LaunchOptions(is_decoupled=False, parameters={"engine_dir": odd})
     write_launch_copy(MODEL_REPO, tmp_path / "copy", options)
-    text = (tmp_path / "copy" / "faser" / "config.pbtxt").read_text()
+    text = (tmp_path / "copy" / "tensorrt_llm" / "config.pbtxt").read_text()
     assert 'string_value: "a \\"quoted\\" \\\\ folder"' in text and '"${policy}"' in text
     assert all("decoupled: true" not in path.read_text() for path in (tmp_path / "copy").rglob("config.pbtxt"))
     assert {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")} == before
-    with pytest.raises(ConfigError, match="parameter colour: model faser has no such parameter"):
+    with pytest.raises(ConfigError, match="parameter colour: no model of model_repo has such a parameter"):
         write_launch_copy(MODEL_REPO, tmp_path / "other", LaunchOptions(parameters={"colour": "red"}))
 
 
 def test_shipped_parameters_are_all_unset():
-    names = re.findall(r'key: "(\w+)" value', (MODEL_REPO / "faser" / "config.pbtxt").read_text())
+    names = re.findall(r'key: "(\w+)" value', (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").read_text())
     shipped = Parameters({"parameters": {name: {"string_value": f"${{{name}}}"} for name in names}})
     assert len(names) > 15 and all(shipped.text(name) is None for name in names)

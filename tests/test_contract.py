@@ -1,17 +1,19 @@
-"""Tensors in, without a server: every input name, every refusal, every parameter."""
+"""Tensors in, without a server: every input name and every refusal."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from faser_backend.core.errors import ConfigError, QueueFullError, RequestError
+from faser_backend.core.errors import QueueFullError, RequestError
 from faser_backend.core.request import Limits
-from faser_backend.serving.contract import REFUSED_FLAGS, REFUSED_TENSORS, parse_request, word_ids_array
+from faser_backend.serving.contract import parse_requests
 from faser_backend.serving.link import Hello, describe_refusal
-from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
+from faser_backend.serving.tensor_values import word_ids_array
+from faser_backend.serving.tensors import UNSUPPORTED, WITHOUT_EFFECT, refuse_undeclared
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.serving_pair import END_ID, byte_level_tokenizer
 
@@ -32,14 +34,18 @@ def real(value: float) -> np.ndarray:
     return number(value, np.float32)
 
 
-def parse(*, hello: Hello = HELLO, is_decoupled: bool = True, **tensors: np.ndarray):
+def parse_all(*, hello: Hello = HELLO, is_decoupled: bool = True, **tensors: np.ndarray | None):
     given = {"text_input": text("the fox"), "max_tokens": number(8), **tensors}
-    return parse_request(
-        {k: v for k, v in given.items() if v is not None}, "r", hello, TOKENIZER, is_decoupled=is_decoupled
-    )
+    present = {name: array for name, array in given.items() if array is not None}
+    return parse_requests(present, "r", hello, TOKENIZER, is_decoupled=is_decoupled)
 
 
-def parse_ids(ids: list[int], **tensors: np.ndarray):
+def parse(**given):
+    (parsed,) = parse_all(**given)
+    return parsed
+
+
+def parse_ids(ids: list[int], **tensors):
     ids_tensor = np.array([ids], np.int32)
     lengths = tensors.pop("input_lengths", number(len(ids)))
     return parse(
@@ -64,22 +70,28 @@ def test_text_request_with_nothing_else_decodes_greedily():
 @pytest.mark.parametrize(
     ("tensors", "temperature"),
     [
-        ({"temperature": real(0.5)}, 0.5),
-        ({"temperature": real(0.0)}, 0.0),
+        ({"temperature": real(0.5)}, 0.0),  # what text clients of TensorRT-LLM always send
+        ({"temperature": real(1.0), "top_k": number(0), "top_p": real(0.0)}, 0.0),
+        ({"temperature": real(0.0), "top_p": real(0.9)}, 0.0),
+        ({"temperature": real(0.5), "top_p": real(1.0)}, 0.5),
+        ({"temperature": real(0.5), "top_k": number(4)}, 0.5),
         ({"top_p": real(0.9)}, 1.0),
         ({"runtime_top_p": real(0.0)}, 0.0),
+        ({"runtime_top_p": real(-1.0)}, 0.0),
         ({"top_k": number(0)}, 0.0),
         ({"runtime_top_k": number(5)}, 1.0),
-        ({"top_k": number(1), "temperature": real(0.7)}, 0.0),
+        ({"top_k": number(1), "top_p": real(0.5), "temperature": real(0.7)}, 0.0),
         ({"min_p": real(0.1)}, 1.0),
     ],
 )
 def test_which_values_sample(tensors, temperature):
-    assert parse(**tensors).request.sampling.temperature == pytest.approx(temperature)
+    sampling = parse(**tensors).request.sampling
+    assert sampling.temperature == pytest.approx(temperature)
+    assert sampling.top_p > 0
 
 
-def test_absent_seeds_differ_and_given_seeds_hold():
-    assert parse(temperature=real(1)).request.sampling.seed != parse(temperature=real(1)).request.sampling.seed
+def test_an_absent_seed_is_0_and_given_seeds_hold():
+    assert parse(top_p=real(1)).request.sampling.seed == 0
     assert parse(seed=number(2**64 - 1, np.uint64)).request.sampling.seed == 2**64 - 1
     assert parse(random_seed=number(7, np.uint64)).request.sampling.seed == 7
 
@@ -128,9 +140,10 @@ def test_empty_stop_words_mean_none():
 def test_out_of_vocab_ids_are_refused_or_clamped():
     with pytest.raises(RequestError, match=rf"input_ids = {VOCAB}: token ids must lie in \[0, {VOCAB - 1}\]"):
         parse_ids([1, VOCAB])
+    with pytest.raises(RequestError, match="start with --out-of-vocab clamp"):
+        parse_ids([-1])
     clamping = Hello(Path(), HELLO.limits, (), 4, "clamp", False, 0.1)
-    given = {"input_ids": np.array([[1, 2**31 - 1, -5]], np.int32), "request_output_len": number(4)}
-    parsed = parse_request(given, "r", clamping, TOKENIZER, is_decoupled=True)
+    parsed = parse_ids([1, 2**31 - 1, -5], hello=clamping)
     assert parsed.request.prompt_ids.tolist() == [1, VOCAB - 1, 0]
 
 
@@ -143,21 +156,21 @@ def test_out_of_vocab_ids_are_refused_or_clamped():
         ({"text_input": None}, "a prompt is needed"),
         ({"input_ids": np.array([[1]], np.int32)}, "send one of the two"),
         ({"max_tokens": number(0)}, r"max_tokens = 0: must lie in \[1, "),
-        ({"max_tokens": number(128)}, r"max_tokens = 128: must lie in \[1, "),
         ({"max_tokens": None}, "max_tokens = None: is required"),
         ({"max_tokens": np.array([[1, 2]], np.int32)}, r"max_tokens = \[1, 2\]: must hold exactly 1 value"),
-        ({"max_tokens": np.array([[1], [2]], np.int32)}, "batch size must be 1"),
+        ({"max_tokens": np.array([[1], [2]], np.int32)}, r"max_tokens = \[2, 1\]: must hold exactly 1 value"),
+        ({"text_input": np.array([[b"a"], [b"b"]], dtype=object)}, r"max_tokens = \[1, 1\]: the batch holds 2 prompts"),
         ({"temperature": real(float("nan"))}, r"temperature = nan: must lie in \[0, 100\]"),
         ({"temperature": real(-1)}, "temperature = -1"),
         ({"top_p": real(float("nan"))}, "top_p = nan"),
-        ({"top_p": real(-0.5)}, "top_p = -0.5"),
         ({"top_k": number(-1)}, "top_k = -1"),
         ({"top_k": number(1), "temperature": real(float("nan"))}, "temperature = nan"),
         ({"repetition_penalty": real(0)}, "repetition_penalty = 0"),
         ({"frequency_penalty": real(float("inf"))}, "frequency_penalty = inf"),
         ({"beam_width": number(4)}, "beam_width = 4: beam search: not supported"),
-        ({"num_return_sequences": number(2)}, "num_return_sequences = 2: several sequences"),
-        ({"end_id": number(VOCAB)}, "end_id = "),
+        ({"num_return_sequences": number(-2)}, "num_return_sequences = -2: must lie in"),
+        ({"num_return_sequences": number(2000)}, r"num_return_sequences = 2000: must lie in \[1, 1024\]"),
+        ({"draft_input_ids": np.array([[VOCAB]], np.int32)}, f"draft_input_ids = {VOCAB}: must lie in"),
         ({"embedding_bias_words": text("a", "b")}, "embedding_bias_weights = 0: one weight per word"),
         ({"embedding_bias": np.ones((1, 3), np.float32)}, "embedding_bias length = 3"),
         ({"stop_words_list": np.array([[[4, 5], [9, -1]]], np.int32)}, "stop_words_list = .9.: ends must rise"),
@@ -169,23 +182,109 @@ def test_bad_input_is_refused_by_name_value_and_limit(tensors, message):
         parse(**tensors)
 
 
-@pytest.mark.parametrize("name", REFUSED_TENSORS)
-def test_unsupported_tensors_are_refused_by_name(name):
-    with pytest.raises(RequestError, match=f"{name} .*not supported"):
-        parse(**{name: np.ones((1, 1), np.int32)})
-    assert parse(**{name: np.zeros((1, 0), np.int32)}).request.max_tokens == 8
+STRINGS = {"lora_name", "lora_path", "lora_ckpt_source", "sampling_param_logits_post_processor_name", "image_url"}
+STRINGS |= {"guided_decoding_guide_type", "guided_decoding_guide", "decoder_text_input", "image_url_input"}
 
 
-@pytest.mark.parametrize("name", REFUSED_FLAGS)
-def test_unsupported_flags_are_refused_only_when_set(name):
-    with pytest.raises(RequestError, match=f"{name} = True: .*not supported"):
-        parse(**{name: number(True, bool)})
-    assert parse(**{name: number(False, bool)}).request.max_tokens == 8
+@pytest.mark.parametrize("name", [name for name in UNSUPPORTED if not name.isupper()])
+def test_what_is_unsupported_is_refused_by_name_when_it_is_used_and_neutral_values_pass(name):
+    used = text("x") if name in STRINGS else np.full((1, 3), 7, np.int32)
+    with pytest.raises(RequestError, match=f"{name} = .*{UNSUPPORTED[name].feature}: not supported"):
+        parse(**{name: used})
+    nothing = text("") if name in STRINGS else np.zeros((1, 0), np.int32)
+    assert parse(**{name: nothing}).request.max_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("beam_width", number(1)),
+        ("beam_width", number(0)),
+        ("num_return_sequences", number(1)),
+        ("use_draft_logits", number(False, bool)),
+        ("decoder_input_ids", number(50256)),
+        ("decoder_input_lengths", number(1)),
+        ("runtime_top_p_decay", real(1.0)),
+        ("retention_decode_priority", number(35)),
+        ("retention_decode_duration_ms", number(-1)),
+        ("prompt_table_extra_ids", np.zeros((1, 4), np.uint64)),
+        ("skip_cross_attn_blocks", number(False, bool)),
+        ("lookahead_window_size", number(0)),
+        ("embedding_bias_words", text("")),
+        *((name, real(0.5)) for name in WITHOUT_EFFECT if not name.endswith("_ids")),
+    ],
+)
+def test_values_that_ask_for_nothing_pass(name, value):
+    assert repr(parse(**{name: value})) == repr(parse())
+
+
+def test_inputs_that_a_model_does_not_declare_are_refused_where_triton_would_drop_them():
+    with pytest.raises(RequestError, match="runtime_top_p = 'given': model ensemble has no such input"):
+        refuse_undeclared(["accumulate_tokens", "runtime_top_p"], "ensemble")
+    refuse_undeclared(["accumulate_tokens", "priority"], "ensemble")
+
+
+def test_max_tokens_beyond_the_context_are_clamped_with_a_warning(caplog):
+    room = 128 - len(TOKENIZER.encode("the fox"))
+    assert parse(max_tokens=number(128)).request.max_tokens == room
+    assert "max_tokens = 128" in caplog.text and str(room) in caplog.text
+    caplog.clear()
+    assert parse(max_tokens=number(room)).request.max_tokens == room and not caplog.text
+
+
+@pytest.mark.parametrize("end_id", [-1, VOCAB, 1048576, 2**31 - 1])
+def test_an_end_id_that_no_token_has_never_ends_a_request(end_id):
+    assert parse(end_id=number(end_id)).request.end_ids == ()
+    assert parse(end_id=number(VOCAB - 1)).request.end_ids == (VOCAB - 1,)
+
+
+def test_each_prompt_of_a_batch_is_a_request_of_its_own():
+    prompts = np.array([[b"the fox"], [b"x"]], dtype=object)
+    parsed = parse_all(
+        text_input=prompts,
+        max_tokens=np.array([[3], [9]], np.int32),
+        seed=np.array([[5], [6]], np.uint64),
+        stop_words=np.array([[b"a", b"b"], [b"", b""]], dtype=object),
+    )
+    assert [one.request.max_tokens for one in parsed] == [3, 9]
+    assert [one.request.sampling.seed for one in parsed] == [5, 6]
+    assert [one.prompt_text for one in parsed] == ["the fox", "x"]
+    assert [one.stop_strings for one in parsed] == [("a", "b"), ()]
+    assert [(one.batch_index, one.batch_size) for one in parsed] == [(0, 2), (1, 2)]
+    assert len({one.request.request_id for one in parsed}) == 2
+
+
+def test_padding_of_a_token_batch_is_cut_by_its_lengths():
+    parsed = parse_all(
+        text_input=None,
+        max_tokens=None,
+        input_ids=np.array([[1, 2, 3], [4, -1, -1]], np.int32),
+        input_lengths=np.array([[3], [1]], np.int32),
+        request_output_len=np.array([[2], [2]], np.int32),
+    )
+    assert [one.request.prompt_ids.tolist() for one in parsed] == [[1, 2, 3], [4]]
+
+
+def test_several_sequences_of_one_prompt_have_seeds_of_their_own():
+    parsed = parse_all(num_return_sequences=number(3), seed=number(2**64 - 2, np.uint64), top_p=real(1.0))
+    assert [one.request.sampling.seed for one in parsed] == [2**64 - 2, 2**64 - 1, 0]
+    assert [(one.sequence_index, one.num_sequences) for one in parsed] == [(0, 3), (1, 3), (2, 3)]
+    assert len({one.request.request_id for one in parsed}) == 3
+
+
+def test_what_the_engine_gives_back_on_demand_is_asked_for():
+    request = parse(
+        return_context_logits=number(True, bool), return_generation_logits=number(True, bool),
+        return_perf_metrics=number(True, bool), draft_input_ids=np.array([[4, 5, -1, -1]], np.int32),
+    ).request  # fmt: skip
+    assert request.wants_context_logits and request.wants_generation_logits and request.wants_stats
+    assert request.draft_ids == (4, 5)
+    assert not parse().request.wants_stats and parse().request.draft_ids == ()
 
 
 def test_streaming_needs_a_decoupled_model():
     with pytest.raises(RequestError, match="Streaming is only supported if model is deployed using decoupled mode"):
-        parse(stream=number(True, bool), is_decoupled=False)
+        parse_all(stream=number(True, bool), is_decoupled=False)
 
 
 def test_queue_full_has_the_phrases_that_clients_look_for():
@@ -193,33 +292,8 @@ def test_queue_full_has_the_phrases_that_clients_look_for():
     assert "Exceeds maximum queue size" in message and "Maximum queue size of 4" in message
 
 
-def parameters(**values: str) -> Parameters:
-    return Parameters({"parameters": {name: {"string_value": value} for name, value in values.items()}})
-
-
-def test_parameters_left_in_place_are_unset():
-    unset = parameters(engine_dir="${engine_dir}", max_queue_size="", out_of_vocab="${out_of_vocab}")
-    assert read_serving_options(unset).engine_dir is None
-    assert read_serving_options(unset).out_of_vocab == "reject"
-    assert read_engine_config(unset).max_queue_size == 256
-
-
-def test_parameters_reach_the_configuration():
-    given = parameters(max_queue_size="7", enable_kv_cache_reuse="False", batch_scheduler_policy="guaranteed_no_evict")
-    config = read_engine_config(given)
-    assert (config.max_queue_size, config.enable_prefix_reuse, config.admission) == (7, False, "guaranteed_no_evict")
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_queue_size": "many"}, "parameter max_queue_size = 'many': must be an integer"),
-        ({"enable_kv_cache_reuse": "maybe"}, "parameter enable_kv_cache_reuse = 'maybe': must be true or false"),
-        ({"batch_scheduler_policy": "best"}, "admission = 'best'"),
-        ({"out_of_vocab": "wrap"}, "parameter out_of_vocab = 'wrap': must be reject or clamp"),
-    ],
-)
-def test_bad_parameters_are_named(values, message):
-    read = read_serving_options if "out_of_vocab" in values else read_engine_config
-    with pytest.raises(ConfigError, match=message):
-        read(parameters(**values))
+def test_logits_beyond_a_gigabyte_are_refused_before_anything_is_computed():
+    wide = replace(HELLO, limits=Limits(2**22, 128))
+    with pytest.raises(RequestError, match=r"return_context_logits = True: .* MiB: at most 1024 MiB are returned"):
+        parse_ids(list(range(100)), hello=wide, return_context_logits=number(True, bool))
+    assert parse_ids([1], hello=wide, return_context_logits=number(True, bool)).request.wants_context_logits

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from engines.tensorrt_buckets import MAX_VERIFY_ROWS
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.programs import bucket_limits
@@ -87,6 +88,19 @@ def test_calls_without_logits_or_candidates_have_addresses(source: Path, tmp_pat
     assert opened.run(rows).shape == (0, 97)
     later = opened.run(make_rows([tokens], [8], [4], rows.block_tables))
     assert np.abs(later - reference_logits(reference_model(source), tokens)[8:]).max() <= MAX_ERROR
+
+
+def test_every_sequence_of_a_full_batch_may_have_so_many_logit_rows(source: Path, tmp_path: Path, monkeypatch) -> None:
+    """What clients' drafts and logits of prompts are bounded by; one row more, and no profile takes the call."""
+    opened = Opened(source, tmp_path, monkeypatch, (1,))
+    most, rng = opened.runner.max_logit_rows, np.random.default_rng(0)
+    assert most == MAX_VERIFY_ROWS
+    sequences, tables = [rng.integers(0, 97, most + 1) for _ in range(8)], tables_of(rng, 8, 5)
+    logits = opened.run(make_rows(sequences, [0] * 8, [most] * 8, tables))
+    wanted = np.concatenate([reference_logits(reference_model(source), tokens[:most]) for tokens in sequences])
+    assert np.abs(logits - wanted).max() <= MAX_ERROR
+    with pytest.raises(ConfigError, match="no profile takes a call"):
+        opened.run(make_rows(sequences, [0] * 8, [most + 1] * 8, tables))
 
 
 def test_exit_scores_and_pruned_rows(source: Path, tmp_path: Path, monkeypatch) -> None:

@@ -15,7 +15,8 @@ import tritonclient.grpc as triton
 
 KINDS = {"max_tokens": np.int32, "request_output_len": np.int32, "input_ids": np.int32, "input_lengths": np.int32}
 KINDS |= {"seed": np.uint64, "beam_width": np.int32, "end_id": np.int32, "num_draft_tokens": np.int32}
-KINDS |= {"sampling_param_max_tokens": np.int32, "sampling_param_seed": np.uint64}
+KINDS |= {"sampling_param_max_tokens": np.int32, "sampling_param_seed": np.uint64, "draft_input_ids": np.int32}
+KINDS |= {"num_return_sequences": np.int32, "top_k": np.int32, "runtime_top_k": np.int32}
 TRITON_TYPES = {"O": "BYTES", "i": "INT32", "f": "FP32", "u": "UINT64", "b": "BOOL"}
 
 
@@ -41,7 +42,7 @@ def inputs_of(*, has_batch: bool = True, **tensors: Any) -> list[triton.InferInp
 class Answer:
     """What one request got back."""
 
-    deltas: list[str] = field(default_factory=list)
+    deltas: list[str] = field(default_factory=list)  # under llmapi each holds all text so far
     token_ids: list[int] = field(default_factory=list)
     last: Any = None
     error: str | None = None
@@ -81,11 +82,13 @@ class Stream:
             result, answer.error, is_last = self.receive(timeout_s)
             if result is not None:
                 answer.last = result
+                # As strictly as TensorRT-LLM's own clients: text has one dimension, ids have three.
                 text, ids = result.as_numpy("text_output"), result.as_numpy("output_ids")
                 if text is not None:
-                    answer.deltas.append(text.reshape(-1)[0].decode())
+                    answer.deltas.append(text[0].decode())
                 if ids is not None:
-                    answer.token_ids += ids.reshape(-1).tolist()
+                    answer.token_ids += list(ids[0][0])
+                    assert result.as_numpy("sequence_length")[0][0] == len(ids[0][0])
         return answer
 
     def ask(self, model: str, **tensors: Any) -> Answer:

@@ -114,6 +114,9 @@ class PlantedSampler:
     def log_probs(self, logits: DeviceArray, token_ids: np.ndarray) -> np.ndarray:
         return self._real.log_probs(logits, token_ids)
 
+    def to_host(self, logits: DeviceArray) -> np.ndarray:
+        return self._real.to_host(logits)
+
 
 class PlantedDraftLoop:
     """core.ports.DraftLoop: the device drafts with tokens of its own, and planted ones are handed on."""

@@ -25,7 +25,10 @@ class Frontier:
     num_rows: np.ndarray  # [B] int64, in [1, num_drafted + 1]
     margins: np.ndarray | None = None  # [B, K] float32, how far ahead each draft token was, in logits
     candidates: np.ndarray | None = None  # [B, K, C] int64, the draft's C best tokens, drafted[b, k] first
-    draft_probs: np.ndarray | None = None  # [B, K, V] float32, rejection sampling only
+    # [B, K', V] float32, the laws that tokens were drawn from; rejection sampling only. Columns past K' <= K are those
+    # of clients' chains alone: nobody drew such a token, and its law puts everything on it.
+    draft_probs: np.ndarray | None = None
+    is_client: np.ndarray | None = None  # [B] bool, chains that clients brought along; None: no chain
 
     @classmethod
     def empty(cls, num_sequences: int) -> Frontier:
@@ -42,7 +45,10 @@ class Frontier:
         """The chains of sequences `index` [n], in that order."""
         optional = (self.margins, self.candidates, self.draft_probs)
         arrays = (None if array is None else array[index] for array in optional)
-        return Frontier(self.drafted[index], self.num_drafted[index], self.num_rows[index], *arrays)
+        is_client = None if self.is_client is None or not self.is_client[index].any() else self.is_client[index]
+        return Frontier(
+            self.drafted[index], self.num_drafted[index], self.num_rows[index], *arrays, is_client=is_client
+        )
 
 
 @dataclass(slots=True, eq=False)

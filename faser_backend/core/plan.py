@@ -16,7 +16,7 @@ from faser_backend.core.sequence import Sequence
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens [start, start + num_tokens) of a sequence, to be run without logits."""
+    """Tokens [start, start + num_tokens) of a sequence, run without logits unless the request wants those."""
 
     sequence: Sequence
     start: int
@@ -29,7 +29,7 @@ class InFlight:
 
     sequences: list[Sequence]
     frontier: Frontier
-    drafting_us: float = 0.0  # spent in steps that only drafted, since the last verification
+    drafting_us: float = 0.0  # of the draft phases of steps that verified nothing, since the last verification
 
     @classmethod
     def empty(cls) -> InFlight:

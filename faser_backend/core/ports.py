@@ -28,6 +28,7 @@ class ModelRunner(Protocol):
     num_layers: tuple[int, ...]  # of each segment
     exits: frozenset[int]  # segments that end at an exit layer
     vocab_size: int
+    max_logit_rows: int | None  # of each sequence of a call, however many there are; None: any number
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
         """Runs layers of one segment and writes the rows' K/V into the pool. A GPU's work is merely queued.
@@ -119,6 +120,10 @@ class Sampler(Protocol):
 
     def log_probs(self, logits: DeviceArray, token_ids: np.ndarray) -> np.ndarray:
         """Log-probabilities [R] of token_ids [R] under softmax(logits [R, V]), before processing."""
+        ...
+
+    def to_host(self, logits: DeviceArray) -> np.ndarray:
+        """A copy of logits [R, V] as they are, float32, which nobody writes to later."""
         ...
 
 

@@ -27,7 +27,7 @@ class StepRecord:
     propose_us: float  # of the draft phase, which an overlapped step runs beside the verification
     verify_us: float
     overlap_us: float  # time in which both phases ran
-    drafting_us: float = 0.0  # of the steps before, since the last verification, that only drafted
+    drafting_us: float = 0.0  # of the draft phases of steps before, since the last verification, that verified nothing
     # In which the host saw the models read prompts, and the draft catch up; a GPU may go on with it later.
     prefill_us: float = 0.0
     draft_prefill_us: float = 0.0
@@ -35,6 +35,12 @@ class StepRecord:
     @property
     def step_us(self) -> float:
         return (self.end_ns - self.start_ns) / 1e3
+
+    @property
+    def server_rows(self) -> np.ndarray | slice:
+        """Index of the sequences without a client's chain: what became of such a chain says nothing of the draft."""
+        is_client = self.frontier.is_client
+        return slice(None) if is_client is None else np.flatnonzero(~is_client)
 
     @property
     def num_testable(self) -> np.ndarray:

@@ -82,7 +82,11 @@ class Request:
     end_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     max_draft_tokens: int | None = None  # per-request cap on speculation; 0 opts out
+    draft_ids: tuple[int, ...] = ()  # the client's own draft tokens: verified behind the prompt, first of all
     wants_log_probs: bool = False
+    wants_context_logits: bool = False  # of every prompt token; the prompt's KV is then not reused but computed
+    wants_generation_logits: bool = False  # that each output token was drawn from, before processing
+    wants_stats: bool = False  # with every output, not with the last one alone
 
     def validate(self, limits: Limits) -> None:
         """Raises RequestError for the first field out of range."""
@@ -114,6 +118,8 @@ class Request:
             _check_token_sequence("stop_words", word, limits.vocab_size)
         if self.max_draft_tokens is not None:
             _check_int("num_draft_tokens", self.max_draft_tokens, 0, limits.max_context)
+        for token_id in self.draft_ids:
+            _check_int("draft_input_ids", token_id, 0, limits.vocab_size - 1)
         self.sampling.validate(limits.vocab_size)
 
 
@@ -154,7 +160,9 @@ class RequestOutput:
     log_probs: list[float] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
-    stats: RequestStats | None = None  # set on the last output
+    stats: RequestStats | None = None  # set on the last output, and on every one where the request wants_stats
+    context_logits: np.ndarray | None = None  # [num_prompt_tokens, vocab_size] float32, with the first tokens
+    generation_logits: np.ndarray | None = None  # [len(token_ids), vocab_size] float32, where the request wants them
 
     @property
     def is_final(self) -> bool:

@@ -29,6 +29,10 @@ class Sequence:
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
     num_proposals: int = 0  # that the draft made for it, discarded ones included
     log_probs: list[float] = field(default_factory=list)
+    client_draft: tuple[int, ...] = ()  # tokens that the client guessed, until the first verification
+    num_client_tested: int = 0  # of them, up to the first rejection
+    num_client_accepted: int = 0
+    context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
     stats: RequestStats = field(default_factory=RequestStats)
 
     @classmethod
@@ -37,7 +41,9 @@ class Sequence:
         token_ids = np.zeros(num_prompt + request.max_tokens, np.int64)
         token_ids[:num_prompt] = request.prompt_ids
         stats = RequestStats(arrival_ns=arrival_ns, num_prompt_tokens=num_prompt)
-        return cls(request, token_ids, num_prompt, stats=stats)
+        # The last token that may be emitted is the one behind the draft.
+        client_draft = () if request.max_draft_tokens == 0 else request.draft_ids[: request.max_tokens - 1]
+        return cls(request, token_ids, num_prompt, client_draft=client_draft, stats=stats)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,6 +66,17 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         return self.target_len == self.num_tokens - 1
+
+    @property
+    def owes_context_logits(self) -> bool:
+        """Whether the prompt has to be run with logits: they leave with the first output tokens."""
+        return self.request.wants_context_logits and self.num_output_tokens == 0
+
+    @property
+    def server_acceptance(self) -> tuple[int, int]:
+        """(accepted, tested) draft tokens of the server: a client's guesses say nothing of its draft."""
+        stats = self.stats
+        return stats.num_accepted - self.num_client_accepted, stats.num_tested - self.num_client_tested
 
     def append(self, tokens: list[int]) -> None:
         self.token_ids[self.num_tokens : self.num_tokens + len(tokens)] = tokens

@@ -63,6 +63,7 @@ class OrtRunner:
         self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
+        self.max_logit_rows: int | None = None  # graphs take any shape
         # Matrices of a small model are too small for a second thread, keys and values of a large batch are not.
         self._attention = HostAttention(model.spec, self.pool, min(num_threads or partition.size, partition.size))
         self._shapes: list[ShapeCache] = []

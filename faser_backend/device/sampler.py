@@ -126,6 +126,10 @@ class NumpySampler:
         """See core.ports.Sampler; float32 [R]."""
         return log_softmax_at(logits, token_ids)
 
+    def to_host(self, logits: np.ndarray) -> np.ndarray:
+        """See core.ports.Sampler: logits may be a buffer that the runner's next call overwrites."""
+        return logits.astype(np.float32)
+
     def check_integrity(self) -> None:
         self.parameters.check_integrity()
         self._rules.check_integrity(set(np.flatnonzero(self.parameters.is_active).tolist()))

@@ -18,29 +18,34 @@ class RoundCounts(NamedTuple):
     num_tested: int  # up to the first rejection
     num_accepted: int
     num_pruned: int  # rows that left at an exit
+    is_client: bool  # the client's own guess
 
 
 def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
     """One per sequence."""
     drafted, kept = frontier.num_drafted, verification.num_kept
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
-    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept)
+    is_client = np.zeros(drafted.shape, np.bool_) if frontier.is_client is None else frontier.is_client
+    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, is_client)
     return list(map(RoundCounts, *(column.tolist() for column in columns)))
 
 
 def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
     """Appends tokens (cut in place at the first stop) and advances both KV lengths.
 
-    The target has run the anchor and all drafts, the draft all drafts but its last one; of these
-    only the rows of accepted tokens are true.
+    The target has run the anchor and all drafts, the draft all drafts but its last one, and nothing of what a client
+    guessed; of these only the rows of accepted tokens are true.
     """
     old = sequence.num_tokens
     finish = _cut_at_stop(sequence, tokens)
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
-    if counts.num_drafted:
+    if counts.is_client:
+        sequence.num_client_tested, sequence.num_client_accepted = counts.num_tested, counts.num_accepted
+    elif counts.num_drafted:
         last_run = min(counts.num_accepted, counts.num_drafted - 1)
         sequence.draft_len = min(old + last_run, sequence.num_tokens - 1)
+    sequence.client_draft = ()  # guesses follow the prompt, and nothing later
     stats = sequence.stats
     stats.num_drafted += counts.num_drafted
     stats.num_tested += counts.num_tested

@@ -56,28 +56,37 @@ def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, ac
 
 def stack(first: Frontier, second: Frontier) -> Frontier:
     """The chains of `first`, then those of `second`. What only one of them knows is dropped, but an empty
-    frontier knows everything."""
+    frontier knows everything, and a client's chain has no law to know."""
     width = max(first.drafted.shape[1], second.drafted.shape[1])
-    pairs = (
-        (first.margins, second.margins),
-        (first.candidates, second.candidates),
-        (first.draft_probs, second.draft_probs),
-    )
+    num_laws = max(0 if probs is None else probs.shape[1] for probs in (first.draft_probs, second.draft_probs))
+    counts = first.num_drafted, second.num_drafted
+    is_client = [_is_client(first), _is_client(second)]
+    drawn = first.num_drafted * ~is_client[0], second.num_drafted * ~is_client[1]
+    has_clients = is_client[0].any() or is_client[1].any()
     return Frontier(
         np.concatenate([_padded(first.drafted, width), _padded(second.drafted, width)]),
-        np.concatenate([first.num_drafted, second.num_drafted]),
+        np.concatenate(counts),
         np.concatenate([first.num_rows, second.num_rows]),
-        *(_stack_optional(a, b, first, second, width) for a, b in pairs),
+        _stack_optional(first.margins, second.margins, counts, width),
+        _stack_optional(first.candidates, second.candidates, counts, width),
+        _stack_optional(first.draft_probs, second.draft_probs, drawn, num_laws),
+        np.concatenate(is_client) if has_clients else None,
     )
+
+
+def _is_client(frontier: Frontier) -> np.ndarray:
+    """[B] bool."""
+    return np.zeros(frontier.num_drafted.shape, np.bool_) if frontier.is_client is None else frontier.is_client
 
 
 def _stack_optional(
-    a: np.ndarray | None, b: np.ndarray | None, first: Frontier, second: Frontier, width: int
+    a: np.ndarray | None, b: np.ndarray | None, counts: tuple[np.ndarray, np.ndarray], width: int
 ) -> np.ndarray | None:
-    if a is None and b is not None and not first.num_drafted.any():
-        a = np.zeros((first.num_drafted.size, 0, *b.shape[2:]), b.dtype)
-    if b is None and a is not None and not second.num_drafted.any():
-        b = np.zeros((second.num_drafted.size, 0, *a.shape[2:]), a.dtype)
+    """a [A, K, ...] and b [B, K', ...] with `width` columns. counts [A], [B]: the tokens that have a value each."""
+    if a is None and b is not None and not counts[0].any():
+        a = np.zeros((counts[0].size, 0, *b.shape[2:]), b.dtype)
+    if b is None and a is not None and not counts[1].any():
+        b = np.zeros((counts[1].size, 0, *a.shape[2:]), a.dtype)
     if a is None or b is None or a.shape[2:] != b.shape[2:]:
         return None
     return np.concatenate([_padded(a, width), _padded(b, width)])

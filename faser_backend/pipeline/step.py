@@ -15,17 +15,19 @@ import numpy as np
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
+from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput
 from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.client_drafts import with_client_drafts
 from faser_backend.pipeline.commit import commit_tokens, final_output, round_counts
+from faser_backend.pipeline.extras import extras_of
 from faser_backend.pipeline.in_flight import join, merge, split, surviving
-from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.overlap import Partition, Phases, Verified, run_overlapped, without_bonus
+from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
-from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
+from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler
@@ -50,6 +52,7 @@ class Stepper:
         self.times = PhaseTimes(clock)  # of the step's own thread and the target's lane
         self.proposer = proposer
         self.draft_times = PhaseTimes(clock) if proposer is None else proposer.times
+        self.prefiller = Prefiller(scheduler.blocks, sampler, clock, self.times, proposer)
         self.verifier = Verifier(sampler, self.times)
         self.observers: list[Callable[[StepRecord], None]] = [scheduler.policy.observe]
 
@@ -61,7 +64,8 @@ class Stepper:
     def plan(self, in_flight: InFlight) -> StepPlan:
         """Decides the step and moves sampler state along with the slots."""
         self.times.start()
-        plan = self.scheduler.schedule(in_flight)
+        max_logit_rows = self.partitions[WHOLE].target.max_logit_rows
+        plan = self.scheduler.schedule(with_client_drafts(in_flight, self.scheduler, max_logit_rows))
         for sequence, slot in plan.preempted:
             self.sampler.remove(slot)
             self._forget_drafts(sequence)
@@ -76,7 +80,7 @@ class Stepper:
     def run(self, plan: StepPlan) -> tuple[list[RequestOutput], InFlight]:
         """Returns what was emitted, and what was drafted for later steps."""
         start_ns = self.clock.now_ns()
-        prefill_us, draft_prefill_us = self._prefill(plan)
+        prefill_us, draft_prefill_us = self.prefiller.prefill(self.partitions[WHOLE], plan)
         batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
         ready, waiting = split(plan.in_flight, batch.sequences)
         if plan.drafts:
@@ -84,7 +88,7 @@ class Stepper:
         else:
             phases = self._run_phases_in_turn(plan, batch, ready)
         if phases.verified is None:
-            drafting_us = plan.in_flight.drafting_us + (self.clock.now_ns() - start_ns) / 1e3
+            drafting_us = plan.in_flight.drafting_us + phases.propose_us
             return [], replace(join(waiting, phases.ahead), drafting_us=drafting_us)
         verification, acceptance = phases.verified
         ahead = surviving(phases.ahead, batch.sequences, phases.frontier, acceptance)
@@ -113,38 +117,6 @@ class Stepper:
         self.times.lap("observe")
         return outputs, in_flight.present()
 
-    def _prefill(self, plan: StepPlan) -> tuple[float, float]:
-        """Prompt chunks, through the target and, where the request drafts, through the draft; and through the draft
-        alone what it has missed. Returns the microseconds in each model."""
-        partition = self.partitions[WHOLE]
-        tables = self.scheduler.blocks.block_tables
-        start_ns = self.clock.now_ns()
-        if plan.draft_prefills:
-            assert self.proposer is not None
-            self.proposer.prefill(partition, plan.draft_prefills)
-            self.times.start()
-        caught_up_ns = self.clock.now_ns()
-        if not plan.prefills:
-            return 0.0, (caught_up_ns - start_ns) / 1e3
-        sequences = [chunk.sequence for chunk in plan.prefills]
-        stops = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
-        slots = [sequence.slot for sequence in sequences]
-        starts = [chunk.start for chunk in plan.prefills]
-        rows = token_range_rows(sequences, starts, stops, tables[slots], with_logits=False)
-        self.times.lap("prefill_rows")
-        run_model(partition.target, rows)
-        read_ns = self.clock.now_ns()
-        self.times.lap("prefill_model")
-        if self.proposer is not None and plan.decision.prefills_draft:
-            self.proposer.prefill(partition, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
-            self.times.start()
-        end_ns = self.clock.now_ns()
-        for sequence, stop in zip(sequences, stops, strict=True):
-            sequence.target_len = stop
-            self.scheduler.blocks.publish(sequence.slot, sequence.token_ids, stop, sequence.draft_len)
-        self.times.lap("commit")
-        return (read_ns - caught_up_ns) / 1e3, (caught_up_ns - start_ns + end_ns - read_ns) / 1e3
-
     def _run_phases_in_turn(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
         """Drafts for the sequences that have nothing in flight, then verifies all."""
         if not plan.decodes:
@@ -168,9 +140,10 @@ class Stepper:
             return InFlight(plan.drafts, self._propose(plan, drafting, plan.num_ahead_tokens, behind))
 
         if not plan.decodes:
+            start_ns = self.clock.now_ns()
             ahead = propose()
             self.times.start()
-            return Phases(ready, None, ahead)
+            return Phases(ready, None, ahead, propose_us=(self.clock.now_ns() - start_ns) / 1e3)
         lanes = self.partitions[plan.decision.partition].lanes
         assert lanes is not None, f"partition {plan.decision.partition} has no lanes to overlap on"
         phases = run_overlapped(lanes, self.clock, frontier, lambda: self._verify(plan, batch, frontier), propose)
@@ -218,9 +191,7 @@ class Stepper:
         counts = round_counts(frontier, verification, acceptance)
         for index, sequence in enumerate(batch.sequences):
             tokens = emitted[index][: num_emitted[index]]
-            log_probs = None
-            if sequence.request.wants_log_probs:
-                log_probs = self.verifier.emitted_log_probs(verification, acceptance, index).tolist()
+            extras = extras_of(sequence, self.sampler, verification, acceptance, index)
             finish = commit_tokens(sequence, tokens, counts[index])
             stats = sequence.stats
             stats.first_token_ns = stats.first_token_ns or now
@@ -233,8 +204,10 @@ class Stepper:
                 self.sampler.append(sequence.slot, tokens)
                 blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
                 output = RequestOutput(sequence.request.request_id, tokens)
-            if log_probs is not None:
-                output.log_probs = log_probs[: len(tokens)]
+                if sequence.request.wants_stats:  # as they are now: the sequence goes on counting
+                    output.stats = replace(stats, num_allocated_blocks=blocks.num_blocks_of(sequence.slot))
+            if extras is not None:
+                extras.attach(output)
             outputs.append(output)
         self.times.lap("commit")
         return outputs
@@ -250,8 +223,3 @@ class Stepper:
     def _forget_drafts(self, sequence: Sequence) -> None:
         if self.proposer is not None:
             self.proposer.forget(sequence)
-
-
-def _is_for_draft(chunk: PrefillChunk) -> bool:
-    """Whether the draft, too, may read this chunk of a prompt: not if none is wanted or it lags behind."""
-    return chunk.sequence.request.max_draft_tokens != 0 and chunk.sequence.draft_len >= chunk.start

@@ -95,12 +95,6 @@ class Verifier:
             num_kept=num_kept,
         )
 
-    def emitted_log_probs(self, verification: Verification, acceptance: Acceptance, index: int) -> np.ndarray:
-        """Log-probabilities [num_emitted] of what sequence `index` of the batch emits."""
-        first = int(verification.cu_rows[index])
-        count = int(acceptance.num_emitted[index])
-        return self._sampler.log_probs(verification.logits[first : first + count], acceptance.tokens[index, :count])
-
 
 def _candidates_of(frontier: Frontier, drawing: SamplingRows) -> np.ndarray:
     """[T, C]: row j of a sequence scores the candidates for draft token j + 1; a bonus row any."""

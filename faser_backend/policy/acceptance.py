@@ -57,9 +57,10 @@ def accept_by_rejection(
     *,
     num_kept: np.ndarray | None = None,
 ) -> Acceptance:
-    """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K, V] are processed probabilities.
+    """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K', V] are processed probabilities.
 
-    Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own. It is tested by row j:
+    Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own; a client's was not drawn, and its
+    law puts everything on it. It is tested by row j:
     accepted iff accept_uniforms[row] * q < p. The token after the accepted ones is drawn with
     sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
     (0, 1). cu_rows and num_kept as in accept_matches.
@@ -72,9 +73,8 @@ def accept_by_rejection(
         draft_probs = np.zeros((num_sequences, 0, target_probs.shape[1]), np.float32)
     num_kept = _kept_rows(cu_rows, num_kept)
     rows = _padded_rows(cu_rows, num_kept, num_columns + 1)
-    sequences = np.arange(num_sequences)
     p = target_probs[rows[:, :-1], frontier.drafted]  # [B, K]
-    q = draft_probs[sequences[:, None], np.arange(num_columns), frontier.drafted]
+    q = _drafted_probs(frontier, draft_probs)
     num_tested = np.minimum(frontier.num_drafted, num_kept)
     num_accepted = _leading(accept_uniforms[rows[:, :-1]] * q < p, num_tested)
     num_emitted = np.minimum(num_accepted + 1, num_kept)
@@ -85,7 +85,7 @@ def accept_by_rejection(
     last_rows = rows[drawing, column]
     weights = target_probs[last_rows].astype(np.float64)
     rejected = np.flatnonzero(column < num_tested[drawing])
-    weights[rejected] = _residual(weights[rejected], draft_probs[drawing[rejected], column[rejected]])
+    weights[rejected] = _residual(weights[rejected], _laws(frontier, draft_probs, drawing[rejected], column[rejected]))
     tokens[drawing, column] = draw(weights, sample_uniforms[last_rows])
     return _acceptance(tokens, num_accepted, num_emitted)
 
@@ -112,6 +112,30 @@ def rank_drawn(probs: np.ndarray, tokens: np.ndarray, num_candidates: int) -> Dr
         best = np.argpartition(-others, num_candidates - 1, axis=1)[:, : num_candidates - 1]
         candidates = np.concatenate([tokens[:, None], best], axis=1)
     return DraftTokens(tokens, margins.astype(np.float32), candidates)
+
+
+def _drafted_probs(frontier: Frontier, draft_probs: np.ndarray) -> np.ndarray:
+    """[B, K] of each draft token under the law that it was drawn from; 1 in clients' chains."""
+    width, is_client = draft_probs.shape[1], frontier.is_client
+    q = draft_probs[np.arange(len(draft_probs))[:, None], np.arange(width), frontier.drafted[:, :width]]
+    if is_client is None and width == frontier.drafted.shape[1]:
+        return q
+    padded = np.ones(frontier.drafted.shape, np.float32)
+    is_drawn = slice(None) if is_client is None else ~is_client
+    padded[is_drawn, :width] = q[is_drawn]
+    return padded
+
+
+def _laws(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """[n, V] laws of the draft tokens at (sequences [n], columns [n])."""
+    if frontier.is_client is None:
+        return draft_probs[sequences, columns]
+    laws = np.zeros((sequences.size, draft_probs.shape[2]), np.float32)
+    is_client = frontier.is_client[sequences]
+    given, drawn = np.flatnonzero(is_client), np.flatnonzero(~is_client)
+    laws[given, frontier.drafted[sequences[given], columns[given]]] = 1.0
+    laws[drawn] = draft_probs[sequences[drawn], columns[drawn]]
+    return laws
 
 
 def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -77,13 +77,15 @@ class Beliefs:
         """Learns from what a step's target accepted, and from nothing else of it."""
         if not record.frontier.num_drafted.any():
             return
-        share = sampled_share(record.plan.decodes)
-        if share in (0.0, 1.0):
+        share, is_client = sampled_share(record.plan.decodes), record.frontier.is_client
+        if is_client is None and share in (0.0, 1.0):
             self._observe(int(share), record, slice(None))
             return
         is_sampled = np.array([not sequence.request.sampling.is_greedy for sequence in record.plan.decodes])
-        self._observe(0, record, ~is_sampled)
-        self._observe(1, record, is_sampled)
+        is_server = np.ones_like(is_sampled) if is_client is None else ~is_client
+        for kind, rows in enumerate((is_server & ~is_sampled, is_server & is_sampled)):
+            if rows.any():
+                self._observe(kind, record, rows)
 
     def _observe(self, kind: int, record: StepRecord, rows: np.ndarray | slice) -> None:
         """rows: of the step, those of the kind."""

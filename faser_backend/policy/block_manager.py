@@ -22,6 +22,9 @@ class PrefixMatch(NamedTuple):
     num_draft_tokens: int
 
 
+NO_MATCH = PrefixMatch([], 0, 0)
+
+
 class BlockManager:
     """Owner of all block ids and of `block_tables` [max_num_seqs, max_blocks] (unused entries 0).
 

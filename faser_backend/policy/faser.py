@@ -268,7 +268,7 @@ class Faser:
         expected_us = predicted_us(self._pricer, record, arm)
         self._num_alike = self._num_alike + 1 if arm == self._last_arm else 0
         self._last_arm = arm
-        if self._num_alike < COLD_STEPS or expected_us <= 0.0:
+        if self._num_alike < COLD_STEPS or expected_us <= 0.0 or record.frontier.is_client is not None:
             return
         level = self._level(record.num_tokens.size)
         self._corrections.observe(arm, level, expected_us, measured_us, is_chosen=arm == self.arm)

@@ -53,8 +53,7 @@ class Goodput:
 
 def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:
     """[B] chance that a tested draft token is kept: a request's own counts, shrunk to the batch's."""
-    accepted = np.array([sequence.stats.num_accepted for sequence in sequences], np.float64)
-    tested = np.array([sequence.stats.num_tested for sequence in sequences], np.float64)
+    accepted, tested = np.array([sequence.server_acceptance for sequence in sequences], np.float64).T  # [B] each
     shared = (accepted.sum() + PRIOR_ACCEPTANCE * PRIOR_TESTS) / (tested.sum() + PRIOR_TESTS)
     return np.minimum((accepted + shared * PRIOR_TESTS) / (tested + PRIOR_TESTS), MAX_ACCEPTANCE)
 

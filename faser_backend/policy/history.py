@@ -47,8 +47,10 @@ class AcceptanceHistory:
         return np.minimum(own, MAX_RATE)
 
     def observe(self, record: StepRecord) -> None:
-        accepted = record.acceptance.num_accepted
-        tested = np.minimum(accepted + 1, record.num_testable)
+        is_server = np.zeros(record.num_tokens.size, np.bool_)
+        is_server[record.server_rows] = True
+        accepted = record.acceptance.num_accepted * is_server
+        tested = np.minimum(record.acceptance.num_accepted + 1, record.num_testable) * is_server
         num_tested = int(tested.sum())
         fade = _fade(num_tested, MEMORY_TESTS)
         self._accepted = self._accepted * fade + int(accepted.sum())
@@ -71,6 +73,6 @@ def _fade(num_tests: int, memory_tests: float) -> float:
 
 def _lifetime(sequence: RunningSequence) -> tuple[float, float]:
     """A request's counts on first sight, as heavy as memory allows."""
-    stats = sequence.stats
-    weight = min(1.0, OWN_MEMORY_TESTS / max(stats.num_tested, 1))
-    return stats.num_accepted * weight, stats.num_tested * weight
+    accepted, tested = sequence.server_acceptance
+    weight = min(1.0, OWN_MEMORY_TESTS / max(tested, 1))
+    return accepted * weight, tested * weight

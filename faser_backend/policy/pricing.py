@@ -32,11 +32,12 @@ class RoundMeans:
         self.rows, self.accepted = 3.0, 1.0  # until rounds were seen
 
     def observe(self, record: StepRecord) -> None:
-        if not record.frontier.num_drafted.any():
+        rows = record.server_rows
+        if not record.frontier.num_drafted[rows].any():
             return
-        size = record.num_tokens.size
-        self.rows += (1.0 - _FADE) * (float(record.frontier.num_rows.sum()) / size - self.rows)
-        self.accepted += (1.0 - _FADE) * (float(record.acceptance.num_accepted.sum()) / size - self.accepted)
+        num_rows, num_accepted = record.frontier.num_rows[rows], record.acceptance.num_accepted[rows]
+        self.rows += (1.0 - _FADE) * (float(num_rows.sum()) / num_rows.size - self.rows)
+        self.accepted += (1.0 - _FADE) * (float(num_accepted.sum()) / num_rows.size - self.accepted)
 
 
 class PromptTokens:

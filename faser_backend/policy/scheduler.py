@@ -11,7 +11,7 @@ from collections import deque
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
 from faser_backend.core.sequence import Sequence
-from faser_backend.policy.block_manager import BlockManager
+from faser_backend.policy.block_manager import NO_MATCH, BlockManager
 from faser_backend.policy.speculation import SpeculationPolicy
 
 # A sequence whose draft lags by more tokens is caught up before it drafts: its rows would pad everyone's first call.
@@ -67,6 +67,15 @@ class Scheduler:
         plan.in_flight = in_flight.present()
         return plan
 
+    def reserve(self, sequence: Sequence, num_draft_tokens: int) -> bool:
+        """Takes blocks for draft tokens that a client brought along; False, and nothing taken, where that could make
+        somebody go: a guess is not worth it."""
+        blocks, num_tokens = self.blocks, sequence.num_tokens + num_draft_tokens
+        num_new = blocks.num_blocks_for(num_tokens) - blocks.num_blocks_of(sequence.slot)
+        if num_new > 0 and not self.never_evicts and num_new + len(self.running) > blocks.num_free_blocks:
+            return False
+        return blocks.grow(sequence.slot, num_tokens)
+
     def _num_coming(self) -> int:
         """Sequences whose prompts will have been read within COMING_STEPS."""
         num_coming, budget = 0, COMING_STEPS * self.max_prefill_tokens
@@ -100,7 +109,9 @@ class Scheduler:
             elif not num_ready or most_ready:
                 most_ready -= num_ready > 0
                 self._plan_decode(plan, sequence, 0, num_ready)
-                if mode is PipelineMode.RUN_AHEAD and num_ready and wanted and sequence.slot >= 0:
+                # Behind a client's chain nobody goes on: the draft has not read it.
+                can_run_ahead = mode is PipelineMode.RUN_AHEAD and num_ready and not sequence.client_draft
+                if can_run_ahead and wanted and sequence.slot >= 0:
                     self._plan_draft(plan, sequence, wanted, num_ready)
 
     def _catch_up(self, plan: StepPlan, sequence: Sequence) -> bool:
@@ -153,7 +164,10 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            match = self.blocks.match(sequence.token_ids, sequence.num_tokens)
+            if sequence.owes_context_logits:  # every position of its prompt is run
+                match = NO_MATCH
+            else:
+                match = self.blocks.match(sequence.token_ids, sequence.num_tokens)
             if not self._has_room(sequence, self.blocks.num_needed_blocks(match, sequence.num_tokens)):
                 return
             self.waiting.popleft()

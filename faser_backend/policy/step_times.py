@@ -15,7 +15,7 @@ from faser_backend.policy.pricing import Pricer
 def arm_of(record: StepRecord) -> Arm:
     """The arm that a step belongs to."""
     decision = record.plan.decision
-    if not record.frontier.num_drafted.any() and not record.plan.drafts:
+    if not record.frontier.num_drafted[record.server_rows].any() and not record.plan.drafts:
         return PLAIN
     is_trimmed = decision.trim is not None or decision.mode is not PipelineMode.SERIAL
     return Arm(decision.mode, decision.partition, is_trimmed)

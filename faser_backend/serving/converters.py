@@ -5,54 +5,64 @@ from __future__ import annotations
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.serving.contract import Tensors, bias_by_words, read_text, read_words, word_ids_array
 from faser_backend.serving.link import Hello
+from faser_backend.serving.tensor_values import bias_by_words, read_text, read_words, word_ids_array
+from faser_backend.serving.tensors import Tensors, refuse_unsupported
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray
 
 
 def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list[NamedArray]:
-    """QUERY or MESSAGES [B, 1] and friends -> token ids, padded to the longest row with the pad id."""
+    """QUERY or MESSAGES [B, 1] and friends -> token ids, padded to the longest row with the pad id.
+
+    The decoder's ids, one padding token each, are for clients that pass them on; a decoder-only model reads none.
+    """
+    refuse_unsupported(tensors)
     rows = _read_prompts(tensors, tokenizer)
     num_rows = len(rows)
     if "REQUEST_OUTPUT_LEN" not in tensors or tensors["REQUEST_OUTPUT_LEN"].size != num_rows:
         raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {num_rows}")
-    end_id = _read_id(tensors, "END_ID", hello.end_ids[0] if hello.end_ids else -1)
-    pad_id = _read_id(tensors, "PAD_ID", max(end_id, 0) if tokenizer.pad_id is None else tokenizer.pad_id)
-    longest = max(map(len, rows))
-    input_ids = np.full((num_rows, longest), pad_id, np.int32)
+    end_ids = _ids_by_row(tensors, "END_ID", num_rows, hello.end_ids[0] if hello.end_ids else -1)
+    default_pad_id = max(int(end_ids[0, 0]), 0) if tokenizer.pad_id is None else tokenizer.pad_id
+    pad_ids = _ids_by_row(tensors, "PAD_ID", num_rows, default_pad_id)
+    input_ids = np.repeat(pad_ids, max(map(len, rows)), axis=1)
     for row, token_ids in enumerate(rows):
         input_ids[row, : len(token_ids)] = token_ids
-    lengths = np.array([[len(token_ids)] for token_ids in rows], np.int32)
+    ones = np.ones((num_rows, 1), np.int32)
     return [
         ("INPUT_ID", input_ids),
-        ("REQUEST_INPUT_LEN", lengths),
+        ("DECODER_INPUT_ID", pad_ids),
         ("BAD_WORDS_IDS", _words_by_row(tensors, "BAD_WORDS_DICT", num_rows, tokenizer)),
         ("STOP_WORDS_IDS", _words_by_row(tensors, "STOP_WORDS_DICT", num_rows, tokenizer)),
-        ("EMBEDDING_BIAS", _bias_by_row(tensors, num_rows, hello, tokenizer)),
+        ("REQUEST_INPUT_LEN", np.array([[len(token_ids)] for token_ids in rows], np.int32)),
+        ("REQUEST_DECODER_INPUT_LEN", ones),
         ("REQUEST_OUTPUT_LEN", tensors["REQUEST_OUTPUT_LEN"].reshape(num_rows, 1).astype(np.int32)),
-        ("OUT_END_ID", np.full((num_rows, 1), end_id, np.int32)),
-        ("OUT_PAD_ID", np.full((num_rows, 1), pad_id, np.int32)),
+        ("EMBEDDING_BIAS", _bias_by_row(tensors, num_rows, hello, tokenizer)),
+        ("OUT_END_ID", end_ids),
+        ("OUT_PAD_ID", pad_ids),
     ]
 
 
-def postprocess(tensors: Tensors, tokenizer: TextTokenizer) -> list[NamedArray]:
-    """TOKENS_BATCH [B, beams, n] + SEQUENCE_LENGTH [B, beams] -> OUTPUT [B, beams]."""
+def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tokens: bool = True) -> list[NamedArray]:
+    """TOKENS_BATCH [B, beams, n] + SEQUENCE_LENGTH [B, beams] -> OUTPUT [B * beams].
+
+    Ids beyond a sequence's length are padding, whatever they are.
+    """
     for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH"):
         if name not in tensors:
             raise RequestError(name, None, "is required")
     tokens, lengths = tensors["TOKENS_BATCH"], tensors["SEQUENCE_LENGTH"]
     if tokens.ndim != 3 or lengths.shape != tokens.shape[:2]:
         raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"must be the first two of {list(tokens.shape)}")
-    if ((tokens < 0) | (tokens >= tokenizer.vocab_size)).any():
-        raise RequestError("TOKENS_BATCH", int(tokens.min()), f"token ids must lie in [0, {tokenizer.vocab_size - 1}]")
-    output = np.empty(lengths.shape, dtype=object)
-    for index in np.ndindex(*lengths.shape):
-        length = int(lengths[index])
-        if not 0 <= length <= tokens.shape[2]:
-            raise RequestError("SEQUENCE_LENGTH", length, f"must lie in [0, {tokens.shape[2]}]")
-        output[index] = tokenizer.decode(tokens[index][:length].tolist()).encode()
-    return [("OUTPUT", output)]
+    texts = []
+    for sequence, length in zip(tokens.reshape(-1, tokens.shape[2]), lengths.reshape(-1).tolist(), strict=True):
+        if not 0 <= length <= sequence.size:
+            raise RequestError("SEQUENCE_LENGTH", length, f"must lie in [0, {sequence.size}]")
+        ids = sequence[:length]
+        for bad in ids[(ids < 0) | (ids >= tokenizer.vocab_size)][:1].tolist():
+            raise RequestError("TOKENS_BATCH", bad, f"token ids must lie in [0, {tokenizer.vocab_size - 1}]")
+        texts.append(tokenizer.decode(ids.tolist(), skips_special_tokens=skips_special_tokens).encode())
+    return [("OUTPUT", np.array(texts, dtype=object))]
 
 
 def _read_prompts(tensors: Tensors, tokenizer: TextTokenizer) -> list[list[int]]:
@@ -67,8 +77,13 @@ def _read_prompts(tensors: Tensors, tokenizer: TextTokenizer) -> list[list[int]]
     return [tokenizer.encode_prompt(read_text("QUERY", value)) for value in tensors["QUERY"].reshape(-1)]
 
 
-def _read_id(tensors: Tensors, name: str, default: int) -> int:
-    return int(tensors[name].reshape(-1)[0]) if name in tensors and tensors[name].size else default
+def _ids_by_row(tensors: Tensors, name: str, num_rows: int, default: int) -> np.ndarray:
+    """INT32 [B, 1]: the client's, else the default."""
+    if name not in tensors or tensors[name].size == 0:
+        return np.full((num_rows, 1), default, np.int32)
+    if tensors[name].size != num_rows:
+        raise RequestError(name, list(tensors[name].shape), f"needs one value per prompt, {num_rows}")
+    return tensors[name].reshape(num_rows, 1).astype(np.int32)
 
 
 def _words_by_row(tensors: Tensors, name: str, num_rows: int, tokenizer: TextTokenizer) -> np.ndarray:

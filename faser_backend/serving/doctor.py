@@ -116,7 +116,7 @@ def _stub() -> str:
 
 
 def _repository() -> str:
-    if not (MODEL_REPO / "faser" / "config.pbtxt").is_file():
+    if not (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").is_file():
         raise FileNotFoundError(f"{MODEL_REPO}: missing; run from a checkout of the project")
     return str(MODEL_REPO)
 

@@ -41,6 +41,7 @@ class EngineHost:
             excludes_input=options.excludes_input,
             cancellation_period_s=options.cancellation_period_s,
             prompts=prompts,
+            kv_block_size=manifest.kv_block_size,
         )
         self.loop = EngineLoop(
             engine,

@@ -1,8 +1,8 @@
-"""One face of the engine: takes requests, tokenises, and answers from a single sender thread.
+"""The frontend of one model: takes requests, tokenises, and answers from a single sender thread.
 
-The sender takes everything that has piled up, merges it per request, detokenises and sends one
-response per request: a slow server makes fewer, larger responses, never a queue. A second thread
-polls for cancelled clients. Knows Triton only through `Responder`.
+The sender takes everything that has piled up, merges it per sequence, detokenises and sends one response per
+sequence: a slow server makes fewer, larger responses, never a queue. A second thread polls for cancelled clients.
+Knows Triton only through `Responder` (wire.py).
 """
 
 from __future__ import annotations
@@ -12,92 +12,64 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
-from faser_backend.serving.contract import ParsedRequest, Tensors, is_stop_request, parse_request
+from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello, describe_refusal
+from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
-from faser_backend.serving.triton_io import NamedArray, Reply
+from faser_backend.serving.triton_io import merge
+from faser_backend.serving.wire import Answered, Answering, InflightBatcherWire, Responder, Wire
 
 _log = logging.getLogger(__name__)
 
 
-class Responder(Protocol):
-    """Where one request's responses go. Exactly one call is the last: is_final, or fail."""
-
-    requested_outputs: Iterable[str]
-
-    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None: ...
-    def fail(self, message: str, code: str) -> None:
-        """`code`: INVALID_ARG, UNAVAILABLE, CANCELLED or INTERNAL."""
-        ...
-
-    def is_cancelled(self) -> bool: ...
-
-
-class Answering(Protocol):
-    """The growing answer to one request (triton_io.Reply)."""
-
-    parsed: ParsedRequest
-
-    @property
-    def is_stopped(self) -> bool: ...
-    @property
-    def has_news(self) -> bool: ...
-    def add(self, output: RequestOutput) -> None: ...
-    def render(self) -> list[NamedArray]: ...
-
-
-class Wire(Protocol):
-    """A contract with clients: names and shapes of tensors, and how a stop request is answered."""
-
-    missing_stop_id: str  # the error for a stop request without an id
-
-    def is_stop_request(self, tensors: Tensors) -> bool: ...
-    def parse(
-        self, tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool
-    ) -> ParsedRequest: ...
-    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> Answering: ...
-    def acknowledge_stop(self, responder: Responder) -> None: ...
-
-
-class InflightBatcherWire:
-    """The tensors of TensorRT-LLM's inflight batcher models."""
-
-    missing_stop_id = "Trying to stop a request but request ID is not provided"
-    is_stop_request = staticmethod(is_stop_request)
-    parse = staticmethod(parse_request)
-    reply = staticmethod(Reply)
-
-    def acknowledge_stop(self, responder: Responder) -> None:
-        responder.send([], is_final=True)
-
-
 @dataclass(slots=True, eq=False)
-class _Live:
+class _Exchange:
+    """One Triton request under way: where its answers go, and the sequences that make them."""
+
     responder: Responder
-    reply: Answering
-    is_ending: bool = False  # a stop or a cancel is under way in the engine
+    replies: dict[str, Answering]  # by request id of the engine, prompt by prompt
+    received_ns: int
+    parsed_ns: int
+    submitted_ns: int = 0
+    ended_ns: int = 0
+    open_ids: set[str] = field(default_factory=set)  # of sequences that have not ended
+    postprocessing_ns: int = 0
+    sending_ns: int = 0
+    is_ending: bool = False  # a cancel is under way in the engine
+    is_failed: bool = False
 
 
 class Frontend:
-    """Serves the requests of one model until `close`. Thread-safe."""
+    """Serves the requests of one model until `close`. Thread-safe.
+
+    on_answered: called with the times of every request that was answered without an error, on the sender thread.
+    """
 
     def __init__(
-        self, link: EngineLink, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool, wire: Wire | None = None
+        self,
+        link: EngineLink,
+        hello: Hello,
+        tokenizer: TextTokenizer,
+        *,
+        is_decoupled: bool,
+        wire: Wire | None = None,
+        on_answered: Callable[[Answered], None] = lambda answered: None,
     ) -> None:
         self._wire: Wire = wire or InflightBatcherWire()
         self._link = link
         self._hello = hello
         self._tokenizer = tokenizer
         self._is_decoupled = is_decoupled
+        self._on_answered = on_answered
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _Exchange] = {}  # by request id of the engine
+        self._stopping: set[str] = set()  # sequences whose text has met a stop string
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._run_sender, name="sender", daemon=True),
@@ -108,23 +80,32 @@ class Frontend:
 
     def handle(self, tensors: Tensors, client_id: str, responder: Responder) -> None:
         """Starts one request, or executes a stop request. Every failure is answered here, never raised."""
-        request_id = f"{os.getpid()}-{next(self._numbers)}"
+        received_ns = time.perf_counter_ns()
+        exchange: _Exchange | None = None
         try:
-            if self._wire.is_stop_request(tensors):
+            if is_stop_request(tensors):
                 self._stop(client_id, responder)
                 return
+            request_id = f"{os.getpid()}-{next(self._numbers)}"
             parsed = self._wire.parse(
                 tensors, request_id, self._hello, self._tokenizer, is_decoupled=self._is_decoupled
             )
-            reply = self._wire.reply(parsed, responder.requested_outputs, self._tokenizer)
+            requested = responder.requested_outputs
+            replies = {one.request.request_id: self._wire.reply(one, requested, self._tokenizer) for one in parsed}
+            exchange = _Exchange(responder, replies, received_ns, time.perf_counter_ns(), open_ids=set(replies))
             with self._lock:
-                self._live[request_id] = _Live(responder, reply)
-            self._link.submit(parsed.request, client_id)
+                self._live.update(dict.fromkeys(replies, exchange))
+            for one in parsed:
+                self._link.submit(one.request, client_id)
+            exchange.submitted_ns = time.perf_counter_ns()
+            if exchange.is_failed:  # by a refusal of its first sequences, while the others were still on their way
+                self._cancel(list(replies))
         except Exception as error:
-            self._refuse(request_id, responder, error)
+            self._refuse(exchange, responder, error)
 
     @property
     def num_live(self) -> int:
+        """Sequences under way."""
         return len(self._live)
 
     def close(self) -> None:
@@ -140,15 +121,27 @@ class Frontend:
         self._link.stop_client(client_id)
         self._wire.acknowledge_stop(responder)
 
-    def _refuse(self, request_id: str, responder: Responder, error: Exception) -> None:
-        with self._lock:
-            self._live.pop(request_id, None)
+    def _refuse(self, exchange: _Exchange | None, responder: Responder, error: Exception) -> None:
+        if exchange is not None:
+            self._abandon(exchange)
         if isinstance(error, FaserError):
             message = describe_refusal(error, self._hello.max_queue_size)
             responder.fail(message, _code_of(message, default="INVALID_ARG"))
         else:
             _log.exception("a request could not be taken")
             responder.fail(f"internal error: {type(error).__name__}: {error}", "INTERNAL")
+
+    def _abandon(self, exchange: _Exchange) -> None:
+        """Forgets a request that is answered with an error; what of it still runs is cancelled."""
+        exchange.is_failed = True
+        with self._lock:
+            left = [request_id for request_id in exchange.open_ids if self._live.pop(request_id, None) is not None]
+            self._stopping.difference_update(left)
+        self._cancel(left)
+
+    def _cancel(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._link.cancel(request_id)
 
     # -- the sender thread ------------------------------------------------------------------------
 
@@ -168,47 +161,72 @@ class Frontend:
     def _answer(self, batch: list[RequestOutput]) -> None:
         touched: dict[str, RequestOutput] = {}  # request id -> its last output in the batch
         for output in batch:
-            live = self._live.get(output.request_id)
-            if live is not None:
-                live.reply.add(output)
+            exchange = self._live.get(output.request_id)
+            if exchange is not None:
+                start_ns = time.perf_counter_ns()
+                exchange.replies[output.request_id].add(output)
+                exchange.postprocessing_ns += time.perf_counter_ns() - start_ns
                 touched[output.request_id] = output
         for request_id, output in touched.items():
-            live = self._live[request_id]
+            exchange = self._live.get(request_id)
+            if exchange is None:  # another sequence of the same request has failed it
+                continue
             try:
-                self._respond(request_id, live, output)
+                self._respond(request_id, exchange, output)
             except Exception:  # the client may be gone; nobody else must notice
                 _log.exception("a response could not be sent")
-                self._end(request_id)
-                self._link.cancel(request_id)
+                self._abandon(exchange)
 
-    def _respond(self, request_id: str, live: _Live, last: RequestOutput) -> None:
-        reply = live.reply
+    def _respond(self, request_id: str, exchange: _Exchange, last: RequestOutput) -> None:
+        reply = exchange.replies[request_id]
         if last.is_final:
-            self._end(request_id)
-            if last.finish_reason is FinishReason.CANCELLED:
-                live.responder.fail("Request cancelled", "CANCELLED")
-            elif last.finish_reason is FinishReason.ERROR:
-                message = last.error or "the request failed"
-                live.responder.fail(message, _code_of(message, default="INTERNAL"))
-            else:
-                live.responder.send(reply.render(), is_final=True)
+            self._finish(request_id, exchange, last)
             return
-        if reply.is_stopped and not live.is_ending:
-            live.is_ending = True
+        if reply.is_stopped and request_id not in self._stopping:
+            self._stopping.add(request_id)
             self._link.stop(request_id)
         if reply.parsed.is_streaming and reply.has_news:
-            live.responder.send(reply.render(), is_final=False)
+            self._send(exchange, [reply], is_final=False)
 
-    def _end(self, request_id: str) -> None:
+    def _finish(self, request_id: str, exchange: _Exchange, last: RequestOutput) -> None:
+        """The last output of one sequence. The last sequence of a request ends its exchange."""
         with self._lock:
             self._live.pop(request_id, None)
+            self._stopping.discard(request_id)
+            exchange.open_ids.discard(request_id)
+        if last.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+            self._abandon(exchange)
+            if last.finish_reason is FinishReason.CANCELLED:
+                exchange.responder.fail("Request cancelled", "CANCELLED")
+            else:
+                message = last.error or "the request failed"
+                exchange.responder.fail(message, _code_of(message, default="INTERNAL"))
+            return
+        exchange.ended_ns = time.perf_counter_ns()
+        is_last = not exchange.open_ids
+        if self._is_decoupled:
+            self._send(exchange, [exchange.replies[request_id]], is_final=is_last)
+        elif is_last:
+            self._send(exchange, list(exchange.replies.values()), is_final=True)
+        if is_last:
+            self._on_answered(_times_of(exchange, last))
+
+    def _send(self, exchange: _Exchange, replies: list[Answering], *, is_final: bool) -> None:
+        """One response that tells what is new in the replies, of which several are merged."""
+        start_ns = time.perf_counter_ns()
+        rendered = [reply.render() for reply in replies]
+        arrays = rendered[0] if len(rendered) == 1 else merge(rendered, replies[0].parsed.batch_size)
+        rendered_ns = time.perf_counter_ns()
+        exchange.responder.send(arrays, is_final=is_final)
+        exchange.postprocessing_ns += rendered_ns - start_ns
+        exchange.sending_ns += time.perf_counter_ns() - rendered_ns
 
     def _fail_all(self, message: str) -> None:
         with self._lock:
-            live, self._live = self._live, {}
-        for entry in live.values():
+            exchanges, self._live = set(self._live.values()), {}
+        for exchange in exchanges:
             try:
-                entry.responder.fail(message, "UNAVAILABLE")
+                exchange.responder.fail(message, "UNAVAILABLE")
             except Exception:  # the others must be told all the same
                 _log.exception("a failure could not be sent")
 
@@ -219,13 +237,26 @@ class Frontend:
         while not self._closing.wait(period_s):
             started_s = time.monotonic()
             with self._lock:
-                live = list(self._live.items())
-            for request_id, entry in live:
-                if not entry.is_ending and entry.responder.is_cancelled():
-                    entry.is_ending = True
-                    self._link.cancel(request_id)
+                exchanges = set(self._live.values())
+            for exchange in exchanges:
+                if not exchange.is_ending and exchange.responder.is_cancelled():
+                    exchange.is_ending = True
+                    self._cancel(list(exchange.open_ids))
             if time.monotonic() - started_s > 10 * period_s:
-                _log.warning("polling %d requests for cancellation took over %.1f s", len(live), 10 * period_s)
+                _log.warning("polling %d requests for cancellation took over %.1f s", len(exchanges), 10 * period_s)
+
+
+def _times_of(exchange: _Exchange, last: RequestOutput) -> Answered:
+    stats = last.stats
+    return Answered(
+        num_prompts=next(iter(exchange.replies.values())).parsed.batch_size,
+        preprocessing_ns=exchange.parsed_ns - exchange.received_ns,
+        submitting_ns=max(0, exchange.submitted_ns - exchange.parsed_ns),
+        queued_ns=0 if stats is None else max(0, stats.first_scheduled_ns - stats.arrival_ns),
+        engine_ns=exchange.ended_ns - exchange.parsed_ns,
+        postprocessing_ns=exchange.postprocessing_ns,
+        sending_ns=exchange.sending_ns,
+    )
 
 
 def _code_of(message: str, default: str) -> str:

@@ -14,6 +14,7 @@ from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import served_models, serving_knowledge
+from faser_backend.serving.model_configs import CONTRACTS
 from faser_backend.serving.prompts import read_template
 from faser_backend.serving.server import LaunchOptions, TritonServer
 
@@ -48,7 +49,7 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
         if not is_signalled.is_set():
             print(
                 f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "
-                f"metrics {options.host}:{options.metrics_port}; models ensemble, tensorrt_llm, tensorrt_llm_bls",
+                f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}",
                 flush=True,
             )
         while not is_signalled.wait(0.5):

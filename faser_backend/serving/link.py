@@ -1,7 +1,7 @@
 """How a front end in another process reaches the engine: a Unix socket and five messages.
 
 Triton forwards a cancelled request only to the model that the client called: inside an ensemble the
-running step never hears of it. So every face is a model of its own, in its own process, which
+running step never hears of it. So every text model has a frontend and a process of its own, which
 tokenises, detokenises and answers; token ids cross this link. Messages are pickled tuples; the
 socket lies in a folder that only this user can enter.
 """
@@ -34,7 +34,7 @@ MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a face must know of the engine it fronts; sent once per connection."""
+    """What a frontend must know of the engine; sent once per connection."""
 
     tokenizer_file: Path
     limits: Limits
@@ -44,6 +44,7 @@ class Hello:
     excludes_input: bool
     cancellation_period_s: float
     prompts: PromptFormat = field(default_factory=PromptFormat)
+    kv_block_size: int = 16
 
 
 class EngineLink(Protocol):
@@ -88,7 +89,7 @@ def describe_refusal(error: FaserError, max_queue_size: int) -> str:
 
 
 class LinkServer:
-    """Accepts faces and gives each a subscription of its own."""
+    """Accepts frontends and gives each a subscription of its own."""
 
     def __init__(self, loop: EngineLoop, hello: Hello, path: Path) -> None:
         self._loop = loop
@@ -124,7 +125,7 @@ class LinkServer:
                         *arguments
                     )
         except (EOFError, OSError):
-            subscription.close()  # the face is gone: its requests give back their blocks
+            subscription.close()  # the frontend is gone: its requests give back their blocks
 
     def _submit(self, subscription: Subscription, request: Request, client_id: str) -> None:
         try:
@@ -135,7 +136,7 @@ class LinkServer:
             subscription.outputs.put([refusal])
 
     def _write(self, connection: Connection, subscription: Subscription) -> None:
-        with contextlib.suppress(OSError):  # the reader notices that the face is gone and ends this queue
+        with contextlib.suppress(OSError):  # the reader notices that the frontend is gone and ends this queue
             connection.send(self._hello)
             while (batch := subscription.outputs.get()) is not None:
                 while not subscription.outputs.empty():
@@ -154,11 +155,13 @@ def _pack(output: RequestOutput) -> tuple:
         output.finish_reason,
         output.error,
         output.stats,
+        output.context_logits,
+        output.generation_logits,
     )
 
 
 class SocketLink:
-    """A face's end. Raises ConfigError if no engine answers within `timeout_s`."""
+    """A frontend's end. Raises ConfigError if no engine answers within `timeout_s`."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.outputs: SimpleQueue[list[RequestOutput] | None] = SimpleQueue()
@@ -207,5 +210,6 @@ def _connect(path: Path, timeout_s: float) -> Connection:
             return Client(str(path), family="AF_UNIX")
         except OSError as error:
             if time.monotonic() >= deadline_s:
-                raise ConfigError(f"no engine answers at {path} ({error}); is the model 'faser' loaded?") from None
+                reason = f"no engine answers at {path} ({error}); is the model 'tensorrt_llm' loaded?"
+                raise ConfigError(reason) from None
             time.sleep(0.05)

@@ -1,6 +1,7 @@
 """The `llmapi` contract: one text model without a batch dimension, as TensorRT-LLM's LLM API serves it.
 
-Translates names and shapes to and from the inflight batcher's, so that checks and meaning are shared.
+Translates names and shapes to and from the inflight batcher's, so that checks and meaning are shared. Two things
+differ: a temperature alone samples, and streamed responses carry all text so far.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import FinishReason, RequestOutput
-from faser_backend.serving.contract import ParsedRequest, Tensors, is_stop_request, parse_request, read_scalar
+from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.serving.contract import LLM_API_SAMPLING, ParsedRequest, parse_requests
 from faser_backend.serving.link import Hello
+from faser_backend.serving.tensor_values import read_scalar
+from faser_backend.serving.tensors import Tensors, refuse_unsupported
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray, Reply
 
 if TYPE_CHECKING:
-    from faser_backend.serving.frontend import Responder
+    from faser_backend.serving.wire import Responder
 
 DEFAULT_MAX_TOKENS = 32
 _INPUTS = {  # theirs -> ours
@@ -40,6 +43,7 @@ _INPUTS = {  # theirs -> ours
 }
 _OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
 _FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}
+_NO_REASON = "None"  # as Python writes an absent one, which is what clients of the LLM API compare with
 _FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.END_ID: "stop",
@@ -49,24 +53,26 @@ _FINISH_REASONS = {
 
 
 class LlmApiWire:
-    """frontend.Wire. A stop request is itself answered with the error CANCELLED."""
+    """wire.Wire. A stop request is itself answered with the error CANCELLED."""
 
     missing_stop_id = "A request id must be provided for request cancellation"
-    is_stop_request = staticmethod(is_stop_request)
 
     def parse(
         self, tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool
-    ) -> ParsedRequest:
+    ) -> list[ParsedRequest]:
         """Raises RequestError; the prompt is excluded and a stop string cut off unless asked otherwise."""
-        best_of = read_scalar(tensors, "sampling_param_best_of", default=1)
-        if best_of != 1:
-            raise RequestError("sampling_param_best_of", best_of, "several candidates: not supported; must be 1")
+        refuse_unsupported(tensors)
+        prompts = tensors.get("text_input")
+        if prompts is not None and prompts.size > 1:
+            raise RequestError("text_input", list(prompts.shape), "one prompt per request: must hold exactly 1 value")
         ours = {ours: tensors[theirs] for theirs, ours in _INPUTS.items() if theirs in tensors}
         ours.setdefault("exclude_input_in_output", np.array([True]))
         ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
-        parsed = parse_request(ours, request_id, hello, tokenizer, is_decoupled=is_decoupled)
+        (parsed,) = parse_requests(
+            ours, request_id, hello, tokenizer, is_decoupled=is_decoupled, meaning=LLM_API_SAMPLING
+        )
         flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
-        return replace(parsed, includes_stop=False, extra_outputs=flags)
+        return [replace(parsed, includes_stop=False, accumulates_text=True, extra_outputs=flags)]
 
     def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> LlmApiReply:
         return LlmApiReply(parsed, frozenset(requested), tokenizer)
@@ -76,7 +82,7 @@ class LlmApiWire:
 
 
 class LlmApiReply:
-    """frontend.Answering: a Reply under other names, every array without the batch dimension."""
+    """wire.Answering: a Reply under other names, every array without the batch dimension."""
 
     def __init__(self, parsed: ParsedRequest, requested: frozenset[str], tokenizer: TextTokenizer) -> None:
         self.parsed = parsed
@@ -99,13 +105,24 @@ class LlmApiReply:
         arrays = [(_OUTPUTS.get(name, name), array.reshape(-1)) for name, array in self._reply.render()]
         for name in sorted(self.parsed.extra_outputs & self._requested):
             arrays.append((name, np.array([self._reason(name).encode()], dtype=object)))
+        if self.parsed.request.wants_stats and self._reply.stats is not None:
+            arrays += [each for each in self._cache_use(self._reply.stats) if each[0] in self._requested]
         return arrays
 
+    def _cache_use(self, stats: RequestStats) -> list[NamedArray]:
+        """How many blocks of the prompt were found in the cache, and how many were not."""
+        num_missed = max(0, self.parsed.num_prompt_blocks - stats.num_reused_blocks)
+        num_sought = stats.num_reused_blocks + num_missed
+        return [
+            ("kv_cache_reused_block", np.array([stats.num_reused_blocks], np.int32)),
+            ("kv_cache_missed_block", np.array([num_missed], np.int32)),
+            ("kv_cache_hit_rate", np.array([stats.num_reused_blocks / max(1, num_sought)], np.float32)),
+        ]
+
     def _reason(self, name: str) -> str:
-        """ "" for what has not happened (yet)."""
         if name == "stop_reason":
-            return self._reply.matched_stop or ""
+            return self._reply.matched_stop or _NO_REASON
         finish = self._reply.finish_reason
         if finish is None:
-            return ""
+            return _NO_REASON
         return "stop" if self._reply.is_stopped else _FINISH_REASONS.get(finish, finish.value)

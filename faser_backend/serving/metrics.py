@@ -1,4 +1,4 @@
-"""Engine counters as Triton metric families, under the names that dashboards already know.
+"""Engine counters as Triton metric families, under the names that TensorRT-LLM's dashboards already know.
 
 Families and their metrics are both held: a family that is collected takes its metrics along, and the
 next update raises.
@@ -6,21 +6,34 @@ next update raises.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import threading
 import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from faser_backend.core.request import RequestOutput
 from faser_backend.pipeline.engine import EngineMetrics
+from faser_backend.serving.wire import Answered
 
 TOKEN_BUCKETS = [10, 50, 100, 500, 1000]
-HISTOGRAMS = (("nv_llm_input_token_len", "Prompt tokens"), ("nv_llm_output_token_len", "Output tokens"))
+HISTOGRAMS = (  # family, its type
+    ("nv_llm_input_token_len", "total_input_tokens"),
+    ("nv_llm_output_token_len", "total_output_tokens"),
+)
 GAUGES = {  # family -> (label, description, values of the label)
     "nv_trt_llm_request_metrics": (
         "request_type",
         "Requests in the engine",
         ("active", "max", "scheduled", "context", "waiting"),
+    ),
+    "nv_trt_llm_runtime_memory_metrics": (
+        "memory_type",
+        "Bytes that the engine's process holds",
+        ("cpu", "gpu", "pinned"),
     ),
     "nv_trt_llm_kv_cache_block_metrics": (
         "kv_cache_block_type",
@@ -30,7 +43,7 @@ GAUGES = {  # family -> (label, description, values of the label)
     "nv_trt_llm_inflight_batcher_metrics": (
         "inflight_batcher_specific_metric",
         "Continuous batching",
-        ("total_context_tokens", "generation_requests", "paused_requests"),
+        ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
     ),
     "nv_trt_llm_general_metrics": ("general_type", "General", ("timestamp", "iteration_counter")),
     "nv_trt_llm_speculative_decoding_metrics": (
@@ -39,6 +52,26 @@ GAUGES = {  # family -> (label, description, values of the label)
         ("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "acceptance_rate", "preemptions"),
     ),
 }
+# Dashboards read the lines; prompts are read and answered by one engine here, so they stay 0.
+UNUSED_COUNTERS = {
+    "nv_trt_llm_disaggregated_serving_metrics": (
+        "disaggregated_serving_type",
+        "Disaggregated serving, which this engine does not do",
+        ("kv_cache_transfer_ms", "request_count"),
+    ),
+}
+COMPOSING_MODELS = ("preprocessing", "tensorrt_llm", "postprocessing")
+COMPOSING_COUNTERS = (  # Triton's own families, in the order of ComposingCounters.count
+    "nv_inference_request_success",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+)
+FLUSH_PERIOD_S = 0.5
 
 
 def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
@@ -64,9 +97,14 @@ def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
         "nv_trt_llm_inflight_batcher_metrics": {
             "total_context_tokens": metrics.num_context_tokens if metrics.num_running else 0,
             "generation_requests": metrics.num_running,
+            "micro_batch_id": 0,  # steps are not pipelined over several devices
             "paused_requests": metrics.num_paused,
         },
-        "nv_trt_llm_general_metrics": {"timestamp": time.time(), "iteration_counter": metrics.num_steps},
+        "nv_trt_llm_runtime_memory_metrics": memory_bytes(),
+        "nv_trt_llm_general_metrics": {
+            "timestamp": time.time_ns() // 1000,  # microseconds, as in TensorRT-LLM
+            "iteration_counter": metrics.num_steps,
+        },
         "nv_trt_llm_speculative_decoding_metrics": {
             "drafted_tokens": metrics.num_drafted,
             "accepted_tokens": metrics.num_accepted,
@@ -76,6 +114,16 @@ def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
             "preemptions": metrics.num_preemptions,
         },
     }
+
+
+def memory_bytes() -> dict[str, float]:
+    """Bytes of this process in main memory and, where torch runs on a GPU, what it has allocated there."""
+    num_resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    gpu = 0
+    torch = sys.modules.get("torch")  # never imported for this: only runtimes on a GPU bring it
+    if torch is not None and torch.cuda.is_available():
+        gpu = torch.cuda.memory_allocated()
+    return {"cpu": num_resident_pages * os.sysconf("SC_PAGE_SIZE"), "gpu": gpu, "pinned": 0}
 
 
 class MetricReporter:
@@ -96,11 +144,17 @@ class MetricReporter:
             self._families.append(family)
             for value in values:
                 self._gauges[name, value] = family.Metric(labels={**labels, label: value})
-        self._histograms = []
-        for name, description in HISTOGRAMS:
-            family = kinds(name=name, description=description, kind=kinds.HISTOGRAM)
+        self._unused = []
+        for name, (label, description, values) in UNUSED_COUNTERS.items():
+            family = kinds(name=name, description=description, kind=kinds.COUNTER)
             self._families.append(family)
-            self._histograms.append(family.Metric(labels=labels, buckets=TOKEN_BUCKETS))
+            self._unused += [family.Metric(labels={**labels, label: value}) for value in values]
+        self._histograms = []
+        for name, kind in HISTOGRAMS:
+            family = kinds(name=name, description="TRT LLM response metrics", kind=kinds.HISTOGRAM)
+            self._families.append(family)
+            metric = family.Metric(labels={**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS)
+            self._histograms.append(metric)
         self._updates: SimpleQueue[EngineMetrics | tuple[int, int] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -131,3 +185,63 @@ class MetricReporter:
                 if self._last.get((family, label)) != value:
                     self._gauges[family, label].set(value)
                     self._last[family, label] = value
+
+
+class ComposingCounters:
+    """Counts what `ensemble` and `tensorrt_llm_bls` do themselves into the counters of the models that do it in
+    TensorRT-LLM, which dashboards and tests read: preprocessing, tensorrt_llm and postprocessing.
+
+    Triton keeps one Prometheus registry: a family with the name of one of its own is that family, and a metric with the
+    labels of a model is that model's counter. Increments are summed up and sent twice a second, for each is a message
+    to the server process.
+    """
+
+    def __init__(self, pb_utils: Any, version: str) -> None:
+        kinds = pb_utils.MetricFamily
+        self._counters: dict[tuple[str, str], Any] = {}
+        for name in COMPOSING_COUNTERS:
+            family = kinds(name=name, description=name, kind=kinds.COUNTER)
+            _keep_forever(family)
+            for model in COMPOSING_MODELS:
+                counter = family.Metric(labels={"model": model, "version": version})
+                _keep_forever(counter)
+                self._counters[model, name] = counter
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[str, str], int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="composing-counters", daemon=True)
+        self._thread.start()
+
+    def count(self, answered: Answered) -> None:
+        """Takes in one request. Thread-safe; sends nothing."""
+        reading, engine, writing = answered.preprocessing_ns, answered.engine_ns, answered.postprocessing_ns
+        queued, entering, sending = answered.queued_ns, answered.submitting_ns, answered.sending_ns
+        durations_ns = {  # whole, and of it in the queue, for input, inference and output
+            "preprocessing": (reading, 0, 0, reading, 0),
+            "tensorrt_llm": (engine, queued, entering, max(0, engine - queued - entering), 0),
+            "postprocessing": (writing + sending, 0, 0, writing, sending),
+        }
+        with self._lock:
+            for model, nanoseconds in durations_ns.items():
+                amounts = (1, answered.num_prompts, 1, *(duration // 1000 for duration in nanoseconds))
+                for name, amount in zip(COMPOSING_COUNTERS, amounts, strict=True):
+                    self._pending[model, name] = self._pending.get((model, name), 0) + amount
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        is_closing = False
+        while not is_closing:
+            is_closing = self._closing.wait(FLUSH_PERIOD_S)  # and once more for what came last
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            for key, amount in pending.items():
+                if amount:
+                    self._counters[key].increment(amount)
+
+
+def _keep_forever(metric: Any) -> None:
+    # Its destructor would take the counter out of the registry, while the model that it belongs to still counts in it.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(metric))

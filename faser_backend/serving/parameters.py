@@ -75,7 +75,8 @@ def read_engine_config(parameters: Parameters) -> EngineConfig:
 
 def read_serving_options(parameters: Parameters) -> ServingOptions:
     """Raises ConfigError naming the parameter."""
-    engine_dir = parameters.text("engine_dir")
+    engine_dir = parameters.text("gpt_model_path")
+    _check_model_type(parameters.text("gpt_model_type"))
     chat_template = parameters.text("chat_template")
     out_of_vocab = parameters.text("out_of_vocab") or "reject"
     if out_of_vocab not in ("reject", "clamp"):
@@ -92,3 +93,11 @@ def read_serving_options(parameters: Parameters) -> ServingOptions:
         cancellation_period_s=min(cancellation_ms, 100) / 1e3,
         metrics_period_s=stats_ms / 1e3,
     )
+
+
+def _check_model_type(model_type: str | None) -> None:
+    """This engine batches in flight and does nothing else; a configuration that asks for more is told so."""
+    if model_type is not None and model_type not in ("inflight_batching", "inflight_fused_batching"):
+        raise ConfigError(
+            f"Invalid gpt_model_type {model_type!r}: must be inflight_batching or inflight_fused_batching"
+        )

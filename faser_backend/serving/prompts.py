@@ -1,7 +1,7 @@
 """`PromptFormat`: how prompts of an engine directory begin and how its conversations are written.
 
 Read from the directory's prompts.json (written by `engines/prompts.py`), which the manifest has verified. A plain
-value, so that the engine's process can hand it to the faces.
+value, so that the engine's process can hand it to the frontends.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ class PromptFormat:
         found = cls() if manifest.prompts is None else _read(engine_dir / manifest.prompts.name)
         if chat_template_file is not None:
             found = replace(found, chat_template=read_template(chat_template_file))
-        if adds_special_tokens is not None:
-            begins = adds_special_tokens and found.adds_begin_token
-            found = replace(found, adds_special_tokens=adds_special_tokens, adds_begin_token=begins)
-        return found
+        return found if adds_special_tokens is None else found.adding_special_tokens(adds_special_tokens)
+
+    def adding_special_tokens(self, adds_special_tokens: bool) -> PromptFormat:
+        """The same format, but plain prompts get the tokenizer's own tokens, or none."""
+        begins = adds_special_tokens and self.adds_begin_token
+        return replace(self, adds_special_tokens=adds_special_tokens, adds_begin_token=begins)
 
     def renderer(self) -> ChatRenderer:
         return ChatRenderer(self.chat_template, self.special_tokens)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import PROJECT_ROOT
+from faser_backend.serving.model_configs import known_keys, launch_text
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
@@ -48,7 +49,7 @@ class LaunchOptions:
     host: str = "127.0.0.1"
     is_decoupled: bool = True
     contract: str = "inflight_batcher"
-    parameters: dict[str, str] = field(default_factory=dict)  # of the model that holds the engine
+    parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class TritonServer:
         self._reader.join(0.5)  # the last lines of a server that has ended
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
         for line in lines:
-            if re.search("failed to load '(faser|tensorrt_llm)'", line) or "TritonModelException" in line:
+            if re.search("failed to load 'tensorrt_llm'", line) or "TritonModelException" in line:
                 return line.split("TritonModelException: ")[-1].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
 
@@ -201,19 +202,14 @@ def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) ->
     """Copies the models of one contract and writes policy and parameters into their configurations."""
     if not repository.is_dir():
         raise ConfigError(f"{repository}: no model repository here; run from a checkout of the project")
+    for name in options.parameters:
+        if name not in known_keys():
+            raise ConfigError(f"parameter {name}: no model of {repository.name} has such a parameter")
     for model in sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file()):
         shutil.copytree(model, target / model.name, ignore=shutil.ignore_patterns("__pycache__"))
         config = target / model.name / "config.pbtxt"
         text = config.read_text()
-        if not options.is_decoupled:
-            text = text.replace("decoupled: true", "decoupled: false")
-        if "parameters {" in text:  # the model that holds the engine
-            for name, value in options.parameters.items():
-                if f'"${{{name}}}"' not in text:
-                    raise ConfigError(f"parameter {name}: model {model.name} has no such parameter")
-                escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-                text = text.replace(f'"${{{name}}}"', f'"{escaped}"')
-        config.write_text(text)
+        config.write_text(launch_text(text, is_decoupled=options.is_decoupled, parameters=options.parameters))
 
 
 def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions) -> list[str]:

@@ -77,9 +77,9 @@ class TextTokenizer:
                 raise RequestError(name, word, "the tokenizer has no token for this word")
         return encoded
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of ids without special tokens; invalid UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], *, skips_special_tokens: bool = True) -> str:
+        """Text of ids, by default without special tokens; invalid UTF-8 becomes U+FFFD."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
 
     def _special_id(self, name: str) -> int | None:
         token = self._prompts.special_tokens.get(name)

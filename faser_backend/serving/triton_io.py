@@ -1,12 +1,13 @@
-"""What a request's answer looks like as tensors: `Reply` gathers outputs and renders responses.
+"""What a sequence's answer looks like as tensors: `Reply` gathers outputs and renders responses, `merge` joins them.
 
-Pure: tokens in, (name, array) pairs out. Arrays carry Triton's batch dimension of 1 in front. Only
-outputs that the client requested are made, and of those only what is known at this point.
+Pure: tokens in, (name, array) pairs out. Ranks are those that TensorRT-LLM sends: one dimension, [batch x beams], for
+text; a batch and a beam dimension of 1 in front of everything else. Only outputs that the client requested are made,
+and of those only what is known at this point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,17 +17,17 @@ from faser_backend.serving.text_stream import TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
 
 NamedArray = tuple[str, np.ndarray]
-_ZERO = np.zeros((1, 1), np.int32)
 _PERF_FIELDS = {
     "arrival_time_ns": "arrival_ns",
     "first_scheduled_time_ns": "first_scheduled_ns",
     "first_token_time_ns": "first_token_ns",
     "last_token_time_ns": "last_token_ns",
 }
+_PAD_ID = -1  # of output_ids, where sequences of one response differ in length
 
 
 class Reply:
-    """The answer to one request as it grows. `add` takes outputs, `render` gives what is new or all."""
+    """The answer of one sequence as it grows. `add` takes outputs, `render` gives what is new or all."""
 
     def __init__(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> None:
         self.parsed = parsed
@@ -44,11 +45,14 @@ class Reply:
         )
         self._tokenizer = tokenizer
         self._text: list[str] = []
+        self._sent_text = ""  # of an accumulating stream
         self._new_ids: list[int] = []
         self._new_log_probs: list[float] = []
         self._cum_log_prob = 0.0
+        self._context_logits: np.ndarray | None = None
+        self._generation_logits: list[np.ndarray] = []
         self._num_output_tokens = 0
-        self._stats: RequestStats | None = None
+        self.stats: RequestStats | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -79,8 +83,13 @@ class Reply:
             if output.log_probs is not None:
                 self._new_log_probs.extend(output.log_probs[: len(token_ids)])
                 self._cum_log_prob += sum(output.log_probs[: len(token_ids)])
+            if output.generation_logits is not None:
+                self._generation_logits.append(output.generation_logits[: len(token_ids)])
+        if output.context_logits is not None:
+            self._context_logits = output.context_logits
+        if output.stats is not None:
+            self.stats = output.stats
         if output.is_final:
-            self._stats = output.stats
             self.finish_reason = output.finish_reason
             if self._stream is not None:
                 self._text.append(self._stream.finish())
@@ -91,26 +100,36 @@ class Reply:
         output_ids [1, 1, n] comes first where it is requested: clients read tensors by position.
         """
         parsed, arrays = self.parsed, []
-        if "output_ids" in self._requested:
+        if not self._requested.isdisjoint(("output_ids", "sequence_length")):
             arrays += self._render_ids()
         if "text_output" in self._requested:
-            text = "".join(self._text)
-            if not (parsed.is_streaming or parsed.excludes_input):
-                text = self._prompt_text() + text
-            arrays.append(("text_output", np.array([[text.encode()]], dtype=object)))
+            arrays.append(("text_output", np.array([self._next_text().encode()], dtype=object)))
         self._text.clear()
-        if parsed.wants_log_probs:
+        if parsed.request.wants_log_probs:
             arrays.append(("cum_log_probs", np.array([[self._cum_log_prob]], np.float32)))
             arrays.append(("output_log_probs", np.array([[self._new_log_probs]], np.float32)))
-        arrays += [("batch_index", _ZERO), ("sequence_index", _ZERO)]
+        arrays += self._render_logits()
+        if parsed.batch_size > 1:
+            arrays.append(("batch_index", _one(parsed.batch_index)))
+        if parsed.num_sequences > 1:
+            arrays.append(("sequence_index", _one(parsed.sequence_index)))
         if parsed.wants_num_input_tokens:
             arrays.append(("num_input_tokens", _one(parsed.request.prompt_ids.size)))
         if parsed.wants_num_output_tokens:
             arrays.append(("num_output_tokens", _one(self._num_output_tokens)))
-        if parsed.wants_perf_metrics and self._stats is not None:
-            arrays += _render_stats(self._stats)
+        if parsed.request.wants_stats and self.stats is not None:
+            arrays += _render_stats(self.stats)
         self._new_ids, self._new_log_probs = [], []
         return [(name, array) for name, array in arrays if name in self._requested]
+
+    def _next_text(self) -> str:
+        text = "".join(self._text)
+        if self.parsed.accumulates_text:
+            self._sent_text += text
+            text = self._sent_text
+        if not (self.parsed.is_streaming or self.parsed.excludes_input):
+            text = self._prompt_text() + text
+        return text
 
     def _render_ids(self) -> list[NamedArray]:
         parsed, ids = self.parsed, self._new_ids
@@ -118,10 +137,52 @@ class Reply:
             ids = [*parsed.request.prompt_ids.tolist(), *ids]
         return [("output_ids", np.array([[ids]], np.int32)), ("sequence_length", _one(len(ids)))]
 
+    def _render_logits(self) -> list[NamedArray]:
+        """context_logits [1, num_prompt_tokens, V], once, and generation_logits [1, 1, n, V] of what is new."""
+        arrays = []
+        if self._context_logits is not None:
+            arrays.append(("context_logits", self._context_logits[None]))
+        if self._generation_logits:
+            arrays.append(("generation_logits", np.concatenate(self._generation_logits)[None, None]))
+        self._context_logits, self._generation_logits = None, []
+        return arrays
+
     def _prompt_text(self) -> str:
         if self.parsed.prompt_text is not None:
             return self.parsed.prompt_text
         return self._tokenizer.decode(self.parsed.request.prompt_ids.tolist())
+
+
+def merge(responses: Sequence[list[NamedArray]], batch_size: int) -> list[NamedArray]:
+    """One response for all sequences of a request, from one response of each, batch by batch.
+
+    text_output is [B * n] then, everything else [B, n, ...] for n sequences per prompt, padded to the longest;
+    context_logits, which n sequences share, [B, num_prompt_tokens, V].
+    """
+    num_sequences = len(responses) // batch_size
+    by_name = [dict(response) for response in responses]
+    merged = []
+    for name in by_name[0]:
+        arrays = [tensors[name] for tensors in by_name if name in tensors]
+        if len(arrays) < len(responses):  # a sequence that was stopped before its first token has no logits
+            continue
+        if name == "text_output":
+            merged.append((name, np.concatenate(arrays)))
+        elif name == "context_logits":
+            merged.append((name, _stack(arrays[::num_sequences], 0.0)))
+        else:
+            stacked = _stack(arrays, _PAD_ID if name == "output_ids" else 0)
+            merged.append((name, stacked.reshape(batch_size, num_sequences, *stacked.shape[2:])))
+    return merged
+
+
+def _stack(arrays: list[np.ndarray], padding: float) -> np.ndarray:
+    """Arrays [1, ...] of one rank, each padded at its ends to the longest, along the first dimension."""
+    stacked = np.full(np.max([array.shape for array in arrays], axis=0), padding, arrays[0].dtype)
+    stacked = np.repeat(stacked, len(arrays), axis=0)
+    for row, array in zip(stacked, arrays, strict=True):
+        row[tuple(slice(size) for size in array.shape[1:])] = array[0]
+    return stacked
 
 
 def _one(value: int, dtype: type = np.int32) -> np.ndarray:
@@ -133,7 +194,7 @@ def _render_stats(stats: RequestStats) -> list[NamedArray]:
     rate = stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0
     return [
         *arrays,
-        ("acceptance_rate", _one(rate, np.float32)),  # pyright: ignore[reportArgumentType]
+        ("acceptance_rate", np.array([[rate]], np.float32)),
         ("total_accepted_draft_tokens", _one(stats.num_accepted)),
         ("total_draft_tokens", _one(stats.num_drafted)),
         ("kv_cache_alloc_new_blocks", _one(max(0, stats.num_allocated_blocks - stats.num_reused_blocks))),

@@ -34,6 +34,7 @@ class SimRunner:
         self.num_layers = num_layers
         self.exits = exits
         self.vocab_size = vocab_size
+        self.max_logit_rows: int | None = None
         self._costs = costs
         self._clock = clock
 

@@ -79,5 +79,8 @@ class SimSampler:
     def log_probs(self, logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         raise ConfigError("log probabilities: are not simulated")
 
+    def to_host(self, logits: np.ndarray) -> np.ndarray:
+        raise ConfigError("logits: are not simulated")
+
     def _offsets(self, rows: SamplingRows) -> np.ndarray:
         return np.minimum(rows.positions - self._starts[rows.slots], self._num_positions - 1)

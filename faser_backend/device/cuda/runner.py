@@ -64,6 +64,8 @@ class CudaRunner:
         self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
+        # As many as each sequence of a full batch may have.
+        self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
         self.capturer = GraphCapturer() if is_cuda and uses_graphs else None
         self._segments = model.segments
         self._programs: Sequence[SegmentProgram] = programs

@@ -110,6 +110,10 @@ class TorchSampler:
         chosen = logits.gather(1, to_device(token_ids, self.device)[:, None])[:, 0]
         return to_host(chosen - logits.logsumexp(dim=1))[0]
 
+    def to_host(self, logits: torch.Tensor) -> np.ndarray:
+        """See core.ports.Sampler. One wait per call."""
+        return to_host(logits.float())[0]
+
     def check_num_candidates(self, num_candidates: int) -> None:
         if not 0 <= num_candidates <= self._vocab_size:
             raise ValueError(f"num_candidates = {num_candidates}: must be in [0, {self._vocab_size}]")

@@ -29,6 +29,7 @@ class ShareRunner:
         self.num_layers = runner.num_layers
         self.exits = runner.exits
         self.vocab_size = runner.vocab_size
+        self.max_logit_rows = runner.max_logit_rows
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
         """See core.ports.ModelRunner."""

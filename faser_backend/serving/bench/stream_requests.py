@@ -36,6 +36,7 @@ def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
         ("text_input", "BYTES", struct.pack("<I", len(prompt)) + prompt),
         ("max_tokens", "INT32", struct.pack("<i", job.max_tokens)),
         ("temperature", "FP32", struct.pack("<f", job.temperature)),
+        ("top_p", "FP32", struct.pack("<f", 1.0)),  # without it or top_k, a text model decodes greedily
         ("seed", "UINT64", struct.pack("<Q", job.seed)),
         ("end_id", "INT32", struct.pack("<i", -1)),
         ("stream", "BOOL", b"\x01"),

@@ -1,0 +1,109 @@
+"""The prefill phase: prompt chunks go through the target and, where the request drafts, through the draft.
+
+Nobody asks for logits of prompts as a rule. A request that does has its chunks run by themselves, in calls of few
+enough rows that their logits do not crowd out anything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.plan import PrefillChunk, StepPlan
+from faser_backend.core.ports import Clock, ModelRunner, Sampler
+from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.rows import token_range_rows
+from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.block_manager import BlockManager
+
+MAX_LOGIT_ROWS = 64  # of a call: 32 MB of logits at 128k tokens, and enough rows that weights are read for many at once
+
+
+class PrefillTimes(NamedTuple):
+    """Microseconds in each model."""
+
+    target_us: float
+    draft_us: float
+
+
+class Prefiller:
+    """Reads prompts, one plan at a time."""
+
+    def __init__(
+        self, blocks: BlockManager, sampler: Sampler, clock: Clock, times: PhaseTimes, proposer: Proposer | None
+    ) -> None:
+        self._blocks = blocks
+        self._sampler = sampler
+        self._clock = clock
+        self._times = times
+        self._proposer = proposer
+
+    def prefill(self, partition: Partition, plan: StepPlan) -> PrefillTimes:
+        """Prompt chunks, through the target and, where the request drafts, through the draft; and through the draft
+        alone what it has missed."""
+        start_ns = self._clock.now_ns()
+        if plan.draft_prefills:
+            assert self._proposer is not None
+            self._proposer.prefill(partition, plan.draft_prefills)
+            self._times.start()
+        caught_up_ns = self._clock.now_ns()
+        if not plan.prefills:
+            return PrefillTimes(0.0, (caught_up_ns - start_ns) / 1e3)
+        plain = [chunk for chunk in plan.prefills if not chunk.sequence.owes_context_logits]
+        if plain:
+            self._read(partition.target, plain)
+        for chunk in plan.prefills:
+            if chunk.sequence.owes_context_logits:
+                self._read_with_logits(partition.target, chunk)
+        read_ns = self._clock.now_ns()
+        if self._proposer is not None and plan.decision.prefills_draft:
+            self._proposer.prefill(partition, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
+            self._times.start()
+        end_ns = self._clock.now_ns()
+        for sequence, start, num_tokens in plan.prefills:
+            sequence.target_len = stop = start + num_tokens
+            self._blocks.publish(sequence.slot, sequence.token_ids, stop, sequence.draft_len)
+        self._times.lap("commit")
+        return PrefillTimes((read_ns - caught_up_ns) / 1e3, (caught_up_ns - start_ns + end_ns - read_ns) / 1e3)
+
+    def _read(self, target: ModelRunner, chunks: list[PrefillChunk]) -> None:
+        sequences = [chunk.sequence for chunk in chunks]
+        starts = [chunk.start for chunk in chunks]
+        stops = [chunk.start + chunk.num_tokens for chunk in chunks]
+        tables = self._blocks.block_tables[[sequence.slot for sequence in sequences]]
+        rows = token_range_rows(sequences, starts, stops, tables, with_logits=False)
+        self._times.lap("prefill_rows")
+        run_model(target, rows)
+        self._times.lap("prefill_model")
+
+    def _read_with_logits(self, target: ModelRunner, chunk: PrefillChunk) -> None:
+        """Every row's logits enter the sequence, at the row's position."""
+        sequence, first, num_tokens = chunk
+        known = context_logits(sequence, target.vocab_size)
+        tables = self._blocks.block_tables[[sequence.slot]]
+        most = MAX_LOGIT_ROWS if target.max_logit_rows is None else min(MAX_LOGIT_ROWS, target.max_logit_rows)
+        for start in range(first, first + num_tokens, most):
+            stop = min(start + most, first + num_tokens)
+            rows = token_range_rows([sequence], [start], [stop], tables, with_logits=False)
+            rows = replace(rows, logit_rows=np.arange(rows.num_rows))
+            self._times.lap("prefill_rows")
+            known[start:stop] = self._sampler.to_host(run_model(target, rows))
+            self._times.lap("prefill_model")
+
+
+def context_logits(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    """[num_prompt_tokens, V] float32 that the sequence fills while its prompt is read. A preemption in between does no
+    harm: rows that are read again are written again."""
+    if sequence.context_logits is None:
+        sequence.context_logits = np.empty((sequence.num_prompt_tokens, vocab_size), np.float32)
+    return sequence.context_logits
+
+
+def _is_for_draft(chunk: PrefillChunk) -> bool:
+    """Whether the draft, too, may read this chunk of a prompt: not if none is wanted or it lags behind."""
+    return chunk.sequence.request.max_draft_tokens != 0 and chunk.sequence.draft_len >= chunk.start

@@ -1,0 +1,82 @@
+"""What dashboards and TensorRT-LLM's own tests read of /metrics."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.served import Served, serve
+from tests.serving_pair import build_pair
+from tests.strict_clients import infer_http, text_request, token_request
+
+PROMPT = "def größe(x):\n"
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("metrics"))
+
+
+def metrics_of(served: Served) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{served.metrics_port}/metrics") as answer:
+        return answer.read().decode()
+
+
+def check_labels(lines: str) -> None:
+    """Asserts the lines that dashboards select."""
+    for line in (
+        'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} ',
+        'nv_trt_llm_runtime_memory_metrics{memory_type="cpu",model="tensorrt_llm",version="1"} ',
+        'nv_trt_llm_runtime_memory_metrics{memory_type="gpu",model="tensorrt_llm",version="1"} ',
+        'nv_trt_llm_runtime_memory_metrics{memory_type="pinned",model="tensorrt_llm",version="1"} ',
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="tensorrt_llm",version="1"} 16',
+        'nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="request_count",model="tensorrt_llm",',
+        'nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="micro_batch_id",model="tensorrt_llm",',
+        'nv_llm_input_token_len_bucket{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1",le="10"}',
+        'nv_llm_output_token_len_bucket{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1",le="50"}',
+    ):
+        assert line in lines, line
+    found = re.search(
+        r'nv_trt_llm_general_metrics{general_type="timestamp",model="tensorrt_llm",version="1"} (\S+)', lines
+    )
+    assert found is not None and abs(float(found[1]) / 1e6 - time.time()) < 60 and float(found[1]).is_integer()
+
+
+def counters_of(served: Served) -> dict[str, dict[str, int]]:
+    """model -> nv_inference counter -> value, read as TensorRT-LLM's own test reads them."""
+    found: dict[str, dict[str, int]] = {}
+    for line in metrics_of(served).splitlines():
+        if line.startswith("nv_inference") and "reason=" not in line:
+            name, labels, value = line.replace("{", " {").split()
+            found.setdefault(labels.split('"')[1], {})[name.removeprefix("nv_inference_")] = int(value)
+    return found
+
+
+def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_select(engine_dir: Path):
+    names = ["ensemble", "preprocessing", "tensorrt_llm", "postprocessing"]
+    with serve("--engine-dir", engine_dir, "--num-threads", 1, "--no-decoupled") as served:
+        for length in (3, 5, 8):
+            infer_http(served.http_port, "ensemble", text_request(PROMPT, length))
+        deadline = time.monotonic() + 10
+        while counters_of(served)["postprocessing"]["request_success"] < 3:
+            assert time.monotonic() < deadline, "requests through the ensemble are not counted"
+            time.sleep(0.1)
+        counters = counters_of(served)
+        assert set(counters) == {*names, "tensorrt_llm_bls"}
+        for counter in ("request_success", "count", "exec_count", "pending_request_count"):
+            assert len({counters[name][counter] for name in names}) == 1, counter
+        for part in ("request", "compute_input", "compute_infer", "compute_output"):
+            parts = [counters[name][f"{part}_duration_us"] for name in names[1:]]
+            assert sum(parts) > 0 and counters["ensemble"][f"{part}_duration_us"] > 0
+        # The durations are those of the work: nearly all of the ensemble's time is the engine's.
+        whole = counters["ensemble"]["request_duration_us"]
+        assert 0.3 * whole < sum(counters[name]["request_duration_us"] for name in names[1:]) < 1.2 * whole
+        check_labels(metrics_of(served))
+        infer_http(served.http_port, "tensorrt_llm", token_request(5, 6))
+        while counters_of(served)["tensorrt_llm"]["request_success"] < 4:  # what is asked for itself counts as well
+            assert time.monotonic() < deadline, "a request to tensorrt_llm itself is not counted"
+            time.sleep(0.1)
