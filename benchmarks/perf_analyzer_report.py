@@ -46,26 +46,30 @@ def numbers_of(name: str, text: str) -> list[int]:
     return [int(number) for number in found[1].split(",")]
 
 
-def summarise_profile(path: Path, max_tokens: int) -> dict[str, Any]:
-    """Figures of one exported profile, profile-CONCURRENCY.json, whose times are nanoseconds.
+def timed_requests(text: str) -> tuple[float, list[tuple[int, list[int]]]]:
+    """The measured seconds of one experiment of a profile, and its requests: when each was sent and answered, in ns.
 
     Counts the requests that ended inside the measured windows.
     """
     # perf_analyzer does not escape the answers that it exports, so a profile is not always JSON; the
     # numbers are taken by name.
-    text = path.read_text(encoding="utf-8", errors="replace")
     low, *_, high = sorted(numbers_of("window_boundaries", text))
     found = re.findall(r'"timestamp":(\d+),.*?"response_timestamps":\[([\d,]+)\]', text, re.DOTALL)
     requests = [(int(start), [int(moment) for moment in moments.split(",")]) for start, moments in found]
-    requests = [(start, moments) for start, moments in requests if low <= moments[-1] <= high]
+    return (high - low) / 1e9, [(start, moments) for start, moments in requests if low <= moments[-1] <= high]
+
+
+def summarise_profile(path: Path, max_tokens: int) -> dict[str, Any]:
+    """Figures of one exported profile of one experiment, profile-CONCURRENCY.json."""
+    num_seconds, requests = timed_requests(path.read_text(encoding="utf-8", errors="replace"))
     first = np.array([times[0] - start for start, times in requests]) / 1e6
     gaps = np.concatenate([np.diff(times) for _, times in requests]) / 1e6
     total = np.array([times[-1] - start for start, times in requests]) / 1e6
     return {
         "concurrency": int(path.stem.rpartition("-")[2]),
         "num_requests": len(requests),
-        "tokens_per_s": len(requests) * max_tokens / ((high - low) / 1e9),
-        "responses_per_s": sum(len(times) for _, times in requests) / ((high - low) / 1e9),
+        "tokens_per_s": len(requests) * max_tokens / num_seconds,
+        "responses_per_s": sum(len(times) for _, times in requests) / num_seconds,
         "ttft_ms_p50": float(np.percentile(first, 50)),
         "ttft_ms_p99": float(np.percentile(first, 99)),
         "itl_ms_p50": float(np.percentile(gaps, 50)),

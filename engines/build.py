@@ -16,13 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.arrays import CheckpointError
-from engines.checkpoint import TOKENIZER_FILE
 from engines.decoder import build_segment
 from engines.eagle3_graph import write_head
 from engines.graph import WeightStore
 from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
+from engines.tokenizer_config import write_tokenizer
 from engines.torch_build import write_torch_model
 from engines.weight_formats import FLOAT32, check_formats, choose_kv_cache_dtype
 from engines.weights import ModelWeights
@@ -118,15 +118,15 @@ def build_engines(
         compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
     if tensorrt is not None and max_context is None:
         max_context = tensorrt.limits.max_context
-    has_joined_experts = runtime != "onnxruntime"
     draft = None if draft_dir is None else Path(draft_dir)
-    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=has_joined_experts)
+    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=runtime != "onnxruntime")
     if pair.head is not None and runtime != "onnxruntime":
         raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for 'onnxruntime' alone")
     check_formats(runtime, formats, has_head=pair.head is not None)
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
     written = _Format(runtime, dtype, kv_block_size, compiler, formats)
     prompts = read_prompts(pair.tokenizer)
+    last_ids = pair.end_ids or prompts.end_ids
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
     _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
@@ -137,7 +137,7 @@ def build_engines(
     try:
         models = _build_models(pair, specs, cuts=cuts, written=written, directory=partial, steps=steps)
         steps.begin("tokenizer and manifest")
-        tokenizer = shutil.copyfile(pair.tokenizer, partial / TOKENIZER_FILE)
+        tokenizer, config = write_tokenizer(pair.tokenizer, prompts, last_ids, specs["target"].max_context, partial)
         manifest = EngineManifest(
             runtime=runtime,
             dtype=dtype,
@@ -147,8 +147,9 @@ def build_engines(
             target=models["target"],
             draft=models.get("draft"),
             vocab_hash=pair.vocab_hash,
-            end_ids=pair.end_ids or prompts.end_ids,
+            end_ids=last_ids,
             tokenizer=FileSpec.of(tokenizer),
+            tokenizer_config=FileSpec.of(config),
             prompts=FileSpec.of(prompts.save(partial)),
             builder_version=_builder_version(),
             compiler=compiler.tensorrt.title if compiler is not None else "",

@@ -123,7 +123,7 @@ def matched_pair(
     vocabularies = {side: read_vocabulary(tokenizers[side]) for side in specs}
     _check_vocabularies(vocabularies, specs)
     if "draft" in specs:
-        _check_special_tokens({side: _special_tokens(tokenizers[side]) for side in SIDES})
+        _check_special_tokens({side: special_tokens(tokenizers[side]) for side in SIDES})
     token, lowest = min(vocabularies["target"].items(), key=lambda entry: entry[1])
     if lowest < 0:
         raise CheckpointError(f"{tokenizers['target']}: token {token!r} has id {lowest}: must be at least 0")
@@ -163,7 +163,7 @@ def _check_special_tokens(special: dict[str, dict[int, str]]) -> None:
         )
 
 
-def _special_tokens(tokenizer: Path) -> dict[int, str]:
+def special_tokens(tokenizer: Path) -> dict[int, str]:
     """Id -> text of the added tokens that are marked special. The file has been read as a vocabulary before."""
     added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", ())
     return {int(token["id"]): str(token["content"]) for token in added if token.get("special") is True}

@@ -142,10 +142,11 @@ class EngineManifest:
     compiler: str = ""  # name and version, where segments are compiled ahead of time
     compute_capabilities: tuple[str, ...] = ()  # what they were compiled for, e.g. "8.9"; empty: the compiler's choice
     prompts: FileSpec | None = None  # chat template and special tokens; None from builders that took none along
+    tokenizer_config: FileSpec | None = None  # what AutoTokenizer of clients reads; None as above
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
-        texts = (self.tokenizer,) if self.prompts is None else (self.tokenizer, self.prompts)
+        texts = [file for file in (self.tokenizer, self.tokenizer_config, self.prompts) if file is not None]
         return (*texts, *self.target.files, *(self.draft.files if self.draft is not None else ()))
 
     def save(self, directory: Path) -> None:
@@ -251,7 +252,8 @@ def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
     models = {"target": _model_from(fields["target"]), "draft": draft}
     rest = {key: value for key, value in fields.items() if key not in models}
     rest["tokenizer"] = _file_from(rest["tokenizer"])
-    rest["prompts"] = None if rest.get("prompts") is None else _file_from(rest["prompts"])
+    for name in ("prompts", "tokenizer_config"):
+        rest[name] = None if rest.get(name) is None else _file_from(rest[name])
     rest["compute_capabilities"] = tuple(str(version) for version in rest.get("compute_capabilities", ()))
     rest["exit_layers"], rest["end_ids"] = (tuple(map(int, rest[name])) for name in ("exit_layers", "end_ids"))
     rest["kv_block_size"] = int(rest["kv_block_size"])

@@ -4,46 +4,15 @@
 # e.g. `bash scripts/perf_analyzer.sh --policy none`.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+. "$ROOT/scripts/load_tools.sh"
 cd "$ROOT"
 
-TOOL="$ROOT/build/perf_analyzer"
 MAX_TOKENS=${MAX_TOKENS:-100}
 CONCURRENCIES=${CONCURRENCIES:-1 4 16}
 NAME=${NAME:-perf_analyzer}
 
-# The binary is in an old client wheel (later ones dropped it). It is linked against CUDA's runtime
-# and Debian's libb64; both come as packages, and no GPU is used.
-fetch_perf_analyzer() {
-  [ -x "$TOOL/perf_analyzer" ] && return
-  say "fetching perf_analyzer into build/"
-  mkdir -p "$TOOL/wheels"
-  "$VENV/bin/python" -m pip download -q --disable-pip-version-check --no-deps -d "$TOOL/wheels" \
-    --only-binary=:all: --platform manylinux1_x86_64 tritonclient==2.50.0
-  "$VENV/bin/python" -m pip download -q --disable-pip-version-check --no-deps -d "$TOOL/wheels" \
-    --only-binary=:all: "nvidia-cuda-runtime-cu12>=12,<13"
-  "$VENV/bin/python" - "$TOOL" <<'PY'
-import pathlib, sys, zipfile
-
-tool = pathlib.Path(sys.argv[1])
-for wheel in (tool / "wheels").glob("*.whl"):
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            base = name.rsplit("/", 1)[-1]
-            if base == "perf_analyzer" or base.startswith("libcudart.so"):
-                (tool / base).write_bytes(archive.read(name))
-(tool / "perf_analyzer").chmod(0o755)
-PY
-}
-
 ensure_venv light
 fetch_perf_analyzer
-export LD_LIBRARY_PATH="$TOOL"
-if ldd "$TOOL/perf_analyzer" | grep -q 'libb64.* not found'; then
-  apt_install libb64-0d
-fi
-missing="$(ldd "$TOOL/perf_analyzer" | awk '/not found/ {print $1}')"
-[ -z "$missing" ] || die "perf_analyzer needs libraries that are missing: $missing"
-unset LD_LIBRARY_PATH
 
 work="$(mktemp -d -t faser-perf.XXXXXX)"
 trap 'stop_server; rm -rf "$work"' EXIT
@@ -54,7 +23,7 @@ say "starting Triton"
 start_server "$work/server.log" "$@"
 for concurrency in $CONCURRENCIES; do
   say "$concurrency in flight"
-  LD_LIBRARY_PATH="$TOOL" "$TOOL/perf_analyzer" -m ensemble -u "127.0.0.1:$GRPC_PORT" -i grpc --async --streaming \
+  perf_analyzer -m ensemble -u "127.0.0.1:$GRPC_PORT" -i grpc --async --streaming \
     --input-data "$work/inputs.json" --concurrency-range "$concurrency:$concurrency" \
     --measurement-interval 5000 --max-trials 5 --stability-percentage 25 \
     --profile-export-file "$work/profile-$concurrency.json" |

@@ -166,6 +166,8 @@ def shape_of(output: Output, *, num_new: int, num_prompt: int) -> tuple[int, ...
 def meaning_of(spec: TensorSpec) -> str:
     if spec.name in UNSUPPORTED:
         return f"refused when used: {UNSUPPORTED[spec.name].feature}"
+    if spec.name == "stop":
+        return "works: `test_server.py::test_stop_request_ends_a_request_early_and_without_error`"
     return "no effect" if spec.name in WITHOUT_EFFECT else "works"
 
 

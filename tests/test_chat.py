@@ -96,7 +96,7 @@ def test_plain_prompts_begin_as_the_checkpoint_says(adds_special_tokens, adds_be
     assert ours.encode_prompt("<|begin|>the fox") == [BEGIN_ID, *fox]
 
 
-def test_both_faces_take_messages(chat_tokenizer: TextTokenizer):
+def test_both_contracts_take_messages(chat_tokenizer: TextTokenizer):
     conversation = json.dumps(CONVERSATIONS["turns"])
     prompt, token_ids = chat_tokenizer.encode_chat("messages", conversation)
     given = {"messages": text(conversation), "max_tokens": number(8)}

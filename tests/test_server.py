@@ -1,4 +1,4 @@
-"""End to end with the real Triton server: every face, streams, cancellation, refusals, metrics."""
+"""End to end with the real Triton server: every model, streams, cancellation, refusals, metrics."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from faser_backend.manifest import FORMAT_VERSION, EngineManifest
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DEMO_PAIR = PROJECT_ROOT / "models" / "demo"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
+_MORE_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")  # where a pair has them
 
 
 def demo_engine_dir(
@@ -47,10 +48,13 @@ def cache_folder() -> Path:
 def _digest(pair: Path) -> str:
     digest = hashlib.sha256(f"{version('faser-backend')} {FORMAT_VERSION}".encode())
     for model in ("target", "draft"):
-        for name in _FILES:
+        for name in (*_FILES, *_MORE_FILES):
             path = pair / model / name
-            if not path.is_file():
+            if path.is_file():
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            elif name in _MORE_FILES:
+                digest.update(name.encode())
+            else:
                 raise ConfigError(f"{path}: the demo pair is missing; give an engine directory (--engine-dir)")
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from .card import write_card
-from .corpus import END_OF_TEXT_ID, VOCAB_SIZE, check_lossless
+from .corpus import END_OF_TEXT, END_OF_TEXT_ID, VOCAB_SIZE, check_lossless
 from .model import DRAFT_SHAPE, HEAD_DIM, NORM_EPS, ROPE_THETA, TARGET_SHAPE, Llama, ModelShape
 from .training import load_model
 
@@ -51,16 +51,29 @@ def model_config(shape: ModelShape) -> dict:
     }
 
 
+def tokenizer_config() -> dict:
+    """tokenizer_config.json, for AutoTokenizer: prompts begin with no token, and no token is padding."""
+    return {
+        "add_bos_token": False,
+        "bos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END_OF_TEXT,
+        "model_max_length": MAX_LEN,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def export_model(model: Llama, tokenizer_json: str, folder: Path) -> None:
-    """config.json, generation_config.json, model.safetensors (fp16, tied head left out), tokenizer.json."""
+    """Configs of model, generation and tokenizer, tokenizer.json, model.safetensors (fp16, tied head left out)."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", model_config(model.shape))
     ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
     write_json(folder / "generation_config.json", ends)
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
     (folder / "tokenizer.json").write_text(tokenizer_json)
     weights = {n: p.detach().half().contiguous() for n, p in model.named_parameters()}
     assert all(bool(w.isfinite().all()) for w in weights.values())

@@ -30,7 +30,7 @@ class RefusedError(FaserError):
 
 
 def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
-    """A text face's request for one job. end_id -1 is no token, so that only max_tokens ends it."""
+    """A text model's request for one job. end_id -1 is no token, so that only max_tokens ends it."""
     prompt = job.prompt.encode()
     fields = [
         ("text_input", "BYTES", struct.pack("<I", len(prompt)) + prompt),
