@@ -13,4 +13,7 @@ say "ruff"
 say "pyright"
 "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
 say "pytest"
-exec "$VENV/bin/python" -m pytest "$@"
+# Two workers of one thread each: servers wait for models most of the time, and numeric libraries that each take
+# every core slow one another down. A file stays with one worker, so that its servers start once.
+export OMP_NUM_THREADS=1
+exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"

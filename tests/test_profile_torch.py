@@ -95,6 +95,7 @@ def test_model_calls_of_a_profiled_step_are_waited_for(engine: Path, runtime: An
 
     class Runner:
         num_segments, num_layers, exits, vocab_size = 1, (1,), frozenset[int](), 97
+        max_logit_rows = 16
 
         def run_segment(self, *arguments: Any) -> str:
             order.append("queued")

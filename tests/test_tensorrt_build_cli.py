@@ -44,8 +44,8 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
     manifest = EngineManifest.load(tmp_path / "engine")
     assert (manifest.runtime, manifest.dtype, manifest.compiler) == ("torch", dtype, "")
     assert sorted(file.name for file in manifest.files) == [
-        "draft.safetensors", "prompts.json", "target.safetensors", "tokenizer.json",
-    ], "a weight file per model beside tokenizer and prompts, each once"  # fmt: skip
+        "draft.safetensors", "prompts.json", "target.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ], "a weight file per model beside tokenizer files and prompts, each once"  # fmt: skip
 
 
 @pytest.mark.parametrize(
