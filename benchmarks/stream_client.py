@@ -33,8 +33,8 @@ async def run_client(stub: Any, jobs: Iterator[tuple[int, Any]], answers: list[A
     await stream.done_writing()
 
 
-async def run_jobs(url: str, num_clients: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    requests = iter(list(enumerate(make_request(Job(**job), number) for number, job in enumerate(jobs))))
+async def run_jobs(url: str, num_clients: int, jobs: list[Job]) -> dict[str, Any]:
+    requests = iter(list(enumerate(make_request(job, number) for number, job in enumerate(jobs))))
     answers: list[Answer | None] = [None] * len(jobs)
     async with grpc.aio.insecure_channel(url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -42,12 +42,18 @@ async def run_jobs(url: str, num_clients: int, jobs: list[dict[str, Any]]) -> di
         start = time.perf_counter()
         await asyncio.gather(*(run_client(stub, requests, answers) for _ in range(num_clients)))
         seconds = time.perf_counter() - start
-    return {"seconds": seconds, "traces": [asdict(read_answer(*answer)) for answer in answers if answer is not None]}
+    traces = [read_answer(*answer) for answer in answers if answer is not None]
+    for job, trace in zip(jobs, traces, strict=True):
+        if job.is_chat:
+            trace.cut_accepted()
+    return {"seconds": seconds, "traces": [asdict(trace) for trace in traces]}
 
 
 def main() -> None:
     for line in sys.stdin:
-        print(json.dumps(asyncio.run(run_jobs(**json.loads(line)))), flush=True)
+        order = json.loads(line)
+        jobs = [Job(**job) for job in order["jobs"]]
+        print(json.dumps(asyncio.run(run_jobs(order["url"], order["num_clients"], jobs))), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,21 +16,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.arrays import CheckpointError
+from engines.build_checks import check_choices, check_exit_layers, check_experts, check_output
 from engines.decoder import build_segment
 from engines.eagle3_graph import write_head
+from engines.eagle3_llvm import write_llvm_head
 from engines.graph import WeightStore
+from engines.llvm_build import check_llvm, write_llvm_model
 from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
 from engines.tokenizer_config import write_tokenizer
 from engines.torch_build import write_torch_model
-from engines.weight_formats import FLOAT32, check_formats, choose_kv_cache_dtype
+from engines.weight_formats import check_formats, choose_kv_cache_dtype, choose_weights
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.manifest import (
-    DTYPES,
-    MANIFEST_FILE,
-    RUNTIMES,
+    CPU_RUNTIMES,
     EngineManifest,
     FileSpec,
     ModelEngine,
@@ -58,6 +59,9 @@ class _Steps:
             self.report(what, self.done - 1, self.total)
 
 
+WEIGHTS_ONLY = ("torch", "llvm")  # runtimes whose engines are weights: kernels of ours run the layers
+
+
 @dataclass(frozen=True, slots=True)
 class _Format:
     """How models are written."""
@@ -66,11 +70,11 @@ class _Format:
     dtype: str
     kv_block_size: int
     compiler: TensorRtCompiler | None  # None where graphs or weights are served as they are
-    weights: dict[str, str]  # format of the matrices by side
+    weights: dict[str, WeightFormat]  # of the matrices by side
 
     def num_steps(self, num_models: int, num_segments: int) -> int:
         """Steps of writing all models."""
-        if self.runtime == "torch":
+        if self.runtime in WEIGHTS_ONLY:
             return num_models
         return num_segments * (1 if self.compiler is None else 2)
 
@@ -83,8 +87,8 @@ def build_engines(
     runtime: str = "onnxruntime",
     exit_layers: tuple[int, ...] = (),
     dtype: str = "fp32",
-    weights: str = FLOAT32,
-    draft_weights: str = FLOAT32,
+    weights: str | None = None,
+    draft_weights: str | None = None,
     kv_block_size: int = 16,
     kv_cache_dtype: str | None = None,
     max_context: int | None = None,
@@ -95,7 +99,7 @@ def build_engines(
 
     draft_dir: None builds a target alone, for which n-grams of its text will draft.
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
-    weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.
+    weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.choose_weights.
     kv_cache_dtype: of keys and values, see engines.weight_formats.choose_kv_cache_dtype.
     max_context: prompt + output tokens that the engines take, where that is to be less than the models could.
     tensorrt: what engines are compiled for, for the runtimes of TensorRT alone; None = its defaults.
@@ -105,10 +109,10 @@ def build_engines(
     is then as it was.
     """
     output = Path(output_dir).absolute()
-    _check_choices(runtime, dtype, kv_block_size)
-    formats = {"target": weights, "draft": draft_weights}
-    check_formats(runtime, formats, has_draft=draft_dir is not None)
-    _check_output(output)
+    check_choices(runtime, dtype, kv_block_size)
+    asked = {"target": weights, "draft": draft_weights}
+    check_formats(runtime, asked, has_draft=draft_dir is not None)
+    check_output(output)
     if tensorrt is not None and runtime not in FLAVOURS:
         raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {', '.join(FLAVOURS)}")
     steps = _Steps(progress)
@@ -119,17 +123,20 @@ def build_engines(
     if tensorrt is not None and max_context is None:
         max_context = tensorrt.limits.max_context
     draft = None if draft_dir is None else Path(draft_dir)
-    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=runtime != "onnxruntime")
-    if pair.head is not None and runtime != "onnxruntime":
-        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for 'onnxruntime' alone")
-    check_formats(runtime, formats, has_head=pair.head is not None)
+    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=runtime not in CPU_RUNTIMES)
+    if pair.head is not None and runtime not in CPU_RUNTIMES:
+        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for {' and '.join(CPU_RUNTIMES)} alone")
+    check_formats(runtime, asked, has_head=pair.head is not None)
+    formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
     written = _Format(runtime, dtype, kv_block_size, compiler, formats)
     prompts = read_prompts(pair.tokenizer)
     last_ids = pair.end_ids or prompts.end_ids
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
-    _check_experts(runtime, specs)
-    _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
+    check_experts(runtime, specs)
+    if runtime == "llvm":
+        check_llvm(specs)
+    check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
     cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
     steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -180,9 +187,12 @@ def _build_models(
         weights = pair.weights[name]
         if name == "draft" and pair.head is not None:
             steps.begin("draft: EAGLE-3 head")
-            models[name] = write_head(
-                pair.head, weights, models["target"], directory, kv_block_size=written.kv_block_size
-            )
+            if written.runtime == "llvm":
+                models[name] = write_llvm_head(pair.head, weights, models["target"], directory, written.weights[name])
+            else:
+                models[name] = write_head(
+                    pair.head, weights, models["target"], directory, kv_block_size=written.kv_block_size
+                )
             continue
         models[name] = _build_model(
             name, spec, weights, cuts=cuts[name], written=written, directory=directory, steps=steps
@@ -200,8 +210,12 @@ def _build_model(
     directory: Path,
     steps: _Steps,
 ) -> ModelEngine:
-    if written.runtime == "torch":
-        steps.begin(f"{name}: layers 0 to {spec.num_layers}")
+    if written.runtime in WEIGHTS_ONLY:
+        what = f"{name}: layers 0 to {spec.num_layers}"
+        if written.runtime == "llvm":
+            steps.begin(f"{what}, weights {written.weights[name].title}")
+            return write_llvm_model(name, spec, weights, cuts, directory, written.weights[name])
+        steps.begin(what)
         return write_torch_model(name, spec, weights, cuts, directory, written.dtype)
     with ExitStack() as scratch:
         onnx_dir = directory
@@ -239,13 +253,13 @@ def _write_onnx(
             has_exit_scores=last < spec.num_layers,
             runtime=written.runtime,
             dtype=written.dtype,
-            weight_format=written.weights[name],
+            weight_format=written.weights[name].name,
         )
         files = graph.write(directory, f"{name}.{len(segments)}")
         segments.append(SegmentSpec(files[0], first, last, graph.inputs, graph.outputs, parts=files[1:]))
         first = last
     store.close()
-    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), WeightFormat(written.weights[name]))
+    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), written.weights[name])
 
 
 def _publish(partial: Path, output: Path) -> None:
@@ -257,40 +271,6 @@ def _publish(partial: Path, output: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
     else:
         os.rename(partial, output)
-
-
-def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
-    for field, value, choices in (("runtime", runtime, RUNTIMES), ("dtype", dtype, DTYPES)):
-        if value not in choices:
-            raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
-    if runtime == "onnxruntime" and dtype != "fp32":
-        raise CheckpointError(f"dtype = {dtype!r}: runtime 'onnxruntime' is built for 'fp32' alone")
-    if not 1 <= kv_block_size <= 1024:
-        raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
-
-
-def _check_output(output: Path) -> None:
-    """Refuses to replace anything but an engine directory or an empty one."""
-    if not output.exists():
-        return
-    if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
-        raise CheckpointError(f"output_dir = {output}: exists and is not an engine directory; name another")
-
-
-def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
-    for name, spec in specs.items():
-        if spec.num_experts and runtime == "torch":
-            raise CheckpointError(f"runtime = {runtime!r}: has no kernels for experts ({name}: {spec.family})")
-
-
-def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec, *, has_draft: bool) -> None:
-    if exit_layers and not has_draft:
-        raise CheckpointError(f"exit_layers = {list(exit_layers)}: an exit scores the candidates of a draft model")
-    for layer in exit_layers:
-        if not 1 <= layer < spec.num_layers:
-            raise CheckpointError(f"exit_layers = {layer}: must lie in [1, {spec.num_layers - 1}]")
-    if list(exit_layers) != sorted(set(exit_layers)):
-        raise CheckpointError(f"exit_layers = {list(exit_layers)}: must rise")
 
 
 def _builder_version() -> str:

@@ -1,7 +1,8 @@
 """A model directory on disk: its config, its tensors by Hugging Face's names, its tokenizer and end ids.
 
-Two layouts are read: Hugging Face's here, TensorRT-LLM's in `tensorrt_llm_checkpoint`. Both answer in the words
-of the first, so that nothing after this knows the difference. Pickled weights are never opened.
+Three layouts are read: Hugging Face's here, TensorRT-LLM's in `tensorrt_llm_checkpoint`, GGUF files in
+`gguf_checkpoint`. All answer in the words of the first, so that nothing after this knows the difference. Pickled
+weights are never opened.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engines.arrays import CheckpointError
+from engines.config_fields import ConfigFields
 from engines.safetensors_file import SafetensorsFile
 
 CONFIG_FILE = "config.json"
@@ -28,8 +30,10 @@ MAX_JSON_BYTES = 256 << 20
 class Checkpoint(Protocol):
     """What engines are built from. Every error is a CheckpointError that names file or field and value."""
 
-    directory: Path
+    origin: Path  # what was opened, as errors name it
+    directory: Path  # of tokenizer.json and what lies beside it
     config: dict[str, Any]  # config.json in Hugging Face's words
+    fields: ConfigFields  # the same; its errors name file and field as they were found
 
     @property
     def names(self) -> Collection[str]:
@@ -39,11 +43,22 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """The number format: F32, F16 or BF16."""
+        """The number format: F32, F16 or BF16; of numbers that are quantised, the format of their scales."""
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """The finite numbers of a tensor in the checkpoint's dtype; a mapped view where one file holds it whole."""
+        """The finite numbers of a tensor in the checkpoint's dtype, or float32 where they are quantised.
+
+        A mapped view where one file holds the tensor whole, as numbers.
+        """
+        ...
+
+    def stored_type(self, name: str) -> str:
+        """As dtype; of numbers that are quantised, how they are, e.g. Q4_1."""
+        ...
+
+    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
+        """The stored type and the rows as they are stored: bytes of blocks [..., row_bytes] where it is quantised."""
         ...
 
 
@@ -51,8 +66,9 @@ class HuggingFaceCheckpoint:
     """config.json and model.safetensors, or the shards that model.safetensors.index.json lists."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        self.directory = directory
+        self.origin = self.directory = directory
         self.config = config
+        self.fields = ConfigFields(config, directory / CONFIG_FILE)
         index = directory / INDEX_FILE
         if index.is_file():
             self._file_of = _indexed(index)
@@ -74,13 +90,46 @@ class HuggingFaceCheckpoint:
         """See Checkpoint."""
         return self._file_of[name].read(name)
 
+    def stored_type(self, name: str) -> str:
+        """See Checkpoint."""
+        return self.dtype(name)
+
+    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
+        """See Checkpoint."""
+        return self.dtype(name), self.read(name)
+
     def read_integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values, as int64."""
         return self._file_of[name].read_integers(name)
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Opens a directory of either layout. Raises CheckpointError where config or weights are missing or malformed."""
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a directory of any layout, or a GGUF file.
+
+    Raises CheckpointError where config or weights are missing or malformed.
+    """
+    file = _gguf_file(path)
+    if file is not None:
+        from engines.gguf_checkpoint import GGUFCheckpoint
+
+        return GGUFCheckpoint(file)
+    return _open_directory(path)
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The file itself, or the one that lies in a directory without a config; None for other layouts."""
+    if path.is_file():
+        return path
+    if path.suffix == ".gguf" and not path.exists():
+        raise CheckpointError(f"{path}: missing")
+    found = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / CONFIG_FILE).exists() else []
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:3])
+        raise CheckpointError(f"{path}: holds {len(found)} GGUF files ({names}): name one of them")
+    return found[0] if found else None
+
+
+def _open_directory(directory: Path) -> Checkpoint:
     config = read_json(directory / CONFIG_FILE)
     if "architecture" in config and "model_type" not in config:
         from engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint

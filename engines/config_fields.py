@@ -6,6 +6,7 @@ Every error names the file, the field, its value and what it must be. Knows noth
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from engines.arrays import CheckpointError
 class ConfigFields:
     """One JSON object. A field that is null counts as absent, as transformers has it."""
 
-    def __init__(self, values: dict[str, Any], where: Path) -> None:
+    def __init__(self, values: dict[str, Any], where: Path, names: Mapping[str, str] | None = None) -> None:
+        """names: what errors call a field, where the file has another word for it."""
         self.values = values
         self.where = where
+        self._names = names or {}
 
     def count(self, name: str, limit: int, default: int | None = None) -> int:
         """A whole number in [1, limit]."""
@@ -53,10 +56,10 @@ class ConfigFields:
             return None
         if not isinstance(value, dict):
             raise self.error(name, value, "must be an object")
-        return ConfigFields(value, self.where)
+        return ConfigFields(value, self.where, self._names)
 
     def error(self, name: str, value: Any, reason: str) -> CheckpointError:
-        text = repr(value)
+        text, name = repr(value).replace("\n", " "), self._names.get(name, name)  # arrays are shown in lines
         return CheckpointError(f"{self.where}: {name} = {text[:200]}{'...' if len(text) > 200 else ''}: {reason}")
 
     def _get(self, name: str, default: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engines.checkpoint import CONFIG_FILE, Checkpoint
+from engines.checkpoint import Checkpoint
 from engines.config_fields import ConfigFields
 from faser_backend.core.model import ROPE_SCALINGS, ModelSpec, RopeScaling
 
@@ -27,7 +27,7 @@ ROPE_FIELDS = {
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Dimensions and variants of a checkpoint. Raises CheckpointError for a model that cannot be built."""
-    fields = ConfigFields(checkpoint.config, checkpoint.directory / CONFIG_FILE)
+    fields = checkpoint.fields
     family = checkpoint.config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise fields.error("model_type", family, f"must be one of {', '.join(sorted(FAMILIES))}")

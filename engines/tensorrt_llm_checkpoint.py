@@ -72,7 +72,7 @@ class TensorRTLLMCheckpoint:
     """See engines.checkpoint.Checkpoint. `config` is the translated one."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        self.directory = directory
+        self.origin = self.directory = directory
         fields = ConfigFields(config, directory / "config.json")
         self._ranks = read_ranks(fields)
         self._num_heads = fields.count("num_attention_heads", 1 << 20)
@@ -85,6 +85,7 @@ class TensorRTLLMCheckpoint:
         for stage in range(self._ranks.num_stages):
             first_layer += self._add_stage(stage, first_layer)
         self.config = translated(fields, has_head="lm_head.weight" in self._merged)
+        self.fields = ConfigFields(self.config, fields.where)
 
     @property
     def names(self) -> Collection[str]:
@@ -104,6 +105,14 @@ class TensorRTLLMCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """See Checkpoint."""
         return self._merged[name].read()
+
+    def stored_type(self, name: str) -> str:
+        """See Checkpoint."""
+        return self.dtype(name)
+
+    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
+        """See Checkpoint."""
+        return self.dtype(name), self.read(name)
 
     def _add_stage(self, stage: int, first_layer: int) -> int:
         """Adds the tensors of a pipeline stage; returns how many layers it holds."""

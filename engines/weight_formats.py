@@ -1,4 +1,5 @@
-"""How matrices lie in the weight file of runtime "onnxruntime", which computes in float32 whatever their format.
+"""How matrices lie in the weight file of runtime "onnxruntime", which computes in float32 whatever their format; and
+which formats the runtimes of a CPU take, and choose.
 
 "fp16" and "bf16" are cast back to float32, which ONNX Runtime does once, when it loads a segment. "int8" is ONNX
 Runtime's own weight-only format: blocks of a matrix share a float32 scale, and its kernel rounds the other factor
@@ -7,47 +8,124 @@ of a product to 8 bits too. Norms, biases, routers and rotary tables are always 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import onnxruntime.capi._pybind_state as onnxruntime_kernels
 
 from engines.arrays import CheckpointError, converted_blocks
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
-from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec
-from faser_backend.manifest import CPU_KV_CACHE_DTYPES
+from engines.weights import ModelWeights
+from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec, WeightFormat
+from faser_backend.manifest import CPU_KV_CACHE_DTYPES, CPU_RUNTIMES
 
-FLOAT32, INT8 = "fp32", "int8"
+FLOAT32, INT8, INT4 = "fp32", "int8", "int4"
 INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how many rows the call has
 INT8_ZERO = 128
 INT8_PRODUCTS = 4  # MatMulNBits' accuracy_level for products of 8-bit numbers: float32 ones are slower than fp32
-HALF_CHECKPOINTS = ("F16", "BF16")  # as safetensors files name them
+FLOAT16 = "fp16"
+HALF_CHECKPOINTS = {"F16": FLOAT16, "BF16": "bf16"}  # names of safetensors files, and ours
+FLOAT_CHECKPOINTS = {"F32": FLOAT32, **HALF_CHECKPOINTS}
+# The stored types that a format holds number by number, the smallest format first; float32 holds all.
+HELD = {INT4: ("Q4_0", "Q4_1"), INT8: ("Q8_0", "Q4_0"), FLOAT16: ("F16",), "bf16": ("BF16",)}
+HELD_TYPES = {"F32"}.union(*HELD.values())
+ENDS: tuple[str, str] = ("embedding", "lm_head")  # matrices beside the layers'
+ROUTER = ".router"  # the end of its names
+NUM_NAMED = 3  # of matrices of one kind, when they are reported
 CONTRIB_DOMAIN = "com.microsoft"
 # what matmul_nbits_quantizer calls for each matrix of a whole graph; that module wants onnx_ir, and graphs in memory
 _quantize: Callable[..., None] = getattr(onnxruntime_kernels, "quantize_matmul_8bits")  # noqa: B009 (not in its stubs)
 
 
-def check_formats(runtime: str, formats: Mapping[str, str], *, has_draft: bool = True, has_head: bool = False) -> None:
-    """formats: by "target" and "draft". Raises CheckpointError for one that is unknown or not for this pair."""
+def check_formats(
+    runtime: str, formats: Mapping[str, str | None], *, has_draft: bool = True, has_head: bool = False
+) -> None:
+    """formats: by "target" and "draft", None where none was asked for.
+
+    Raises CheckpointError for one that is unknown or not for this pair.
+    """
     for side, weight_format in formats.items():
+        if weight_format is None:
+            continue
         field = f"weights of {side} = {weight_format!r}"
         if weight_format not in WEIGHT_FORMATS:
             raise CheckpointError(f"{field}: must be one of {', '.join(WEIGHT_FORMATS)}")
         if weight_format == FLOAT32:
             continue
-        if runtime != "onnxruntime":
-            raise CheckpointError(f"{field}: for runtime 'onnxruntime' alone; on {runtime!r} choose the dtype")
+        if runtime not in CPU_RUNTIMES:
+            raise CheckpointError(f"{field}: for runtimes of a CPU alone; on {runtime!r} choose the dtype")
+        if weight_format == INT4 and runtime != "llvm":
+            raise CheckpointError(f"{field}: for runtime 'llvm' alone")
         if side == "draft" and not has_draft:
             raise CheckpointError(f"{field}: there is no draft model to build")
-        if has_head:
+        if has_head and runtime != "llvm":
             raise CheckpointError(f"{field}: pairs with an EAGLE-3 head, which may share matrices, take 'fp32' alone")
+
+
+def choose_weights(runtime: str, asked: str | None, weights: ModelWeights) -> WeightFormat:
+    """asked: None leaves the choice. Runtime "llvm" then keeps what the checkpoint holds, the embedding and the head in
+    formats of their own; others, which would cast it, take float32."""
+    if runtime != "llvm":
+        return WeightFormat(asked or FLOAT32)
+    weights = weights.with_queries_keys_and_values_apart()
+    matrices = {
+        name: weights.stored_types(name)
+        for name in weights
+        if len(weights.shape(name)) > 1 and not name.endswith(ROUTER)
+    }
+    of_layers = frozenset[str]().union(*(types for name, types in matrices.items() if name not in ENDS))
+    layers = asked or smallest_format(of_layers)
+    embedding, head = (asked or smallest_format(matrices[name]) if name in matrices else layers for name in ENDS)
+    if ENDS[1] not in matrices:
+        head = embedding
+    chosen = WeightFormat(layers, is_read_in_place=True, embedding=embedding, head=head)
+    return replace(chosen, rounded=_rounded(chosen, matrices))
+
+
+def format_of(name: str, weight_format: WeightFormat) -> str:
+    """Of a matrix by its graph name; float32 of routers, for near experts are a step apart."""
+    if name.endswith(ROUTER):
+        return FLOAT32
+    return dict(zip(ENDS, weight_format.formats[1:], strict=True)).get(name, weight_format.name)
+
+
+def is_held(stored_types: Iterable[str], weight_format: str) -> bool:
+    """Whether the format stores exactly the numbers of these types."""
+    return weight_format == FLOAT32 or all(kind in HELD[weight_format] for kind in stored_types)
+
+
+def smallest_format(stored_types: Iterable[str]) -> str:
+    """The smallest format that holds all of these types exactly, types that no format does counting as halves.
+
+    Where only float32 held a mixture of types that are quantised, halves do: they round by 1 in 2,048 at most.
+    """
+    kinds = {kind if kind in HELD_TYPES else "F16" for kind in stored_types}
+    for weight_format in HELD:
+        if is_held(kinds, weight_format):
+            return weight_format
+    return FLOAT32 if kinds & {"F32", "BF16"} else FLOAT16
+
+
+def _rounded(chosen: WeightFormat, matrices: Mapping[str, frozenset[str]]) -> str:
+    """Counts and names matrices that are quantised in the checkpoint and not held as they are, by type."""
+    found = defaultdict[str, list[str]](list)
+    for name, types in matrices.items():
+        quantised = types - FLOAT_CHECKPOINTS.keys()
+        if quantised and not is_held(types, format_of(name, chosen)):
+            found["/".join(sorted(quantised))].append(name)
+    return ", ".join(
+        f"{len(names)} of {kind} ({', '.join(names[:NUM_NAMED])}{', ...' * (len(names) > NUM_NAMED)})"
+        for kind, names in found.items()
+    )
 
 
 def choose_kv_cache_dtype(runtime: str, dtype: str, asked: str | None, specs: Mapping[str, ModelSpec]) -> str:
     """asked: None leaves the choice: on a CPU fp16, as precise as the weights are, where both checkpoints hold 16
     bits a number and this machine's CPU has instructions for halves, else fp32. Other runtimes keep keys and values
     in the engine's dtype. Raises CheckpointError."""
-    choices = CPU_KV_CACHE_DTYPES if runtime == "onnxruntime" else (dtype,)
+    choices = CPU_KV_CACHE_DTYPES if runtime in CPU_RUNTIMES else (dtype,)
     if asked is not None and asked not in choices:
         raise CheckpointError(f"kv_cache_dtype = {asked!r}: on {runtime!r} must be one of {', '.join(choices)}")
     if asked is not None or len(choices) == 1:

@@ -7,6 +7,7 @@ before anything is built. Matrices multiply rows from the right: [in, out].
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,6 +59,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         sources: of a model that is no whole decoder; others: tensors of its checkpoint that are no weights.
         Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected.
         """
+        self.origin = checkpoint.origin
         self.sources = sources or weight_sources(spec, joins_experts=joins_experts)
         self._checkpoint = checkpoint
         self._on_read = on_read
@@ -65,13 +67,8 @@ class ModelWeights(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Raises CheckpointError where a number is not finite."""
-        source = self.sources[name]
-        if self._on_read is not None:
-            self._on_read(name)
-        parts = [self._checkpoint.read(part) for part, _ in source.parts]
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts, source.axis)
-        array = array[: source.num_rows]
-        return array.T if source.is_transposed else array
+        array = self._joined(name, self._checkpoint.read)
+        return array.T if self.sources[name].is_transposed else array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)
@@ -81,6 +78,37 @@ class ModelWeights(Mapping[str, np.ndarray]):
 
     def shape(self, name: str) -> Shape:
         return self.sources[name].shape
+
+    def stored_types(self, name: str) -> frozenset[str]:
+        """See engines.checkpoint.Checkpoint.stored_type; several where parts of the weight differ."""
+        return frozenset(self._checkpoint.stored_type(part) for part, _ in self.sources[name].parts)
+
+    def read_blocks(self, name: str) -> np.ndarray:
+        """A matrix that is quantised in one way, as it is stored: bytes of blocks [num_outputs, row_bytes]."""
+        return self._joined(name, lambda part: self._checkpoint.read_stored(part)[1])
+
+    def with_queries_keys_and_values_apart(self) -> ModelWeights:
+        """The same weights: qkv as q, k and v, and its bias likewise."""
+        sources: dict[str, WeightSource] = {}
+        for name, source in self.sources.items():
+            layer, _, part = name.rpartition(".")
+            if part not in ("qkv", "qkv_bias"):
+                sources[name] = source
+                continue
+            for own, piece in zip("qkv", source.parts, strict=True):
+                sources[f"{layer}.{own}{part.removeprefix('qkv')}"] = replace(source, parts=(piece,))
+        weights = copy(self)
+        weights.sources = sources
+        return weights
+
+    def _joined(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """What is read of a weight's parts, put together; rows of a matrix are its outputs."""
+        source = self.sources[name]
+        if self._on_read is not None:
+            self._on_read(name)
+        parts = [read(part) for part, _ in source.parts]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, source.axis)
+        return array[: source.num_rows]
 
 
 def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str, WeightSource]:
@@ -174,11 +202,10 @@ def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource], oth
     wanted = {part: shape for source in sources.values() for part, shape in source.parts}
     for name, shape in wanted.items():
         if name not in checkpoint.names:
-            raise CheckpointError(f"{checkpoint.directory}: tensor {name} is missing from the checkpoint")
+            raise CheckpointError(f"{checkpoint.origin}: tensor {name} is missing from the checkpoint")
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
-                f"{checkpoint.directory}: {name} has shape {list(checkpoint.shape(name))}, "
-                f"config.json wants {list(shape)}"
+                f"{checkpoint.origin}: {name} has shape {list(checkpoint.shape(name))}, its config wants {list(shape)}"
             )
         checkpoint.dtype(name)
     for name in checkpoint.names:
@@ -186,6 +213,6 @@ def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource], oth
         is_known = name in wanted or name in others or name == "lm_head.weight"
         if not is_known and not name.endswith(IGNORED_SUFFIXES):
             raise CheckpointError(
-                f"{checkpoint.directory}: tensor {name} belongs to no part of the model that config.json describes"
+                f"{checkpoint.origin}: tensor {name} belongs to no part of the model that its config describes"
             )
     return checkpoint.dtype(next(iter(wanted)))

@@ -20,7 +20,23 @@ def bench(
     policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
     draft: Draft = Drafting.AUTO,
     trace: Annotated[Path | None, typer.Option(help="CSV of request lengths.", show_default="synthetic")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines.", show_default="the demo's")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON lines as of Spec-Bench, or with "prompt" or "text" and perhaps "category"; .txt: plain lines.',
+            show_default="the demo's",
+        ),
+    ] = None,
+    is_chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Prompts are messages for the engines' chat template; the model ends answers."),
+    ] = False,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Longer prompts, template included, are left out and counted.", show_default="as the context holds"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
     num_threads: Threads = None,
 ) -> None:
@@ -28,7 +44,9 @@ def bench(
     from faser_backend.serving.bench.command import BenchOptions, run_bench
     from faser_backend.serving.bench.ladder import Sizing
 
-    options = BenchOptions(output, engine_dir, policies, trace, prompts, seed, num_threads, draft.value)
+    options = BenchOptions(
+        output, engine_dir, policies, trace, prompts, seed, num_threads, draft.value, is_chat, max_prompt_tokens
+    )
     run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 
 

@@ -25,25 +25,33 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TENSORRT = "TensorRT:"
-FORMATS = "fp32, fp16, bf16 (cast to fp32 when loaded) or int8 (products of 8-bit numbers)"
-WHERE = "For onnxruntime alone, which computes in fp32 (--dtype)."
+FORMATS = "fp32, fp16, bf16, int8, or int4 (llvm alone)"
+WHERE = "For CPUs alone, which compute in fp32 (--dtype)."
 NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can be given as ./ngram
 
 
 def build(
     *,
-    target: Annotated[Path, typer.Option(help="Target checkpoint, Hugging Face or TensorRT-LLM layout.")],
+    target: Annotated[Path, typer.Option(help="Target: a Hugging Face or TensorRT-LLM directory, or a GGUF file.")],
     draft: Annotated[
         str, typer.Option(help="Draft checkpoint with the same vocabulary, or EAGLE-3 head; ngram for no model.")
     ],
     output: Annotated[Path, typer.Option(help="Engine directory to write.")],
     runtime: Annotated[
-        str, typer.Option(help="onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
+        str, typer.Option(help="onnxruntime or llvm (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
     ] = "onnxruntime",
     exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
-    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16; onnxruntime takes fp32 alone.")] = "fp32",
-    weights: Annotated[str, typer.Option(help=f"How the target's matrices are stored: {FORMATS}. {WHERE}")] = "fp32",
-    draft_weights: Annotated[str, typer.Option(help="The same for the draft.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16; CPUs take fp32 alone.")] = "fp32",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How the target's matrices are stored: {FORMATS}. {WHERE}",
+            show_default="llvm: as the checkpoint has them (GGUF's K and Q5: fp16); else fp32",
+        ),
+    ] = None,
+    draft_weights: Annotated[
+        str | None, typer.Option(help="The same for the draft.", show_default="as for the target")
+    ] = None,
     measures_weights: Annotated[
         bool,
         typer.Option(
@@ -55,7 +63,7 @@ def build(
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
-            help="fp32 or fp16 keys and values. For onnxruntime; elsewhere they have the dtype.",
+            help="fp32 or fp16 keys and values. For CPUs; elsewhere they have the dtype.",
             show_default="fp16 where both checkpoints hold 16 bits a number and this CPU converts them, else fp32",
         ),
     ] = None,
@@ -107,7 +115,7 @@ def build(
         )
         manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
     print(summary(output, manifest))
-    if measures_weights and {weights, draft_weights} != {"fp32"}:
+    if measures_weights and {weights, draft_weights} - {None, "fp32"}:
         _print_weight_costs(output, build_pair)
 
 
@@ -117,7 +125,7 @@ def _print_weight_costs(output: Path, build_pair: Callable[..., EngineManifest])
 
     path = output.absolute()
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".fp32", dir=path.parent) as float32_dir:
-        build_pair(float32_dir, progress=None)
+        build_pair(float32_dir, weights="fp32", draft_weights="fp32", progress=None)
         print("\n".join(map(str, measure_weights(path, Path(float32_dir)))))
 
 
@@ -154,8 +162,13 @@ def summary(output: Path, manifest: EngineManifest) -> str:
     if manifest.kv_cache_dtype != manifest.dtype:
         parts.append(f"KV cache {manifest.kv_cache_dtype}")
     for side, model in (("target", manifest.target), ("draft", manifest.draft)):
-        if model is not None and model.weight_format.name != "fp32":
-            parts.append(f"{side} weights {model.weight_format.name}")
+        if model is None:
+            continue
+        stored = model.weight_format
+        if stored.title != "fp32":
+            parts.append(f"{side} weights {stored.title}")
+        if stored.rounded:
+            parts.append(f"of which rounded once more: {stored.rounded}")
     if manifest.exit_layers:
         parts.append(f"exit layers {', '.join(map(str, manifest.exit_layers))}")
     if manifest.compiler:

@@ -18,14 +18,14 @@ Runtime "tensorrt_rtx", where no op of ours can be compiled and nothing is writt
        context_lens [B], how many tokens the pool held before this call; logit_rows; exit_candidates; k_pool.i,
        v_pool.i [Hkv, num_blocks, kv_block_size, head_dim] for each layer i
   out  hidden_out, logits, exit_scores; k_new.i, v_new.i [T, Hkv, head_dim], which the runner writes to the pool
-Runtimes "tensorrt" and "torch", whose attention is a kernel of ours and writes the pool itself:
+Runtimes "tensorrt", "torch" and "llvm", whose attention is a kernel of ours and writes the pool itself:
   in   token_ids or hidden; positions; slot_mapping [T] int32, flat slot of each new key and value (block *
        kv_block_size + offset), -1 for a row that writes nothing; cu_rows [B + 1] int32; context_lens [B] int32;
        block_table [B, MB] int32; logit_rows (last segment); exit_candidates; k_pool.i, v_pool.i
   out  hidden_out, logits, exit_scores; "tensorrt" also k_pool_out.i, v_pool_out.i, aliases of the inputs
-Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtime
-"onnxruntime" keys and values have its kv_cache_dtype. Runtime "torch" compiles nothing: all segments of a model name
-its one weight file, safetensors under the names of the graphs.
+Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtimes
+"onnxruntime" and "llvm" keys and values have its kv_cache_dtype. Runtimes "torch" and "llvm" compile nothing ahead: all
+segments of a model name its one weight file, safetensors; of "llvm" with matrices in the layout of its kernels.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
-RUNTIMES = ("onnxruntime", "tensorrt_rtx", "tensorrt", "torch")
+CPU_RUNTIMES = ("onnxruntime", "llvm")
+RUNTIMES = (*CPU_RUNTIMES, "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
-CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of runtime "onnxruntime"; elsewhere keys and values have the engine's dtype
+CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of CPU_RUNTIMES; elsewhere keys and values have the engine's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class ModelEngine:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes that weights take when they are loaded, about: matrices of 16 bits become float32."""
+        """Bytes that weights take when they are loaded, about."""
         files = self.files if self.weights is None else (self.weights,)
         return sum(file.num_bytes for file in files) * self.weight_format.growth
 
@@ -187,7 +188,7 @@ class EngineManifest:
     def _check_fields(self, path: Path) -> None:
         _check_choice(path, "runtime", self.runtime, RUNTIMES)
         _check_choice(path, "dtype", self.dtype, DTYPES)
-        kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime == "onnxruntime" else (self.dtype,)
+        kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime in CPU_RUNTIMES else (self.dtype,)
         _check_choice(path, "kv_cache_dtype", self.kv_cache_dtype, kv_cache_dtypes)
         if self.kv_block_size < 1:
             raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")

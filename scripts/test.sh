@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$ROOT"
 
 ensure_venv dev
+(ensure_smollm2) || say "SmolLM2 could not be fetched: its tests are skipped"
 
 say "ruff"
 "$VENV/bin/ruff" check .

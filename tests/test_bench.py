@@ -127,7 +127,7 @@ def test_bad_options_are_named_before_anything_runs(options, tmp_path):
     with pytest.raises(ConfigError, match="--policies = 'best': unknown; known are none"):
         run_bench(BenchOptions(tmp_path, options.engine_dir, "best"), TINY, command="")
     empty = BenchOptions(tmp_path, options.engine_dir, "none", prompts=file)
-    with pytest.raises(ConfigError, match="no prompt of at most"):
+    with pytest.raises(ConfigError, match="the file holds no prompts"):
         run_bench(empty, TINY, command="")
 
 

@@ -11,6 +11,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.serving.bench import turns
 from faser_backend.serving.bench.in_process import ClosedLoop, InProcess, OpenLoop
+from faser_backend.serving.bench.prompt_files import Prompt
 from faser_backend.serving.bench.turns import OwnClock, take_turns, turn_orders
 from faser_backend.serving.bench.workload import jobs_of
 from tests.serving_pair import write_pair
@@ -87,7 +88,7 @@ def test_turns_change_no_answer_and_idle_time_is_not_waited_for(tmp_path):
     config = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in ("none", "fixed:3")}
     place = InProcess(tmp_path / "engine", config)
     try:
-        jobs = jobs_of(["def f(x):", "return"], 6, 12, 0.8, 5)
+        jobs = jobs_of([Prompt("def f(x):"), Prompt("return")], 6, 12, 0.8, 5)
         alone, _ = place.run("none", jobs, 2)
         together = place.serve_in_turns(["fixed:3", "none"], jobs, ClosedLoop(2))
         assert list(together) == ["fixed:3", "none"]

@@ -31,7 +31,14 @@ class Built:
     """A target and a head, built together, and the references of both."""
 
     def __init__(
-        self, root: Path, *, exit_layers: tuple[int, ...] = (), kv_cache_dtype: str | None = None, **config: Any
+        self,
+        root: Path,
+        *,
+        runtime: str = "onnxruntime",
+        weights: str | None = None,
+        exit_layers: tuple[int, ...] = (),
+        kv_cache_dtype: str | None = None,
+        **config: Any,
     ) -> None:
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
         self.head_dir = write_head(root / "head", **config)
@@ -40,6 +47,8 @@ class Built:
             self.source,
             self.head_dir,
             self.directory,
+            runtime=runtime,
+            weights=weights,
             exit_layers=exit_layers,
             kv_block_size=BLOCK_SIZE,
             kv_cache_dtype=kv_cache_dtype,

@@ -14,22 +14,24 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.cpu_runtime import OrtRuntime
 from faser_backend.device.head_runner import OrtHeadRunner
+from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import CPU_RUNTIMES
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble, build_engine
+from faser_backend.serving.runtimes import open_runtime
 from tests.eagle3_models import HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
 from tests.forcing import Forced, at_random, forced
 from tests.harness import drive, guessed, request
-from tests.test_eagle3 import BLOCK_SIZE, Built
+from tests.test_eagle3 import Built
 from tests.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,))
+@pytest.fixture(scope="module", params=CPU_RUNTIMES)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("eagle3"), runtime=request.param, exit_layers=(4,))
 
 
 def make_requests(count: int = 8, *, is_greedy: bool = False, num_shared: int = 0) -> list[Request]:
@@ -111,7 +113,7 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
     """Negative control: a head whose features lie one place further on drafts other chains."""
     engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
     head = engine.stepper.partitions[WHOLE].draft
-    assert isinstance(head, OrtHeadRunner)
+    assert isinstance(head, OrtHeadRunner | LlvmHeadRunner)
     engine.stepper.observers.append(checker.observe)
     target_features, run = head.pool.features, head.run_segment
 
@@ -145,7 +147,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: 
     policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner, prefills_draft=prefills_draft))
     models, requests = ModelPair(built.manifest.target, built.manifest.draft), make_requests(is_greedy=True)
     config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
-    engine = assemble(OrtRuntime(built.directory, models, BLOCK_SIZE), models, policy, config)
+    engine = assemble(open_runtime(built.directory, built.manifest, config), models, policy, config)
     checker = ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
     tokens = drive(engine, requests).tokens
@@ -162,8 +164,9 @@ def test_tokens_equal_plain_decoding(built: Built, policy: str, options: dict[st
     assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
 
 
-def test_tokens_equal_plain_decoding_where_keys_and_values_are_halves(tmp_path: Path) -> None:
-    built, requests = Built(tmp_path, kv_cache_dtype="fp16"), make_requests()
+@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
+def test_tokens_equal_plain_decoding_where_keys_and_values_are_halves(runtime: str, tmp_path: Path) -> None:
+    built, requests = Built(tmp_path, runtime=runtime, kv_cache_dtype="fp16"), make_requests()
     assert built.manifest.kv_cache_dtype == "fp16"
     plain = tokens_of(built, "none", requests)
     for policy in ("fixed:4", "faser"):

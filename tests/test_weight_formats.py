@@ -153,7 +153,8 @@ def test_accuracy_is_measured_and_the_same_at_every_build(demo, tmp_path):
 
 def test_int8_logits_do_not_depend_on_the_shape_of_the_call(demo):
     """A last bit that differs becomes a step of 8-bit rounding: 0.09 for this model, where nothing is done about it."""
-    runner = TextRunner(EngineManifest.load(demo["int8"]).target, demo["int8"], 16)
+    manifest = EngineManifest.load(demo["int8"])
+    runner = TextRunner(manifest.target, demo["int8"], manifest)
     text = np.random.default_rng(4).integers(0, runner.vocab_size, (1, 24))
     whole = runner.logits(text, 0).copy()
     steps = [runner.logits(text[:, i : i + 1], i).copy() for i in range(24)]
@@ -245,10 +246,8 @@ def test_formats_that_cannot_be_are_refused(tmp_path):
         assert not (tmp_path / "engine").exists()
         return str(caught.value)
 
-    assert refusal(weights="q4") == "weights of target = 'q4': must be one of fp32, fp16, bf16, int8"
-    assert "weights of draft = 'int8': for runtime 'onnxruntime' alone" in refusal(
-        draft_weights="int8", runtime="torch"
-    )
+    assert refusal(weights="q4") == "weights of target = 'q4': must be one of fp32, fp16, bf16, int8, int4"
+    assert "weights of draft = 'int8': for runtimes of a CPU alone" in refusal(draft_weights="int8", runtime="torch")
     assert "weights of draft = 'fp16': there is no draft model" in refusal(None, draft_weights="fp16")
     assert refusal(kv_cache_dtype="bf16") == "kv_cache_dtype = 'bf16': on 'onnxruntime' must be one of fp32, fp16"
     assert refusal(runtime="torch", dtype="bf16", kv_cache_dtype="fp16") == (

@@ -13,7 +13,7 @@ ROPE_SCALINGS = ("linear", "llama3")
 EAGLE3 = "eagle3"  # the family of drafts that read hidden states of their target
 
 HALF_FORMATS = ("fp16", "bf16")
-WEIGHT_FORMATS = ("fp32", *HALF_FORMATS, "int8")
+WEIGHT_FORMATS = ("fp32", *HALF_FORMATS, "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +98,42 @@ def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
 class WeightFormat:
     """How the matrices of a model that computes in float32 are stored, and what that does to its logits.
 
-    All but the name is 0 where nothing was measured. Raises ValueError for an unknown name.
+    Counts and differences are 0 where nothing was measured. Raises ValueError for an unknown name.
     """
 
-    name: str
+    name: str  # of the layers' matrices
     num_rows: int = 0  # that both were compared over, of texts that the model with float32 matrices wrote
     greedy_agreement: float = 0.0  # share of rows whose best token is the same
     mean_logit_difference: float = 0.0
     max_logit_difference: float = 0.0
+    is_read_in_place: bool = False  # products read what is stored; else 16 bits are cast to 32 when they are loaded
+    embedding: str = ""  # its format, where it is not that of the layers
+    head: str = ""  # likewise; of a tied one the embedding's
+    rounded: str = ""  # which matrices were quantised in the checkpoint already, and are rounded once more here
 
     def __post_init__(self) -> None:
-        if self.name not in WEIGHT_FORMATS:
-            raise ValueError(f"weight_format = {self.name!r}: must be one of {', '.join(WEIGHT_FORMATS)}")
+        for name in self.formats:
+            if name not in WEIGHT_FORMATS:
+                raise ValueError(f"weight_format = {name!r}: must be one of {', '.join(WEIGHT_FORMATS)}")
+
+    @property
+    def formats(self) -> tuple[str, str, str]:
+        """Of the layers' matrices, of the embedding and of the head."""
+        return self.name, self.embedding or self.name, self.head or self.name
+
+    @property
+    def title(self) -> str:
+        """The formats as people read them."""
+        _, embedding, head = self.formats
+        if embedding == head == self.name:
+            return self.name
+        ends = f"embedding and head {head}" if embedding == head else f"embedding {embedding}, head {head}"
+        return f"{self.name} ({ends})"
 
     @property
     def growth(self) -> int:
-        """Bytes in memory for one in the file: 16 bits are cast to 32 when they are loaded."""
-        return 2 if self.name in HALF_FORMATS else 1
+        """Bytes in memory for one in the file."""
+        return 2 if self.name in HALF_FORMATS and not self.is_read_in_place else 1
 
 
 FLOAT32_WEIGHTS = WeightFormat("fp32")

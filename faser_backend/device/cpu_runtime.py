@@ -23,6 +23,7 @@ from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import ModelEngine
 
+COMPUTED_BY = {"onnxruntime": ("onnxruntime", "numba"), "llvm": ("numba", "llvmlite")}  # packages, by runtime
 SPLIT_MEMORY_SHARE = 0.25  # of free memory, for the weights that splits load again
 
 Split = tuple[CorePartition, CorePartition]  # (draft, target)
@@ -32,6 +33,7 @@ class OrtRuntime:
     """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's."""
 
     kv_memory_share = 0.25
+    loads_weights_per_split = True
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class OrtRuntime:
         self._kv_cache_dtype = kv_cache_dtype
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
-        splits, self.splits_note = useful_splits(self.menu, models, num_threads, self.free_bytes())
+        splits, self.splits_note = useful_splits(
+            self.menu, models, num_threads, self.free_bytes(), loads_weights=self.loads_weights_per_split
+        )
         self.splits = tuple(splits)
         self._engine_dir = engine_dir
         self._num_threads = num_threads
@@ -105,9 +109,17 @@ class OrtRuntime:
 
 
 def useful_splits(
-    menu: PartitionMenu[CorePartition], models: ModelPair, num_threads: int | None, free_bytes: int
+    menu: PartitionMenu[CorePartition],
+    models: ModelPair,
+    num_threads: int | None,
+    free_bytes: int,
+    *,
+    loads_weights: bool = True,
 ) -> tuple[list[Split], str]:
-    """The splits of the menu that are worth their memory, and in words how many of how many and why."""
+    """The splits of the menu that are worth their memory, and in words how many of how many and why.
+
+    loads_weights: whether each split loads them again.
+    """
     num_cores, draft = menu.whole.size, models.draft
     if draft is None:
         return [], "none (no draft model: there is nothing to overlap)"
@@ -118,13 +130,14 @@ def useful_splits(
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
     filled = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]
-    copy_bytes = sum(model.num_weight_bytes for model in models.present)
-    num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes
+    copy_bytes = sum(model.num_weight_bytes for model in models.present) if loads_weights else 0
+    num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes if copy_bytes else len(filled)
     splits = filled[:num_fitting]
     reason = f"{len(splits)} of {len(menu.splits)}"
     if splits:
         reason += f" ({', '.join(split_name(*split) for split in splits)})"
-    reason += f"; each loads {copy_bytes >> 20} MiB of weights again"
+    if copy_bytes:
+        reason += f"; each loads {copy_bytes >> 20} MiB of weights again"
     if len(filled) < len(menu.splits):
         reason += f"; the draft cannot use more than {filled[-1][0].size} core(s)"
     if len(splits) < len(filled):
@@ -132,9 +145,9 @@ def useful_splits(
     return splits, reason
 
 
-def identity() -> dict[str, str | int]:
+def identity(runtime: str = "onnxruntime") -> dict[str, str | int]:
     """What decides how long calls take here, by name: the processor, the cores in use, who compiles and computes."""
-    versions = {name: version(name) for name in ("onnxruntime", "numba")}
+    versions = {name: version(name) for name in COMPUTED_BY[runtime]}
     return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}
 
 

@@ -54,49 +54,29 @@ class HostAttention:
         layers = range(spec.num_layers)
         self._layers = [(pool.keys(layer).view(bits), pool.values(layer).view(bits)) for layer in layers]
         self._tile_rows, self._scratch_width = host_attention.TILE_ROWS, host_attention.scratch_width
-        self._queries_per_head = spec.num_heads // spec.num_kv_heads
-        self._numbers_per_token = 2 * spec.num_kv_heads * spec.head_dim  # of keys and values
         self._scale = np.float32(spec.head_dim**-0.5)
-        self._helpers = [_Helper() for _ in range(num_threads - 1)]
+        self._helpers = [Helper() for _ in range(num_threads - 1)]
         self._scratch = [self._make_scratch(0) for _ in range(num_threads)]
         self._work: _Work | None = None
 
     def begin(self, rows: RowBatch, counts: np.ndarray) -> None:
         """Shares out a call: counts [B] = rows of each sequence."""
-        num_units = counts.size * self._spec.num_kv_heads
         last_tokens = rows.context_lens + counts
-        reads = (counts * self._queries_per_head + (ROWS_TO_READ - 1)) / ROWS_TO_READ
-        numbers = reads * last_tokens * self._numbers_per_token
+        numbers = numbers_read(self._spec, counts, last_tokens)
         num_threads = min(self._num_threads, int(numbers.sum() / FEWEST_NUMBERS_PER_THREAD))
-        bounds = [0, num_units]
-        if num_threads > 1:
-            before = np.concatenate([[0], np.cumsum(numbers)])
-            goals = before[-1] * np.arange(1, num_threads) / num_threads
-            units = np.interp(goals, before, np.arange(counts.size + 1) * self._spec.num_kv_heads)
-            bounds[1:1] = np.rint(units).astype(np.int64).tolist()
-        self._check_blocks(rows.block_tables, int(last_tokens.max()))
+        bounds = unit_bounds(self._spec, numbers, max(num_threads, 1))
+        check_blocks(self._pool, rows.block_tables, int(last_tokens.max()))
         width = self._scratch_width(-(-int(last_tokens.max()) // self._pool.kv_block_size) * self._pool.kv_block_size)
-        if self._scratch[0][1].size < width:
-            width = max(width, 2 * self._scratch[0][1].size)
+        if self._scratch[0][0].shape[1] < width:
+            width = max(width, 2 * self._scratch[0][0].shape[1])
             self._scratch = [self._make_scratch(width) for _ in self._scratch]
         tables, cu_rows, context_lens = map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens))
         self._work = _Work(tables, cu_rows, context_lens, bounds)
 
-    def _make_scratch(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Work space of a thread: scores, exponents, and a block's keys or values as float32."""
+    def _make_scratch(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Work space of a thread: scores, and a block's keys or values as float32."""
         widened = np.empty((self._pool.kv_block_size, self._spec.head_dim), np.float32)
-        return np.empty((self._tile_rows, width), np.float32), np.empty(width, np.int32), widened
-
-    def _check_blocks(self, block_tables: np.ndarray, num_tokens: int) -> None:
-        """The kernel trusts its indices. Raises IndexError before anything is read or written."""
-        num_blocks, size = self._pool.num_blocks, self._pool.kv_block_size
-        least, most = int(block_tables.min()), int(block_tables.max())
-        if least < 0 or most >= num_blocks:
-            raise IndexError(f"block_tables = {least} to {most}: blocks of the pool are 0 to {num_blocks - 1}")
-        if num_tokens > block_tables.shape[1] * size:
-            raise IndexError(
-                f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}"
-            )
+        return np.empty((self._tile_rows, width), np.float32), widened
 
     def run(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, *, attends: bool) -> None:
         """Writes k and v [T, Hkv, 1, head_dim] to the layer's pool, and what q [T, H, 1, head_dim] attends to, to out.
@@ -139,7 +119,35 @@ class HostAttention:
         self._helpers.clear()
 
 
-class _Helper:
+def numbers_read(spec: ModelSpec, counts: np.ndarray, last_tokens: np.ndarray) -> np.ndarray:
+    """[B] keys and values that attention reads for each sequence, in numbers; arithmetic in what it could read
+    meanwhile. counts [B] rows, last_tokens [B] tokens that the last row sees."""
+    reads = (counts * (spec.num_heads // spec.num_kv_heads) + (ROWS_TO_READ - 1)) / ROWS_TO_READ
+    return reads * last_tokens * (2 * spec.num_kv_heads * spec.head_dim)
+
+
+def unit_bounds(spec: ModelSpec, numbers: np.ndarray, num_threads: int) -> list[int]:
+    """Units of attention (one KV head of one sequence) of each thread: between two neighbours of num_threads + 1."""
+    bounds = [0, numbers.size * spec.num_kv_heads]
+    if num_threads > 1:
+        before = np.concatenate([[0], np.cumsum(numbers)])
+        goals = before[-1] * np.arange(1, num_threads) / num_threads
+        units = np.interp(goals, before, np.arange(numbers.size + 1) * spec.num_kv_heads)
+        bounds[1:1] = np.rint(units).astype(np.int64).tolist()
+    return bounds
+
+
+def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:
+    """Kernels trust their indices. Raises IndexError before anything is read or written."""
+    num_blocks, size = pool.num_blocks, pool.kv_block_size
+    least, most = int(block_tables.min()), int(block_tables.max())
+    if least < 0 or most >= num_blocks:
+        raise IndexError(f"block_tables = {least} to {most}: blocks of the pool are 0 to {num_blocks - 1}")
+    if num_tokens > block_tables.shape[1] * size:
+        raise IndexError(f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}")
+
+
+class Helper:
     """A thread that runs kernels. Queues hand over in a fraction of what a thread pool's futures take."""
 
     def __init__(self) -> None:

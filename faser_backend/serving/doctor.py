@@ -43,7 +43,7 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
         _check("Python", _python, is_needed=True),
         _check("CPU partitions", lambda: core_partitions().note),
         _check("ONNX Runtime", _onnx_runtime, is_needed=True),
-        _check("CPU attention", _host_attention, is_needed=True),
+        _check("CPU kernels", _host_kernels, is_needed=True),
         _check("Triton server", lambda: str(find_triton().binary), is_needed=True),
         _check("Triton Python stub", _stub, is_needed=True),
         _check("model repository", _repository, is_needed=True),
@@ -91,8 +91,9 @@ def _onnx_runtime() -> str:
     return f"{onnxruntime.__version__}, providers {', '.join(onnxruntime.get_available_providers())}"
 
 
-def _host_attention() -> str:
+def _host_kernels() -> str:
     """Compiles nothing: what a runner opens here is compiled when it opens."""
+    import llvmlite
     import numba
 
     from plugins import host_attention
@@ -106,7 +107,20 @@ def _host_attention() -> str:
         if host_attention.has_halves()
         else "this CPU cannot convert fp16 KV caches: build engines with --kv-cache-dtype fp32"
     )
-    return f"numba {numba.__version__}, {keeping}; {halves}"
+    compiler = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}"
+    return f"{compiler}, {_vectors()}, {keeping}; {halves}"
+
+
+def _vectors() -> str:
+    """What products of runtime llvm are compiled for here."""
+    from llvmlite import binding
+
+    from plugins.row_vectors import TILE_ROWS
+
+    has = binding.get_host_cpu_features()
+    widths = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE2", "neon": "NEON"}
+    width = next((name for feature, name in widths.items() if has.get(feature, False)), "no known vectors")
+    return f"float32 products of {width} in tiles of {TILE_ROWS} rows"
 
 
 def _stub() -> str:

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer
 from tritonclient.grpc import service_pb2_grpc
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.bench.prompts import PromptMaker, read_prompts
+from faser_backend.serving.bench.prompt_files import read_prompts
+from faser_backend.serving.bench.prompts import PromptMaker
 from faser_backend.serving.bench.stream_requests import RefusedError, ask, make_request, read_answer
 from faser_backend.serving.bench.workload import Job, Trace, summarise
 from faser_backend.serving.demo_engine import DEMO_PAIR
@@ -130,7 +131,7 @@ def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
     path = options.tokenizer or DEMO_PAIR / "target" / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
-    texts = read_prompts(options.prompts or DEMO_PAIR / "prompts.jsonl")
+    texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PAIR / "prompts.jsonl")]
     maker = PromptMaker(Tokenizer.from_file(str(path)), texts)
     pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     for index, (num_prompt, num_output) in enumerate(pairs):

@@ -10,9 +10,9 @@ from typing import Any
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.device import cpu_runtime
+from faser_backend.device import cpu_runtime, llvm_runtime
 from faser_backend.device.runtime import ModelPair, Runtime
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
 
 MIN_TABLE_BLOCKS = 8  # a GPU's block tables have 8, 16, 32, ... columns
 
@@ -22,8 +22,9 @@ AnyRuntime = Runtime[Any, Any]
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
     models = ModelPair(manifest.target, manifest.draft)
-    if manifest.runtime == "onnxruntime":
-        return cpu_runtime.OrtRuntime(
+    if manifest.runtime in CPU_RUNTIMES:
+        opened = cpu_runtime.OrtRuntime if manifest.runtime == "onnxruntime" else llvm_runtime.LlvmRuntime
+        return opened(
             engine_dir,
             models,
             manifest.kv_block_size,
@@ -44,8 +45,8 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
 
 def identity_of(runtime: str) -> dict[str, str | int]:
     """What decides how long its calls take on this machine, by name; looks at the device without opening it."""
-    if runtime == "onnxruntime":
-        return cpu_runtime.identity()
+    if runtime in CPU_RUNTIMES:
+        return cpu_runtime.identity(runtime)
     from faser_backend.device.cuda.identity import identity
 
     return identity(runtime)

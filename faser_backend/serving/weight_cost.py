@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.model import FLOAT32_WEIGHTS, WeightFormat
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import core_partitions
+from faser_backend.core.model import EAGLE3, FLOAT32_WEIGHTS, WeightFormat
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.model_call import run_model
+from faser_backend.serving.runtimes import open_runtime
 
 SIDES = ("target", "draft")
 NUM_TEXTS = 8
@@ -45,7 +45,7 @@ class WeightCost:
             f"{ratio:.2f}x at {num_rows} row{'s'[: num_rows > 1]}" for num_rows, ratio in self.speedups.items()
         )
         return (
-            f"{self.side} weights {accuracy.name}: {self.num_file_bytes / self.num_float32_bytes:.0%} of the bytes of "
+            f"{self.side} weights {accuracy.title}: {self.num_file_bytes / self.num_float32_bytes:.0%} of the bytes of "
             f"fp32; same best token in {accuracy.greedy_agreement:.2%} of {accuracy.num_rows} rows; logits differ by "
             f"{accuracy.mean_logit_difference:.2g} on average, {accuracy.max_logit_difference:.2g} at most; "
             f"calls per second {speeds}"
@@ -62,11 +62,11 @@ def measure_weights(engine_dir: Path, float32_dir: Path) -> list[WeightCost]:
     costs = []
     for side in SIDES:
         model, float32_model = getattr(manifest, side), getattr(reference, side)
-        if model is None or model.weight_format.name == FLOAT32_WEIGHTS.name:
+        if model is None or model.spec.family == EAGLE3 or model.weight_format.name == FLOAT32_WEIGHTS.name:
             continue
-        runner = TextRunner(model, engine_dir, manifest.kv_block_size)
-        float32_runner = TextRunner(float32_model, float32_dir, manifest.kv_block_size)
-        measured = compare_logits(model.weight_format.name, runner, float32_runner)
+        runner = TextRunner(model, engine_dir, manifest)
+        float32_runner = TextRunner(float32_model, float32_dir, reference)
+        measured = compare_logits(model.weight_format, runner, float32_runner)
         speedups = {num_rows: _speedup(runner, float32_runner, num_rows) for num_rows in TIMED_ROWS}
         costs.append(WeightCost(side, measured, model.weights.num_bytes, float32_model.weights.num_bytes, speedups))
         manifest = replace(manifest, **{side: replace(model, weight_format=measured)})
@@ -77,12 +77,14 @@ def measure_weights(engine_dir: Path, float32_dir: Path) -> list[WeightCost]:
 class TextRunner:
     """A model whose pool has room for 16 texts, each with blocks of its own."""
 
-    def __init__(self, model: ModelEngine, engine_dir: Path, kv_block_size: int) -> None:
+    def __init__(self, model: ModelEngine, engine_dir: Path, manifest: EngineManifest) -> None:
         self.length = min(TEXT_LENGTH, model.spec.max_context)
         self.vocab_size = model.spec.vocab_size
-        num_blocks = -(-self.length // kv_block_size)
+        num_blocks = -(-self.length // manifest.kv_block_size)
         self._tables = np.arange(max(TIMED_ROWS) * num_blocks).reshape(-1, num_blocks)
-        self._runner = OrtRunner(model, engine_dir, self._tables.size, kv_block_size, core_partitions().whole)
+        runtime = open_runtime(engine_dir, manifest, EngineConfig())
+        pool = runtime.open_pool(model, self._tables.size)
+        self._runner = runtime.open_runner(model, runtime.menu.whole, pool)
 
     def logits(self, tokens: np.ndarray, context_len: int, *, of_all_rows: bool = True) -> np.ndarray:
         """tokens [B, n] that follow context_len others of their texts -> logits [B * n or B, V], lent."""
@@ -109,8 +111,8 @@ class TextRunner:
         return texts
 
 
-def compare_logits(name: str, runner: TextRunner, float32_runner: TextRunner) -> WeightFormat:
-    """The format of `runner` beside float32, over texts that the latter writes; one text at a time."""
+def compare_logits(stored: WeightFormat, runner: TextRunner, float32_runner: TextRunner) -> WeightFormat:
+    """The format `stored` of `runner` beside float32, over texts that the latter writes; one text at a time."""
     agreements, means, largest = [], [], 0.0
     texts = float32_runner.write_texts()
     for text in texts:
@@ -119,7 +121,14 @@ def compare_logits(name: str, runner: TextRunner, float32_runner: TextRunner) ->
         differences = np.abs(logits - expected)
         means.append(float(differences.mean()))
         largest = max(largest, float(differences.max()))
-    return WeightFormat(name, texts.size, float(np.mean(agreements)), float(np.mean(means)), largest)
+    agreement, mean = float(np.mean(agreements)), float(np.mean(means))
+    return replace(
+        stored,
+        num_rows=texts.size,
+        greedy_agreement=agreement,
+        mean_logit_difference=mean,
+        max_logit_difference=largest,
+    )
 
 
 def _speedup(runner: TextRunner, float32_runner: TextRunner, num_rows: int) -> float:

@@ -19,9 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tokenizers import Tokenizer
-
-from benchmarks.measure import markdown, measure_loads
+from benchmarks.measure import add_prompt_options, asked_prompts, markdown, measure_loads
 from benchmarks.peers import LlamaServer, TransformersPeer
 from benchmarks.servers import OverTriton
 from faser_backend.serving.bench import environment
@@ -35,8 +33,9 @@ BUILD = ROOT / "build" / "anchors"
 class Contestants:
     """Ours by policy, peers by name; each is asked by `run` and sleeps while the others have their turn."""
 
-    def __init__(self, args: argparse.Namespace, engine_dir: Path, num_slots: int, stack: ExitStack) -> None:
-        self._tokenizer = Tokenizer.from_file(str(args.pair / "target" / "tokenizer.json"))
+    def __init__(
+        self, args: argparse.Namespace, engine_dir: Path, num_slots: int, slot_context: int, stack: ExitStack
+    ) -> None:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
         self._ours = OverTriton(
             engine_dir, args.policies.split(","), logs, ["--no-prefix-reuse", *args.serve_options.split()]
@@ -47,7 +46,8 @@ class Contestants:
         binary, target, draft = (BUILD / name for name in ("llama-server", "target.gguf", "draft.gguf"))
         if binary.exists():
             for name, model in (("llama.cpp plain", None), (f"llama.cpp draft {args.llama_draft}", draft)):
-                server = LlamaServer(binary, target, model, args.llama_draft, num_slots=num_slots, threads=args.threads)
+                slots = {"num_slots": num_slots, "slot_context": slot_context}
+                server = LlamaServer(binary, target, model, args.llama_draft, threads=args.threads, **slots)
                 stack.callback(server.close)
                 self._peers[name] = server
         else:
@@ -68,7 +68,7 @@ class Contestants:
 
     def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
         if policy in self._peers:
-            return self._peers[policy].run(self._tokenizer, jobs, num_clients)
+            return self._peers[policy].run(jobs, num_clients)
         return self._ours.run(policy.removeprefix("faser "), jobs, num_clients)
 
 
@@ -76,7 +76,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="This server beside other people's programs.")
     parser.add_argument("--pair", type=Path, default=ROOT / "models" / "demo")
     parser.add_argument("--engine-dir", type=Path, help="default: the demo pair's")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "models" / "demo" / "prompts.jsonl")
+    add_prompt_options(parser)
     parser.add_argument("--policies", default="none,fixed:4")
     parser.add_argument("--llama-draft", type=int, default=3, help="draft tokens of llama.cpp")
     parser.add_argument("--clients", default="1,4,16")
@@ -85,7 +85,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jobs-per-client", type=int, default=4, help="jobs of a loop, at least 16 in all")
     parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--max-prompt-chars", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve-options", default="", help="more options for `faser serve`, separated by blanks")
     parser.add_argument("--name", default="peers")
@@ -99,19 +98,24 @@ def main() -> None:
     meta["serve_options"] = args.serve_options
     meta["peers"] = {name: environment.installed_version(name) for name in ("transformers", "torch")}
     engine_dir = args.engine_dir or demo_engine_dir()
+    asked = asked_prompts(args, engine_dir)
+    meta["prompts"] = asked.as_dict()
+    longest = max(len(prompt.token_ids) for prompt in asked.prompts) + args.max_tokens
     clients = [int(count) for count in args.clients.split(",")]
     with ExitStack() as stack:
-        contest = Contestants(args, engine_dir, max(clients), stack)
-        rows = measure_loads(contest, PLACE, args, lambda num_clients: contest.names(args, num_clients))
+        contest = Contestants(args, engine_dir, max(clients), longest, stack)
+        rows = measure_loads(contest, PLACE, args, asked.prompts, lambda count: contest.names(args, count))
     version_file = BUILD / "llama-version"
     llama = version_file.read_text().strip() if version_file.exists() else "not built"
     served = f" (`faser serve {args.serve_options}`)" if args.serve_options else ""
     notes = [
         f"Peers: llama.cpp ({llama}) through its own HTTP server, transformers {meta['peers']['transformers']} on "
         f"torch {meta['peers']['torch']} in process, {args.threads} threads each; ours through Triton{served}. "
-        "fp32 weights everywhere, token ids or text of the same prompts, prompt caches off. "
+        "fp32 weights everywhere, prompt caches off. Peers are sent the token ids that our text models make of the "
+        "same prompts or messages. "
         "When sampling, answers of peers differ by right: they draw other noise.",
         f"Not measured: {', '.join(contest.missing)}.",
+        *[f"{asked.left_out}."] * bool(asked.left_out),
     ]
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / f"{args.name}.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")

@@ -36,18 +36,18 @@ from faser_backend.serving.bench.ladder import (
     split_names,
 )
 from faser_backend.serving.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
-from faser_backend.serving.bench.prompts import PromptMaker, read_prompts
+from faser_backend.serving.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
+from faser_backend.serving.bench.prompts import PromptMaker
 from faser_backend.serving.bench.report import render
 from faser_backend.serving.bench.roofline import roofline
 from faser_backend.serving.bench.timeline import trace_events
 from faser_backend.serving.bench.workload import jobs_of
-from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
+from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profiling.profile import run_profile
 from faser_backend.serving.profiling.store import load_profile
 from faser_backend.simulation.trace import read_trace
 
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
-MAX_PROMPT_TOKENS = 256  # of a held-out prompt; longer ones are left out
 MODES = ("serial", "run_ahead", "ping_pong")
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
 
@@ -64,6 +64,8 @@ class BenchOptions:
     seed: int = 0
     num_threads: int | None = None
     draft: str = "auto"  # of contestants that do not say themselves
+    is_chat: bool = False
+    max_prompt_tokens: int | None = None  # None: as many as the context holds beside an answer
 
 
 def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
@@ -81,15 +83,19 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     check_output(options.output)
     warnings: list[str] = []
     engine_dir = options.engine_dir or demo_engine_dir(_print_progress)
-    warnings += _ensure_profile(engine_dir, is_demo=options.engine_dir is None)
     manifest = EngineManifest.load(engine_dir)
-    workload = _workload(options, engine_dir, manifest)
+    # Before anything that takes time: a file that cannot be asked is told at once.
+    prompts = _prompts(options, sizing, engine_dir, manifest)
+    warnings += [f"{prompts.left_out}."] * bool(prompts.left_out)
+    warnings += _ensure_profile(engine_dir, is_demo=options.engine_dir is None)
+    workload = _workload(options, engine_dir, manifest, prompts)
     meta: dict[str, Any] = environment.describe(options.seed)
     meta |= {
         "command": command,
         "repeats": sizing.repeats,
         "bursty_repeats": sizing.bursty_repeats,
         "max_tokens": sizing.max_tokens,
+        "prompts": prompts.as_dict(),
     }
     console = Console(file=sys.stderr)
     with ExitStack() as stack:
@@ -152,17 +158,22 @@ def _ensure_profile(engine_dir: Path, *, is_demo: bool) -> list[str]:
     return []
 
 
-def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest) -> Workload:
+def _prompts(options: BenchOptions, sizing: Sizing, engine_dir: Path, manifest: EngineManifest) -> PromptSet:
+    """What closed loops ask; says on stderr what is left out."""
+    limits = PromptLimits(max(sizing.max_tokens, TIMELINE_TOKENS), options.max_prompt_tokens)
+    prompts = load_prompt_set(options.prompts, engine_dir, manifest, limits, is_chat=options.is_chat)
+    if prompts.left_out:
+        print(prompts.left_out, file=sys.stderr)
+    return prompts
+
+
+def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest, prompts: PromptSet) -> Workload:
     tokenizer = Tokenizer.from_file(str(engine_dir / manifest.tokenizer.name))
-    path = options.prompts or DEMO_PAIR / "prompts.jsonl"
-    texts = read_prompts(path)
-    prompts = [text for text in texts if 0 < len(tokenizer.encode(text).ids) <= MAX_PROMPT_TOKENS]
-    if not prompts:
-        raise ConfigError(f"--prompts = {str(path)!r}: no prompt of at most {MAX_PROMPT_TOKENS} tokens in it")
     lengths = None if options.trace is None else read_trace(options.trace)
     max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
     # Windows are tokenised again and may grow a little: some room is left.
-    return Workload(prompts, PromptMaker(tokenizer, texts), lengths, max_context * 9 // 10, options.seed)
+    maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts.prompts])
+    return Workload(prompts.prompts, maker, lengths, max_context * 9 // 10, options.seed)
 
 
 def _config(policy: str, options: BenchOptions, manifest: EngineManifest, **changes: object) -> EngineConfig:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.bench.turns import OwnClock, take_turns
 from faser_backend.serving.bench.workload import Job, Trace
@@ -71,6 +72,7 @@ class InProcess:
 
     def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
         self._tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+        self._end_ids = EngineManifest.load(engine_dir).end_ids
         self._engine_dir = engine_dir
         self._engines: dict[str, Engine] = {}
         self._clocks: dict[str, OwnClock] = {}
@@ -113,9 +115,10 @@ class InProcess:
         """The job under this number."""
         return Request(
             request_id=str(index),
-            prompt_ids=np.array(self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
+            prompt_ids=np.array(job.prompt_ids or self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
             max_tokens=job.max_tokens,
             sampling=SamplingParams(temperature=job.temperature, seed=job.seed),
+            end_ids=self._end_ids if job.is_chat else (),
         )
 
     def overhead(self, policy: str) -> dict[str, float]:
@@ -158,8 +161,10 @@ def serve_requests(
             num_ended += output.is_final
         yield num_ended / len(requests)
     seconds = clock.now_s() - start
-    for trace, ids in zip(traces, tokens, strict=True):
+    for request, trace, ids in zip(requests, traces, tokens, strict=True):
         trace.num_tokens = len(ids)
+        if request.end_ids:
+            trace.cut_accepted()
         trace.digest = hashlib.sha256(np.array(ids, dtype=np.int64).tobytes()).hexdigest()
     return traces, seconds
 

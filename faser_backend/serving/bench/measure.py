@@ -13,8 +13,15 @@ import numpy as np
 
 from faser_backend.serving.bench import accounting
 from faser_backend.serving.bench.accounting import StepLog
+from faser_backend.serving.bench.categories import (
+    Categories,
+    add_category_speedups,
+    merge_categories,
+    summarise_categories,
+)
 from faser_backend.serving.bench.in_process import ClosedLoop, Feed, InProcess, OpenLoop
 from faser_backend.serving.bench.ladder import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing
+from faser_backend.serving.bench.prompt_files import Prompt
 from faser_backend.serving.bench.prompts import PromptMaker, make_lengths, picked
 from faser_backend.serving.bench.turns import turn_orders
 from faser_backend.serving.bench.workload import (
@@ -37,9 +44,9 @@ Report = Callable[[str, float], None]  # what is running; how many runs more are
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What contestants are asked: held-out prompts, and the lengths of a bursty trace."""
+    """What contestants are asked: prompts in closed loops, and the lengths of a bursty trace."""
 
-    prompts: list[str]
+    prompts: list[Prompt]
     maker: PromptMaker
     lengths: RequestTrace | None  # None: made up
     max_context: int
@@ -121,6 +128,7 @@ class Ladder:
         # Allocations, first calls of shapes, and what adaptive policies have to find out are not measured.
         self._place.serve_in_turns(names, jobs, cell.feed, _Progress(self._report, f"{shown}: warming up", len(names)))
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        categories: dict[str, list[Categories]] = {name: [] for name in names}
         answers: dict[str, list[Trace]] = {}
         for repeat, order in enumerate(turn_orders(names, repeats), 1):
             for name in names:
@@ -129,6 +137,7 @@ class Ladder:
             for name, (traces, seconds) in self._place.serve_in_turns(order, jobs, cell.feed, progress).items():
                 answers[name] = traces
                 found[name].append(summarise(traces, seconds) | accounting.figures(self._logs[name], self._num_layers))
+                categories[name].append(summarise_categories(jobs, traces))
         rows = []
         for contestant in contestants:
             name = contestant.name
@@ -142,19 +151,25 @@ class Ladder:
                     "options": contestant.options,
                     **merge_repeats(found[name]),
                     "num_different": count_different(answers[name], answers[REFERENCE]),
+                    "categories": merge_categories(categories[name]),
                 }
             )
             course = accounting.series(self._logs[name].notes, NUM_SERIES_BINS)
             results.series.append({"policy": name, **where, **course})
+        reference = next(row for row in rows if row["policy"] == REFERENCE)
+        for row in rows:
+            add_category_speedups(row["categories"], reference["categories"])
         return rows
 
     def _closed(self, load: Load, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed]:
-        """As many whole waves of jobs as keep the reference busy for sizing.cell_s, min_waves at least."""
+        """As many whole waves of jobs as keep the reference busy for sizing.cell_s; min_waves at least, and enough to
+        ask something of every category."""
         count, prompts = load.num_clients, self._workload.prompts
         trial = jobs_of(prompts, count, sizing.max_tokens, temperature, self._workload.seed)
         self._place.run(REFERENCE, trial[: max(1, count // 4)], count)
         _, seconds = self._place.run(REFERENCE, trial, count)
-        num_waves = max(sizing.min_waves, round(sizing.cell_s / seconds))
+        num_categories = len({prompt.category for prompt in prompts})
+        num_waves = max(sizing.min_waves, round(sizing.cell_s / seconds), -(-num_categories // count))
         jobs = jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, self._workload.seed)
         return jobs, ClosedLoop(count)
 

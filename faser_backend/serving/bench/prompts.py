@@ -1,11 +1,9 @@
-"""What contestants are asked: held-out prompts, prompts of wanted lengths, and made-up lengths of requests."""
+"""Prompts of wanted lengths, and made-up lengths of requests."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -51,11 +49,3 @@ class PromptMaker:
         """Window number `index`; windows wrap around."""
         start = index * WINDOW_STRIDE
         return self._tokenizer.decode(self._ids.take(range(start, start + num_tokens), mode="wrap").tolist())
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file of JSON lines {"prompt": ...}. Raises ConfigError."""
-    try:
-        return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"prompts {path}: not readable as JSON lines with a prompt each ({error!r})") from None

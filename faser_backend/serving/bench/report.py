@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from faser_backend.serving.bench.categories import category_rows
 from faser_backend.serving.bench.compare import groups, in_words
 from faser_backend.serving.bench.ladder import MAX_NUM_SEQS
 from faser_backend.serving.bench.plots import draw_all
@@ -101,6 +102,23 @@ WORK = (
     ),
 )  # fmt: skip
 
+CATEGORIES = (
+    Column("answers", "", "num_answers", "{}", "Answers to prompts of the category, in a repeat."),
+    Column("output", "tokens", "num_tokens", "{}", "Tokens of these answers."),
+    Column(
+        "of a request", "tokens/s", "request_tokens_per_s", "{:.0f}",
+        "Tokens of the answers over the time for which their requests were in flight.",
+    ),
+    Column("of none", "x", "speedup", "{:.2f}", "The same over that of plain decoding, median of repeats."),
+    Column(
+        "emitted", "tokens", "mean_emitted", "{:.2f}",
+        "Tokens per verification, the recovered or bonus token included.",
+    ),
+    Column("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token."),
+    Column("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
+    Column("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
+)  # fmt: skip
+
 
 def render(bench: dict[str, Any]) -> str:
     """bench: the content of bench.json."""
@@ -118,6 +136,8 @@ def render(bench: dict[str, Any]) -> str:
         words=in_words(rows),
         plots=plots,
         columns=(SPEED, WORK),
+        category_columns=CATEGORIES,
+        category_rows=category_rows,
         bursty=meta["bursty"],
         saturated=MAX_NUM_SEQS,
         num_bins=meta["num_series_bins"],

@@ -7,6 +7,7 @@ read afterwards.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -30,15 +31,16 @@ class RefusedError(FaserError):
 
 
 def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
-    """A text model's request for one job. end_id -1 is no token, so that only max_tokens ends it."""
-    prompt = job.prompt.encode()
+    """A text model's request for one job. end_id -1 is no token, so that only max_tokens ends a completion."""
+    content = json.dumps([{"role": "user", "content": job.prompt}]) if job.is_chat else job.prompt
+    prompt = content.encode()
     fields = [
-        ("text_input", "BYTES", struct.pack("<I", len(prompt)) + prompt),
+        ("messages" if job.is_chat else "text_input", "BYTES", struct.pack("<I", len(prompt)) + prompt),
         ("max_tokens", "INT32", struct.pack("<i", job.max_tokens)),
         ("temperature", "FP32", struct.pack("<f", job.temperature)),
         ("top_p", "FP32", struct.pack("<f", 1.0)),  # without it or top_k, a text model decodes greedily
         ("seed", "UINT64", struct.pack("<Q", job.seed)),
-        ("end_id", "INT32", struct.pack("<i", -1)),
+        *([] if job.is_chat else [("end_id", "INT32", struct.pack("<i", -1))]),
         ("stream", "BOOL", b"\x01"),
         ("exclude_input_in_output", "BOOL", b"\x01"),
         ("return_perf_metrics", "BOOL", b"\x01"),

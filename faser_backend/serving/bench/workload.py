@@ -5,7 +5,6 @@ Knows nothing of who answers: the engine in this process and a Triton server giv
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from faser_backend.serving.bench.prompt_files import Prompt, interleaved, read_prompts
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One completion. Exactly max_tokens are decoded: no end token ends it."""
+    """One completion, or one answer in a conversation.
 
-    prompt: str
+    A completion has exactly max_tokens tokens: no end token ends it. An answer to a chat ends where the model ends it,
+    at max_tokens at the latest.
+    """
+
+    prompt: str  # of a chat: the user's message
     max_tokens: int
     temperature: float
     seed: int
+    category: str = ""
+    prompt_ids: tuple[int, ...] = ()  # what the engines read; (): the tokens of the text
+    is_chat: bool = False
 
 
 @dataclass(slots=True)
@@ -33,25 +41,33 @@ class Trace:
     response_s: list[float]
     num_tokens: int
     num_drafted: int
-    num_accepted: int
+    num_accepted: int  # of these, what is in the answer
     digest: str  # of the answer's text or ids: equal answers, equal digests
+
+    def cut_accepted(self) -> None:
+        """Leaves out what an engine of ours accepted behind the token that ended the answer.
+
+        Every response is of one verification at least, which emits one token more than it accepts.
+        """
+        self.num_accepted = min(self.num_accepted, self.num_tokens - len(self.response_s))
 
 
 def load_jobs(
     prompts: Path, num_jobs: int, *, max_tokens: int, temperature: float, seed: int, max_prompt_chars: int
 ) -> list[Job]:
-    """num_jobs jobs over the prompts of a file, in its order, from the start again when it ends.
-
-    Each line of the file is {"id", "source", "prompt"}. Job i draws with seed + i.
-    """
-    lines = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
-    texts = [text for text in lines if len(text) <= max_prompt_chars]
-    return jobs_of(texts, num_jobs, max_tokens, temperature, seed)
+    """num_jobs completions of the prompts of a file, every category in turn. Job i draws with seed + i."""
+    kept = [prompt for prompt in read_prompts(prompts) if len(prompt.text) <= max_prompt_chars]
+    return jobs_of(interleaved(kept), num_jobs, max_tokens, temperature, seed)
 
 
-def jobs_of(texts: Sequence[str], num_jobs: int, max_tokens: int, temperature: float, seed: int) -> list[Job]:
-    """num_jobs jobs over texts in order, from the start again after the last. Job i draws with seed + i."""
-    return [Job(texts[i % len(texts)], max_tokens, temperature, seed + i) for i in range(num_jobs)]
+def jobs_of(prompts: Sequence[Prompt], num_jobs: int, max_tokens: int, temperature: float, seed: int) -> list[Job]:
+    """num_jobs jobs over prompts in order, from the start again after the last. Job i draws with seed + i."""
+    jobs = []
+    for index in range(num_jobs):
+        asked = prompts[index % len(prompts)]
+        rest = (asked.category, asked.token_ids, asked.is_chat)
+        jobs.append(Job(asked.text, max_tokens, temperature, seed + index, *rest))
+    return jobs
 
 
 def summarise(traces: list[Trace], seconds: float) -> dict[str, float]:

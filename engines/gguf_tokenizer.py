@@ -1,0 +1,167 @@
+"""The tokenizer of a GGUF file -> tokenizer.json and tokenizer_config.json, as a Hugging Face checkpoint has them.
+
+Two kinds are known: byte-level merges, whose text is cut into words first as the file's pre-tokenizer says, and
+SentencePiece's merges, which follow from the scores of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from engines.arrays import CheckpointError
+from engines.checkpoint import TOKENIZER_FILE
+from engines.gguf_vocabulary import CONTROL, NAMED, PREFIX, UNKNOWN, USER_DEFINED, GGUFVocabulary
+from engines.prompts import TOKENIZER_CONFIG_FILE
+from engines.tokenizer_config import GENERIC_CLASS
+
+SPACE = "\u2581"  # how SentencePiece spells one
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS, _REST = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CAMEL = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+
+
+class _Words(NamedTuple):
+    """How a byte-level vocabulary cuts text into words, inside which it merges."""
+
+    pattern: str | None = None  # None: as GPT-2 does
+    has_single_digits: bool = False  # digits are cut out before
+    keeps_whole_words: bool = False  # a word that is a token is one, whatever merges make of it
+    adds_begin: bool = False  # where the file does not say
+
+
+_LLAMA3 = _Words(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}", keeps_whole_words=True, adds_begin=True)
+_QWEN2 = _Words(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}")
+_TEKKEN = _Words(
+    rf"{_CAMEL}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    keeps_whole_words=True,
+    adds_begin=True,
+)
+_SINGLE_DIGITS = _Words(has_single_digits=True)
+PRE_TOKENIZERS = {
+    "gpt-2": _Words(),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "tekken": _TEKKEN,
+}
+
+
+def write_tokenizer_files(vocabulary: GGUFVocabulary, max_context: int | None, directory: Path) -> None:
+    """Writes both files into directory. Raises CheckpointError naming file, key and value."""
+    try:
+        tokenizer = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentencepiece(vocabulary)
+        _add_tokens(tokenizer, vocabulary)
+        tokenizer.save(str(directory / TOKENIZER_FILE))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every cause
+        raise CheckpointError(f"{vocabulary.path}: {PREFIX}.tokens, {PREFIX}.merges: {str(error)!r:.200}") from None
+    fields = {
+        "tokenizer_class": GENERIC_CLASS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_context,
+        "chat_template": vocabulary.chat_template,
+    } | _special_names(vocabulary)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
+    words = PRE_TOKENIZERS.get(vocabulary.pre_tokenizer or "")
+    if words is None:
+        value, known = vocabulary.pre_tokenizer, ", ".join(PRE_TOKENIZERS)
+        raise CheckpointError(f"{vocabulary.path}: {PREFIX}.pre = {value!r:.120}: must be one of {known}")
+    if vocabulary.merges is None:
+        raise CheckpointError(f"{vocabulary.path}: {PREFIX}.merges = None: must list the merges of kind 'gpt2'")
+    model = BPE(vocabulary.tokens, vocabulary.merges, fuse_unk=False, ignore_merges=words.keeps_whole_words)
+    tokenizer = Tokenizer(model)
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if words.has_single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if words.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(words.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_template(tokenizer, vocabulary, adds_begin=words.adds_begin)
+    return tokenizer
+
+
+def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
+    merges = vocabulary.merges or _merges_of_scores(vocabulary)
+    unknown = vocabulary.named.get("unknown")
+    texts = {token_id: token for token, token_id in vocabulary.tokens.items()}
+    model = BPE(
+        vocabulary.tokens,
+        merges,
+        unk_token=None if unknown is None else texts.get(unknown),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    scheme = "first" if vocabulary.adds_space_prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.adds_space_prefix:
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    _add_template(tokenizer, vocabulary, adds_begin=True)
+    return tokenizer
+
+
+def _merges_of_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    """Every way to put a token together from two, the best token first, then by the longer parts."""
+    if vocabulary.scores is None:
+        raise CheckpointError(f"{vocabulary.path}: {PREFIX}.scores = None: must list a number per token")
+    tokens, found = vocabulary.tokens, []
+    for token, token_id in tokens.items():
+        if vocabulary.types[token_id] in (CONTROL, UNKNOWN):
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [(left, right) for left, right in pairs if left in tokens and right in tokens]
+        pairs.sort(key=lambda pair: (tokens[pair[0]], tokens[pair[1]]))
+        found += [(-vocabulary.scores[token_id], -len(left), -len(right), (left, right)) for left, right in pairs]
+    found.sort(key=lambda entry: entry[:3])
+    return [pair for *_, pair in found]
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
+    """Control tokens are special; what users defined is found in text as a whole, and is text itself."""
+    special = [AddedToken(token, normalized=False, special=True) for token in vocabulary.of_types(CONTROL, UNKNOWN)]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
+
+
+def _add_template(tokenizer: Tokenizer, vocabulary: GGUFVocabulary, *, adds_begin: bool) -> None:
+    """What is put around a text. adds_begin: where the file does not say."""
+    texts = {token_id: token for token, token_id in vocabulary.tokens.items()}
+    begins = adds_begin if vocabulary.adds_begin is None else vocabulary.adds_begin
+    before, after = (
+        [texts[vocabulary.named[name]]] if is_added and name in vocabulary.named else []
+        for name, is_added in (("bos", begins), ("eos", vocabulary.adds_end))
+    )
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{t}:1" for t in after)],
+            special_tokens=[(token, vocabulary.tokens[token]) for token in {*before, *after}],
+        )
+
+
+def _special_names(vocabulary: GGUFVocabulary) -> dict[str, str]:
+    """bos_token and such, as far as the token is special: else it would be read out of the middle of other text."""
+    special = {vocabulary.tokens[token]: token for token in vocabulary.of_types(CONTROL, UNKNOWN)}
+    ids = {name: vocabulary.named.get(key) for name, key in NAMED.items()}
+    return {name: special[token_id] for name, token_id in ids.items() if token_id in special}

@@ -1,0 +1,261 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Products of rows and stored matrices on a CPU: right, with the same bits in any company, and kept on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+
+from plugins import row_products, row_vectors
+from plugins.row_products import (
+    FORMATS,
+    LANES,
+    multiply_rows,
+    num_blocks,
+    read_column,
+    restore_matrix,
+    score_columns,
+    scratch_size,
+    store_groups,
+    store_matrix,
+    stored_bytes,
+)
+from plugins.row_vectors import most_tile_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs
+
+
+def new_kernels(code: int):
+    @numba.njit(nogil=True)
+    def multiply(y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, adds, scratch):
+        multiply_rows(code, y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, adds, scratch)
+
+    @numba.njit(nogil=True)
+    def read(out, weights, offset, num_inputs, num_outputs, column):
+        read_column(code, out, weights, offset, num_inputs, num_outputs, column)
+
+    @numba.njit(nogil=True)
+    def score(scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch):
+        score_columns(code, scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch)
+
+    return multiply, read, score
+
+
+kernels = cache(new_kernels)
+
+
+class Matrix:
+    """A random matrix, stored behind 64 other bytes of a file."""
+
+    def __init__(self, weight_format: str, num_inputs: int, num_outputs: int, seed: int = 0):
+        self.rng = np.random.default_rng(seed)
+        self.shape, self.code = (num_inputs, num_outputs), FORMATS.index(weight_format)
+        stored = store_matrix(self.rng.standard_normal(self.shape).astype(np.float32), weight_format)
+        self.restored = restore_matrix(stored, num_inputs, num_outputs, weight_format)
+        self.weights = np.concatenate([np.full(64, 255, np.uint8), stored])
+        self.weights.flags.writeable = False
+
+    def rows(self, num_rows: int) -> np.ndarray:
+        return self.rng.standard_normal((num_rows, self.shape[0])).astype(np.float32)
+
+    def times(self, x, *, blocks=None, y=None, multiply=None) -> np.ndarray:
+        """x @ W in a range of blocks, by default all; what was in y is added to."""
+        first, last = blocks or (0, num_blocks(self.shape[1]))
+        adds, y = y is not None, np.full((len(x), self.shape[1]), np.nan, np.float32) if y is None else y
+        scratch = np.full(scratch_size(self.shape[0]), np.nan, np.float32)
+        multiply = multiply or kernels(self.code)[0]
+        multiply(y, x, self.weights, 64, *self.shape, first, last, len(x), adds, scratch)
+        return y
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (40, 1100)])
+def test_matrices_come_back_as_the_format_has_them(weight_format: str, shape: tuple[int, int]):
+    weight = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    stored = store_matrix(weight, weight_format)
+    assert stored.dtype == np.uint8 and stored.shape == (stored_bytes(*shape, weight_format),)
+    restored = restore_matrix(stored, *shape, weight_format)
+    floats = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+    if weight_format in floats:
+        np.testing.assert_array_equal(restored, weight.astype(floats[weight_format]).astype(np.float32))
+        return
+    for first in range(0, shape[0], 32):
+        group, error = weight[first : first + 32], np.abs(restored - weight)[first : first + 32]
+        step = np.abs(group).max(axis=0) / 127 if weight_format == "int8" else np.ptp(group, axis=0) / 15
+        assert (error <= step * 0.57 + 2e-3).all(), "half a step, and what halves round of scale and minimum"
+
+
+def test_a_matrix_of_bfloat16_is_stored_without_rounding():
+    weight = np.random.default_rng(2).standard_normal((70, 20)).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(
+        restore_matrix(store_matrix(weight, "bf16"), 70, 20, "bf16"), weight.astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_integers_that_are_quantised_already_are_kept(weight_format: str):
+    rng = np.random.default_rng(3)
+    scales = rng.uniform(0.01, 1, (3, 1050)).astype(np.float16)
+    minimums = -8 * scales if weight_format == "int4" else None
+    kind, bounds = (np.int8, (-128, 128)) if weight_format == "int8" else (np.uint8, (0, 16))
+    numbers = rng.integers(*bounds, (96, 1050)).astype(kind)
+    restored = restore_matrix(store_groups(numbers, scales, minimums, weight_format), 96, 1050, weight_format)
+    expected = numbers.astype(np.float32) * scales.astype(np.float32).repeat(32, axis=0)
+    if minimums is not None:
+        expected += minimums.astype(np.float32).repeat(32, axis=0)
+    np.testing.assert_array_equal(restored, expected)
+
+
+def test_what_a_format_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="too large for fp16"):
+        store_matrix(np.full((32, 16), 1e5, np.float32), "fp16")
+    with pytest.raises(ValueError, match="not finite"):
+        store_matrix(np.full((32, 16), np.nan, np.float32), "int8")
+    numbers, scales = np.zeros((33, 16), np.int8), np.ones((2, 16), np.float16)
+    with pytest.raises(ValueError, match="no multiple of 32"):
+        store_groups(numbers, scales, None, "int8")
+    with pytest.raises(ValueError, match="int4 has minimums"):
+        store_groups(numbers[:32], scales[:1], scales[:1], "int8")
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_right(weight_format: str, shape: tuple[int, int]):
+    matrix = Matrix(weight_format, *shape)
+    x = matrix.rows(45)
+    error = np.abs(matrix.times(x) - x.astype(np.float64) @ matrix.restored)
+    assert (error <= 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(matrix.restored)) + 1e-30).all()
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_in_any_company(weight_format: str, shape: tuple[int, int]):
+    matrix = Matrix(weight_format, *shape)
+    x = matrix.rows(128)
+    together = matrix.times(x)
+    assert not np.isnan(together).any()
+    for num_rows in (*range(1, 20), 31, 64, 127):
+        np.testing.assert_array_equal(matrix.times(x[:num_rows]), together[:num_rows])
+        np.testing.assert_array_equal(matrix.times(x[-num_rows:]), together[-num_rows:])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_ranges_of_blocks_give_the_bits_of_the_whole_and_touch_nothing_else(weight_format: str):
+    matrix = Matrix(weight_format, 96, 200)
+    for num_rows in (1, 2, 3, 6, 9, 25):
+        x = matrix.rows(num_rows)
+        whole = matrix.times(x)
+        for first, last in ((0, 13), (0, 1), (12, 13), (3, 11), (5, 5), (1, 6), (6, 13)):
+            part, columns = matrix.times(x, blocks=(first, last)), slice(first * LANES, last * LANES)
+            np.testing.assert_array_equal(part[:, columns], whole[:, columns])
+            part[:, columns] = np.nan
+            assert np.isnan(part).all(), "columns of other blocks are left alone"
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+def test_what_is_added_is_the_finished_sum(weight_format: str, num_rows: int):
+    matrix = Matrix(weight_format, 100, 72)
+    x = matrix.rows(num_rows)
+    before = matrix.rng.standard_normal((num_rows, 72)).astype(np.float32)
+    np.testing.assert_array_equal(matrix.times(x, y=before.copy()), before + matrix.times(x))
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_columns_and_scores_have_the_bits_of_weights_and_products(weight_format: str, shape: tuple[int, int]):
+    matrix = Matrix(weight_format, *shape)
+    _, read, score = kernels(matrix.code)
+    candidates = matrix.rng.integers(0, shape[1], 50)
+    x = matrix.rows(1)
+    scores, column = np.empty(50, np.float32), np.empty(shape[0], np.float32)
+    scratch = np.full(scratch_size(shape[0]), np.nan, np.float32)
+    score(scores, x[0], matrix.weights, 64, *shape, candidates, scratch)
+    np.testing.assert_array_equal(scores, matrix.times(x)[0, candidates])
+    for candidate in candidates[:10]:
+        read(column, matrix.weights, 64, *shape, candidate)
+        np.testing.assert_array_equal(column, matrix.restored[:, candidate])
+
+
+def test_other_orders_have_other_bits():
+    """The control: were sums exact, or the data too simple, the tests of bits above would say nothing."""
+    matrix = Matrix("fp32", 576, 200)
+    x = matrix.rows(6)
+    straight = matrix.times(x)
+    backwards = Matrix("fp32", 576, 200)
+    backwards.weights = np.concatenate([np.zeros(64, np.uint8), store_matrix(matrix.restored[::-1], "fp32")])
+    assert (backwards.times(np.ascontiguousarray(x[:, ::-1])) != straight).any()
+    assert (x @ matrix.restored != straight).any()
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_tiles_of_another_cpu_give_the_same_bits(weight_format: str, monkeypatch: pytest.MonkeyPatch):
+    matrix = Matrix(weight_format, 100, 200)
+    x = matrix.rows(30)
+    here = matrix.times(x)
+    most_rows = most_tile_rows({"sse2": True, "avx": True, "avx512f": row_vectors.TILE_ROWS != 8})
+    assert most_rows != row_vectors.TILE_ROWS
+    monkeypatch.setattr(row_vectors, "TILE_ROWS", most_rows)
+    monkeypatch.setattr(row_products, "TILE_ROWS", most_rows)
+    multiply, _, _ = new_kernels(matrix.code)
+    for num_rows in (1, 2, 5, 8, 30):
+        np.testing.assert_array_equal(matrix.times(x[:num_rows], multiply=multiply), here[:num_rows])
+
+
+def test_tiles_leave_registers_for_weights_and_inputs():
+    for features, registers_per_sum, num_registers in (
+        ({"sse2": True}, 4, 16),
+        ({"sse2": True, "avx": True}, 2, 16),
+        ({"sse2": True, "avx": True, "avx512f": True}, 1, 32),
+        ({"neon": True}, 4, 32),
+    ):
+        assert 1 <= most_tile_rows(features) * registers_per_sum < num_registers - 2
+
+
+CACHED = """
+import numba, numpy as np
+from plugins.row_products import *
+
+def product(code, stamp):
+    def kernel(y, x, weights, scratch):
+        _ = stamp
+        multiply_rows(code, y, x, weights, 0, 64, 48, 0, 3, 2, False, scratch)
+        read_column(code, x[0], weights, 0, 64, 48, 5)
+        score_columns(code, y[1], x[0], weights, 0, 64, 48, np.arange(48), scratch)
+    f32 = numba.types.Array(numba.float32, 2, "C")
+    signature = numba.void(f32, f32, numba.types.Array(numba.uint8, 1, "C", readonly=True), numba.float32[::1])
+    return numba.njit(signature, nogil=True, cache=True)(kernel)
+
+for code in (1, 4):
+    kernel = product(code, source_stamp())
+    rng = np.random.default_rng(0)
+    weights = store_matrix(rng.standard_normal((64, 48)), FORMATS[code])
+    y, x = np.zeros((2, 48), np.float32), rng.standard_normal((2, 64)).astype(np.float32)
+    kernel(y, x, weights, np.zeros(scratch_size(64), np.float32))
+    print(sum(kernel.stats.cache_hits.values()), y.tobytes().hex())
+"""
+
+
+def test_a_callers_kernel_is_kept_on_disk(tmp_path: Path):
+    script = tmp_path / "caller.py"
+    script.write_text(CACHED)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        outputs.append([line.split() for line in done.stdout.splitlines()])
+    assert [hits for hits, _ in outputs[0]] == ["0", "0"]
+    assert [hits for hits, _ in outputs[1]] == ["1", "1"]
+    assert [bits for _, bits in outputs[0]] == [bits for _, bits in outputs[1]]

