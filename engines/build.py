@@ -98,6 +98,7 @@ def build_engines(
     """Builds both models into output_dir, replacing an engine directory that was there.
 
     draft_dir: None builds a target alone, for which n-grams of its text will draft.
+    runtime: of manifest.RUNTIMES; without it the CPU's reference. `faser build` has manifest.DEFAULT_RUNTIME.
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
     weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.choose_weights.
     kv_cache_dtype: of keys and values, see engines.weight_formats.choose_kv_cache_dtype.

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from faser_backend.cli_options import parse_integers, print_progress
 from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
     from engines.build import Progress as Report
@@ -38,8 +39,8 @@ def build(
     ],
     output: Annotated[Path, typer.Option(help="Engine directory to write.")],
     runtime: Annotated[
-        str, typer.Option(help="onnxruntime or llvm (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
-    ] = "onnxruntime",
+        str, typer.Option(help="llvm or onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
+    ] = DEFAULT_RUNTIME,
     exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16; CPUs take fp32 alone.")] = "fp32",
     weights: Annotated[

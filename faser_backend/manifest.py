@@ -44,6 +44,7 @@ from faser_backend.vocabulary import read_vocabulary, vocab_hash
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 CPU_RUNTIMES = ("onnxruntime", "llvm")
+DEFAULT_RUNTIME = "llvm"  # of `faser build`, and of the demo pair
 RUNTIMES = (*CPU_RUNTIMES, "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
 CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of CPU_RUNTIMES; elsewhere keys and values have the engine's dtype

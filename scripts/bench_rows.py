@@ -37,12 +37,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", default="1,6,16")
     parser.add_argument("--threads", type=int, help="default: all cores of this process")
     parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
+    parser.add_argument(
+        "--logits", choices=["all", "last"], default="all", help="rows with logits: a verification's, or a prompt's"
+    )
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def sequence_rows(num_rows: int, context: int, block_size: int, vocab_size: int) -> RowBatch:
+def sequence_rows(num_rows: int, context: int, block_size: int, vocab_size: int, logits: str) -> RowBatch:
     """Rows of random tokens behind a context whose keys and values are whatever the pool holds."""
     num_blocks = -(-(context + num_rows) // block_size)
     return RowBatch(
@@ -50,7 +53,7 @@ def sequence_rows(num_rows: int, context: int, block_size: int, vocab_size: int)
         cu_rows=np.array([0, num_rows]),
         context_lens=np.array([context]),
         block_tables=np.arange(num_blocks)[None],
-        logit_rows=np.arange(num_rows),
+        logit_rows=np.arange(num_rows) if logits == "all" else np.array([num_rows - 1]),
     )
 
 
@@ -69,7 +72,7 @@ def main() -> None:
     num_blocks = -(-(args.context + max(counts)) // manifest.kv_block_size)
     runner = runtime.open_runner(manifest.target, runtime.menu.whole, runtime.open_pool(manifest.target, num_blocks))
     vocab_size = manifest.target.spec.vocab_size
-    batches = {n: sequence_rows(n, args.context, manifest.kv_block_size, vocab_size) for n in counts}
+    batches = {n: sequence_rows(n, args.context, manifest.kv_block_size, vocab_size, args.logits) for n in counts}
     limits = MachineLimits(num_threads)
     bytes_per_s, operations_per_s = [], []
     milliseconds: dict[int, list[float]] = {count: [] for count in counts}
@@ -85,9 +88,10 @@ def main() -> None:
     weight_bytes = manifest.target.num_weight_bytes
     result = {
         "runtime": manifest.runtime,
-        "weights": manifest.target.weight_format.name,
+        "weights": manifest.target.weight_format.title,
         "threads": num_threads,
         "context": args.context,
+        "logits": args.logits,
         "bandwidth_gb_s": statistics.median(bytes_per_s) / 1e9,
         "peak_gflops": statistics.median(operations_per_s) / 1e9,
         "weight_bytes": weight_bytes,

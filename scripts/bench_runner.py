@@ -159,6 +159,8 @@ def main() -> None:
     if not threads:
         parser.error(f"--threads {options.threads}: must lie in [1, {num_cores}]")
     manifest = EngineManifest.load(options.engine_dir)
+    if manifest.runtime != "onnxruntime":
+        parser.error(f"runtime = {manifest.runtime!r}: watches the parts of 'onnxruntime'; bench_rows.py takes any")
     watches = Stopwatches(Stopwatch(CallShape, "run_part"), Stopwatch(HostAttention, "run"))
     print(f"keys and values in {manifest.kv_cache_dtype}")
     cores = core_partitions().whole.cores

@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="F32", help="of the checkpoint")
     parser.add_argument("--ranks", type=int, default=0, help="of a TensorRT-LLM checkpoint; 0: Hugging Face's layout")
-    parser.add_argument("--runtime", choices=["onnxruntime", "torch"], default="onnxruntime")
+    parser.add_argument("--runtime", choices=["onnxruntime", "llvm", "torch"], default="onnxruntime")
     parser.add_argument("--engine-dtype", default="fp32")
     args = parser.parse_args()
     spec = spec_of(args.num_layers, args.hidden_size)

@@ -1,6 +1,6 @@
 """The demo pair's engines: built on first use into a per-user cache, shared by every later start.
 
-The folder's name is a digest of the checkpoints and the builder's version, so a changed checkpoint
+The folder's name is a digest of the checkpoints, the builder's version and the runtime, so a changed checkpoint
 or an upgrade builds anew. Two processes at once: one builds, the other waits at the lock.
 """
 
@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError, ManifestError
-from faser_backend.manifest import FORMAT_VERSION, EngineManifest
+from faser_backend.manifest import DEFAULT_RUNTIME, FORMAT_VERSION, EngineManifest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DEMO_PAIR = PROJECT_ROOT / "models" / "demo"
@@ -36,7 +36,7 @@ def demo_engine_dir(
         except ManifestError:
             from engines.build import build_engines  # build-time code: only where it is needed
 
-            build_engines(pair / "target", pair / "draft", directory, progress=progress)
+            build_engines(pair / "target", pair / "draft", directory, runtime=DEFAULT_RUNTIME, progress=progress)
     return directory
 
 
@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def _digest(pair: Path) -> str:
-    digest = hashlib.sha256(f"{version('faser-backend')} {FORMAT_VERSION}".encode())
+    digest = hashlib.sha256(f"{version('faser-backend')} {FORMAT_VERSION} {DEFAULT_RUNTIME}".encode())
     for model in ("target", "draft"):
         for name in (*_FILES, *_MORE_FILES):
             path = pair / model / name
