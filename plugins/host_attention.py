@@ -26,8 +26,8 @@ import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from plugins.host_compile import Kernel, compile_kernel, warn_once  # noqa: F401
-from plugins.host_rows import LOG2_E, ONE, WITHIN_KERNELS, exp2, inlined, inlined_reassociated, spliced
+from plugins.host_compile import Kernel, compile_kernel
+from plugins.host_rows import LOG2_E, ONE, exp2, inlined, inlined_reassociated, spliced
 from plugins.host_vectors import GROUP, LANES, SOURCE_STAMP, copy_row, mix_group, prefetch, score_group, stamp_of
 
 TILE_ROWS = 8  # pairs of a tile
@@ -157,11 +157,11 @@ def write_rows(pool, blocks, context, rows, head_dim):
 
 
 def readable(block, last, widened, head_dim):
-    """The block [kv_block_size, head_dim] as float32: itself, or its rows up to `last` in `widened`. Compiled alone."""
+    """The block [kv_block_size, head_dim] as float32: itself, or its rows up to `last` in `widened`."""
     raise NotImplementedError
 
 
-@overload(readable, inline="always", jit_options=WITHIN_KERNELS)
+@overload(readable, inline="always")
 def _readable(block, last, widened, head_dim):
     if block.dtype == numba.float32:
         return lambda block, last, widened, head_dim: block

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from threading import Timer
+from typing import Any
 
 import numba
 
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 warn_once = cache(logger.warning)  # per text: a process has a kernel for each head_dim
 
 
-def compile_kernel(kernel: Kernel, signature: object) -> Kernel:
+def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     """The kernel for arguments of this signature: from disk, or compiled now, which is logged where it takes long.
 
     It runs without the interpreter's lock. numba keeps a kernel by its file and by what it refers to, not by the files

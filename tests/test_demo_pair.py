@@ -12,11 +12,10 @@ import pytest
 
 from benchmarks.equality import Reference, run_alone, run_mixed
 from faser_backend.config import EngineConfig
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.runtimes import open_runtime
 from scripts.check_equality import make_requests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,9 +29,9 @@ def engine_dir() -> Path:
 def reference_for(engine_dir: Path, requests) -> Reference:
     manifest = EngineManifest.load(engine_dir)
     size = manifest.kv_block_size
-    runner = OrtRunner(
-        manifest.target, engine_dir, -(-manifest.target.spec.max_context // size), size, core_partitions().whole
-    )
+    runtime = open_runtime(engine_dir, manifest, EngineConfig())
+    pool = runtime.open_pool(manifest.target, -(-manifest.target.spec.max_context // size))
+    runner = runtime.open_runner(manifest.target, runtime.menu.whole, pool)
     plain = build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))
     return Reference(requests, run_alone(plain, requests), runner, size)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.config_fields import ConfigFields
 from engines.families import read_spec
 from engines.weights import weight_sources
 from faser_backend.core.model import ModelSpec, RopeScaling, rotary_tables
@@ -38,10 +39,12 @@ class ConfigOnly:
     """A checkpoint whose weights nobody asks for."""
 
     directory = Path("published")
+    origin = directory
     names: Collection[str] = ()
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
+        self.fields = ConfigFields(config, self.directory / "config.json")
 
     def shape(self, name: str) -> tuple[int, ...]:
         raise AssertionError(name)
@@ -50,6 +53,12 @@ class ConfigOnly:
         raise AssertionError(name)
 
     def read(self, name: str) -> np.ndarray:
+        raise AssertionError(name)
+
+    def stored_type(self, name: str) -> str:
+        raise AssertionError(name)
+
+    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
         raise AssertionError(name)
 
 

@@ -12,7 +12,6 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.core.request import Request
-from faser_backend.device.cpu_runtime import OrtRuntime
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.programs import TorchPrograms
 from faser_backend.device.cuda.runtime import CudaRuntime
@@ -23,6 +22,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
+from faser_backend.serving.runtimes import open_runtime
 from scripts.check_equality import make_requests
 from tests.fakes import CountingClock, SequentialLanes
 from tests.forced_engine import both_partitions
@@ -71,11 +71,11 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> dict[str, list[int]]:
-    """What ONNX Runtime and NumpySampler decode plainly."""
+    """What the CPU's runtime and NumpySampler decode plainly."""
     directory = demo_engine_dir()
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
-    runtime = OrtRuntime(directory, models, manifest.kv_block_size)
+    runtime = open_runtime(directory, manifest, EngineConfig())
     engine = assemble(runtime, models, parse_policy("none", guessed), CONFIG)
     tokens = drive(engine, requests).tokens
     engine.close()

@@ -11,7 +11,6 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.request import Request
-from faser_backend.device.cpu_runtime import OrtRuntime
 from faser_backend.device.cuda.programs import TorchPrograms
 from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.partition import split_name
@@ -21,6 +20,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
+from faser_backend.serving.runtimes import open_runtime
 from scripts.check_equality import make_requests
 from tests.forcing import Forced, at_random, forced
 from tests.harness import Driven, drive, guessed
@@ -36,11 +36,11 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> dict[str, list[int]]:
-    """What ONNX Runtime decodes plainly."""
+    """What the CPU's runtime decodes plainly."""
     directory = demo_engine_dir()
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
-    runtime = OrtRuntime(directory, models, manifest.kv_block_size)
+    runtime = open_runtime(directory, manifest, EngineConfig())
     return run(assemble(runtime, models, parse_policy("none", guessed), config()), requests).tokens
 
 
@@ -66,7 +66,7 @@ def run(engine: Engine, requests: list[Request]) -> Driven:
 
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4"])
-def test_greedy_tokens_are_those_of_onnx_runtime(policy: str, runtime, requests, expected) -> None:
+def test_greedy_tokens_are_those_of_the_cpu(policy: str, runtime, requests, expected) -> None:
     opened, models = runtime
     engine = assemble(opened, models, parse_policy(policy, guessed), config())
     assert run(engine, requests).tokens == expected

@@ -184,7 +184,7 @@ def test_the_command_says_what_int8_costs(tmp_path, capsys):
     options: dict[str, Any] = {"target": DEMO / "target", "draft": "ngram", "output": output, "weights": "int8"}
     build(**options)
     said = capsys.readouterr().out
-    assert "target weights int8: 28% of the bytes of fp32; same best token in" in said
+    assert "target weights int8: 27% of the bytes of fp32; same best token in" in said
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
     build(**options, measures_weights=False)
     assert "same best token" not in capsys.readouterr().out
@@ -228,13 +228,13 @@ def test_the_command_says_what_keys_and_values_are_kept_in(run, tmp_path):
     source = write_checkpoint(tmp_path / "source", dtype=torch.float16)
     command = ("build", "--target", source, "--draft", source, "--output", tmp_path / "engine")
     status, said, _ = run(*command)
-    assert status == 0 and "for onnxruntime, fp32, KV cache fp16, context" in said
+    assert status == 0 and "for llvm, fp32, KV cache fp16, target weights fp16, draft weights fp16, context" in said
     status, said, _ = run(*command, "--kv-cache-dtype", "fp32")
     assert status == 0 and "KV cache" not in said
     before = EngineManifest.load(tmp_path / "engine")
     status, said, err = run(*command, "--kv-cache-dtype", "bf16")
     assert (status, said) == (1, "") and EngineManifest.load(tmp_path / "engine") == before
-    assert err == "error: kv_cache_dtype = 'bf16': on 'onnxruntime' must be one of fp32, fp16\n"
+    assert err == "error: kv_cache_dtype = 'bf16': on 'llvm' must be one of fp32, fp16\n"
 
 
 def test_formats_that_cannot_be_are_refused(tmp_path):
