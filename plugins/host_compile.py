@@ -24,7 +24,7 @@ def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     """
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
     note = Timer(
-        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: some 10 seconds, the first time only"]
+        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: 10 to 20 seconds, the first time only"]
     )
     note.daemon = True
     note.start()

@@ -33,7 +33,7 @@ NO_REUSE = "--no-prefix-reuse"
 
 
 class Contestants:
-    """By name: a server each, all up; whoever's turn it is not sleeps."""
+    """By name: a server each, all up; those whose turn it is not wait."""
 
     def __init__(self, args: argparse.Namespace, longest: int, stack: ExitStack) -> None:
         """longest: tokens of the longest request, prompt and answer."""
