@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from faser_backend.policy.beliefs import KINDS
+from faser_backend.policy.knowledge import Knowledge
 
 from faser_backend.core.decision import WHOLE, Decision, ExitView
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
@@ -21,13 +23,11 @@ from faser_backend.core.request import Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import commit_tokens, round_counts
 from faser_backend.pipeline.in_flight import join, merge, split, surviving
-from faser_backend.pipeline.overlap import without_bonus
-from faser_backend.policy.beliefs import KINDS
+from faser_backend.pipeline.phases import without_bonus
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.calibration import MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import ExitCalibration
-from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import SpeculationPolicy
 from faser_backend.policy.trim import admit, chances, continues

@@ -6,23 +6,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.ports import Lanes
 from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
 from faser_backend.device.sampler import NumpySampler
+from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.ngram import NgramProposer
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import Stepper
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.cost_model import ModelSize, default_cost_model
-from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
-from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
 from tests.fakes import CountingClock, HashRunner
 
 VOCAB, CONTEXT, BLOCK = 24, 96, 4
@@ -82,27 +81,28 @@ def open_fake(
         drafts.append(HashRunner(num_blocks, BLOCK, vocab_size, memory=draft_memory, noise=draft_noise, pools=pools))
     if has_ngrams or not policy.is_drafting:
         drafts = []
-    blocks = BlockManager(num_blocks, BLOCK, max_num_seqs, CONTEXT, can_reuse=can_reuse)
-    scheduler = Scheduler(
-        blocks,
-        policy,
-        max_num_seqs=max_num_seqs,
-        max_prefill_tokens=max_prefill_tokens,
-        never_evicts=never_evicts,
-    )
     clock = CountingClock()
     sampler = NumpySampler(vocab_size, max_num_seqs)
     partitions = {WHOLE: Partition(targets[0], drafts[0] if drafts else None, None)}
     if lanes is not None:
         partitions[SPLIT] = Partition(targets[1], drafts[1] if drafts else None, lanes)
-    proposer: Proposer | None = None
-    if has_ngrams:
-        proposer = NgramProposer(PhaseTimes(clock), vocab_size, keeps_probs=uses_rejection)
-    elif policy.is_drafting:
-        proposer = ModelProposer(sampler, PhaseTimes(clock), blocks.block_tables, keeps_probs=uses_rejection)
-    stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
-    engine = Engine(stepper, Limits(vocab_size, CONTEXT), clock, max_queue_size=max_queue_size)
-    return FakeEngine(engine, targets, drafts, stepper)
+
+    def make_proposer(times: PhaseTimes, block_tables: np.ndarray) -> Proposer:
+        if has_ngrams:
+            return NgramProposer(times, vocab_size, keeps_probs=uses_rejection)
+        return ModelProposer(sampler, times, block_tables, keeps_probs=uses_rejection)
+
+    limits = Limits(vocab_size, CONTEXT)
+    ports = Ports(partitions, sampler, clock, make_proposer, num_blocks, BLOCK, limits)
+    config = EngineConfig.from_options(
+        max_num_seqs=max_num_seqs,
+        max_prefill_tokens=max_prefill_tokens,
+        max_queue_size=max_queue_size,
+        enable_prefix_reuse=can_reuse,
+        admission="guaranteed_no_evict" if never_evicts else "max_utilization",
+    )
+    engine = assemble(ports, policy, config)
+    return FakeEngine(engine, targets, drafts, engine.stepper)
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options) -> Request:

@@ -10,7 +10,7 @@ from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.in_flight import join, merge, split, stack, surviving
-from faser_backend.pipeline.overlap import without_bonus
+from faser_backend.pipeline.phases import without_bonus
 from tests.harness import request
 
 Chain = tuple[list[int], int, list]  # tokens, rows; margins, candidates and probabilities where known

@@ -14,7 +14,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.ngram import NgramIndex, NgramProposer
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes

@@ -20,7 +20,7 @@ from faser_backend.device.cuda.share_runner import ShareDraftLoop, ShareRunner
 from faser_backend.device.cuda.streams import SmPartition, open_menu
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import PartitionMenu
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from tests.fake_cuda import FakeCuda, FakeDriver
 from tests.fakes import HashRunner
 from tests.forced_engine import open_forced

@@ -22,7 +22,7 @@ from faser_backend.core.request import SamplingParams
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.profiling.cases import Case, make_batch
 from faser_backend.serving.runtimes import AnyRuntime

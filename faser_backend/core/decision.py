@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,13 +28,14 @@ class PipelineMode(Enum):
 class TrimRule:
     """Confidence trimming: which draft tokens are worth drafting and which rows worth verifying (policy/trim.py).
 
-    match_probs [M] at margin_knots [M], ascending: the calibrated chance that a draft token is accepted, by the
-    margin with which the draft chose it; margin_shares [M] sum to 1: how often such margins occur.
+    The chance that a draft token is accepted is sigmoid(match_logits, read at its margin, + the request's offset).
+    margin_shares [M] sum to 1: how often such margins occur.
     """
 
-    margin_knots: np.ndarray
-    match_probs: np.ndarray
-    margin_shares: np.ndarray
+    margin_knots: np.ndarray  # [M] ascending
+    match_logits: np.ndarray  # [M]
+    margin_shares: np.ndarray  # [M]
+    offsets: np.ndarray  # [S] by slot, or [1] for all
     verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
     column_us: float  # more for every row of the longest chain, where a runtime pads sequences to it
     draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
@@ -64,18 +65,43 @@ class ExitView:
     exit_margins: np.ndarray  # [B, K]
     frontier: Frontier
     num_rows: np.ndarray  # [B] rows that are still there
+    slots: np.ndarray  # [B]
 
 
 class Pruner(Protocol):
     """Token-wise early exit: predicts rejections between target segments."""
 
-    exits: frozenset[int]  # segments after which it looks at scores
-    num_candidates: int  # that the exit head scores per row, the drafted token included
+    @property
+    def exits(self) -> frozenset[int]:
+        """Segments after which it looks at scores."""
+        ...
+
+    @property
+    def num_candidates(self) -> int:
+        """That the exit head scores per row, the drafted token included."""
+        ...
 
     def keep(self, view: ExitView) -> np.ndarray:
         """[B] rows to keep, in [1, view.num_rows]. Row j (which processes drafted[:, j - 1]) may be pruned
         because of entries [:, :j] of the view, never because of later ones: N must be a stopping time."""
         ...
+
+
+class Score(NamedTuple):
+    """A way to run the next steps, and what a step of that kind is predicted to come to over the batch."""
+
+    mode: PipelineMode | None  # None = plain decoding
+    partition: str
+    num_draft_tokens: int  # most of one chain
+    floor: float  # of survival: chains below it end; 0 = all chains are alike
+    num_rows: float  # verified beside the anchors
+    num_accepted: float  # draft tokens, as the curves alone predict
+    num_tokens: float  # emitted
+    step_us: float
+
+    @property
+    def tokens_per_us(self) -> float:
+        return self.num_tokens / self.step_us
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,3 +114,5 @@ class Decision:
     trim: TrimRule | None = None
     pruner: Pruner | None = None
     prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts
+    scores: tuple[Score, ...] = ()  # what was weighed, for whoever asks why
+    reason: str = ""  # in words, likewise

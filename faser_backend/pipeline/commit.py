@@ -48,8 +48,9 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     sequence.client_draft = ()  # guesses follow the prompt, and nothing later
     stats = sequence.stats
     stats.num_drafted += counts.num_drafted
-    stats.num_tested += counts.num_tested
-    stats.num_accepted += counts.num_accepted
+    # What lies behind the token that ended the request was never asked for.
+    stats.num_tested += counts.num_tested if finish is None else min(counts.num_tested, len(tokens))
+    stats.num_accepted += counts.num_accepted if finish is None else min(counts.num_accepted, len(tokens))
     stats.num_pruned += counts.num_pruned
     stats.num_steps += 1
     return finish

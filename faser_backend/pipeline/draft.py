@@ -14,12 +14,11 @@ from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.acceptance import draw, rank_drawn
-from faser_backend.policy.randomness import PURPOSE_DRAFT
+from faser_backend.policy.acceptance import PURPOSE_DRAFT, draw, rank_drawn
 from faser_backend.policy.trim import chances, continues
 
 
@@ -164,7 +163,7 @@ class Chain:
         self._survival = np.ones(size)
         if self._trim is not None and old and behind.margins is not None:
             is_token = np.arange(old) < self.num_behind[:, None]
-            self._survival = np.where(is_token, chances(self._trim, behind.margins), 1.0).prod(axis=1)
+            self._survival = np.where(is_token, chances(self._trim, behind.margins, batch.slots), 1.0).prod(axis=1)
 
     def last_tokens(self, active: np.ndarray) -> np.ndarray:
         return self._tokens[active, self._num_tokens[active] - 1]
@@ -188,13 +187,13 @@ class Chain:
         if self._probs is not None:
             self._probs[active, step] = probs
         if self._trim is not None:
-            self._survival[active] *= chances(self._trim, drawn.margins)
+            self._survival[active] *= chances(self._trim, drawn.margins, self.batch.slots[active])
 
     def wants_more(self, active: np.ndarray, step: int) -> np.ndarray:
         """[A] whether to draft a further token, after `step` new ones."""
         is_open = self._num_wanted[active] > step
         if self._trim is not None and is_open.any():
-            is_open &= continues(self._trim, self._survival[active])
+            is_open &= continues(self._trim, self._survival[active], self.batch.slots[active])
         return is_open
 
     def frontier(self) -> Frontier:

@@ -17,7 +17,7 @@ from faser_backend.core.ports import DeviceArray, HeadRunner, ModelRunner, Sampl
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.rows import piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
 

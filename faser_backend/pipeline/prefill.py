@@ -15,7 +15,7 @@ from faser_backend.core.plan import PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, ModelRunner, Sampler
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.rows import token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes

@@ -24,9 +24,19 @@ from faser_backend.pipeline.client_drafts import with_client_drafts
 from faser_backend.pipeline.commit import commit_tokens, final_output, round_counts
 from faser_backend.pipeline.extras import extras_of
 from faser_backend.pipeline.in_flight import join, merge, split, surviving
-from faser_backend.pipeline.overlap import Partition, Phases, Verified, run_overlapped, without_bonus
+from faser_backend.pipeline.phases import (
+    Partition,
+    Phases,
+    Span,
+    Verified,
+    run_drafting,
+    run_in_turn,
+    run_overlapped,
+    without_bonus,
+)
 from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
+from faser_backend.pipeline.recorder import recorded
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.verify import Verifier
@@ -80,7 +90,7 @@ class Stepper:
     def run(self, plan: StepPlan) -> tuple[list[RequestOutput], InFlight]:
         """Returns what was emitted, and what was drafted for later steps."""
         start_ns = self.clock.now_ns()
-        prefill_us, draft_prefill_us = self.prefiller.prefill(self.partitions[WHOLE], plan)
+        reading = self.prefiller.prefill(self.partitions[WHOLE], plan)
         batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
         ready, waiting = split(plan.in_flight, batch.sequences)
         if plan.drafts:
@@ -90,28 +100,13 @@ class Stepper:
         if phases.verified is None:
             drafting_us = plan.in_flight.drafting_us + phases.propose_us
             return [], replace(join(waiting, phases.ahead), drafting_us=drafting_us)
-        verification, acceptance = phases.verified
-        ahead = surviving(phases.ahead, batch.sequences, phases.frontier, acceptance)
+        ahead = surviving(phases.ahead, batch.sequences, phases.frontier, phases.verified.acceptance)
         in_flight = join(replace(waiting, drafting_us=0.0), ahead)
         # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
         planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
         num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
         outputs = self._commit(batch, phases.frontier, phases.verified, num_ahead)
-        record = StepRecord(
-            plan,
-            phases.frontier,
-            verification,
-            acceptance,
-            batch.num_tokens,
-            start_ns,
-            self.clock.now_ns(),
-            phases.propose_us,
-            phases.verify_us,
-            phases.overlap_us,
-            plan.in_flight.drafting_us,
-            prefill_us,
-            draft_prefill_us,
-        )
+        record = recorded(plan, batch, phases, reading, Span(start_ns, self.clock.now_ns()))
         for observe in self.observers:
             observe(record)
         self.times.lap("observe")
@@ -121,14 +116,13 @@ class Stepper:
         """Drafts for the sequences that have nothing in flight, then verifies all."""
         if not plan.decodes:
             return Phases(ready, None, InFlight.empty())
-        start = self.clock.now_ns()
-        drafted = self._propose(plan, batch, plan.num_draft_tokens, Frontier.empty(len(batch)))
-        self.times.start()
-        frontier = merge(ready, drafted)
-        middle = self.clock.now_ns()
-        verified = self._verify(plan, batch, frontier)
-        propose_us, verify_us = (middle - start) / 1e3, (self.clock.now_ns() - middle) / 1e3
-        return Phases(frontier, verified, InFlight.empty(), propose_us, verify_us)
+
+        def propose() -> Frontier:
+            drafted = self._propose(plan, batch, plan.num_draft_tokens, Frontier.empty(len(batch)))
+            self.times.start()
+            return merge(ready, drafted)
+
+        return run_in_turn(self.clock, propose, lambda frontier: self._verify(plan, batch, frontier))
 
     def _run_phases_at_once(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
         """Verifies what is in flight while the draft works for later steps."""
@@ -140,10 +134,9 @@ class Stepper:
             return InFlight(plan.drafts, self._propose(plan, drafting, plan.num_ahead_tokens, behind))
 
         if not plan.decodes:
-            start_ns = self.clock.now_ns()
-            ahead = propose()
+            phases = run_drafting(self.clock, ready, propose)
             self.times.start()
-            return Phases(ready, None, ahead, propose_us=(self.clock.now_ns() - start_ns) / 1e3)
+            return phases
         lanes = self.partitions[plan.decision.partition].lanes
         assert lanes is not None, f"partition {plan.decision.partition} has no lanes to overlap on"
         phases = run_overlapped(lanes, self.clock, frontier, lambda: self._verify(plan, batch, frontier), propose)
@@ -161,8 +154,8 @@ class Stepper:
         if trim is None:
             return frontier
         # Under rejection sampling a row may not be judged by the draft tokens behind it.
-        admitted = admit(trim, frontier) if frontier.draft_probs is None else admit_by_price(trim, frontier)
-        return replace(frontier, num_rows=admitted)
+        admitted = admit if frontier.draft_probs is None else admit_by_price
+        return replace(frontier, num_rows=admitted(trim, frontier, batch.slots))
 
     def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> Verified:
         target = self.partitions[plan.decision.partition].target

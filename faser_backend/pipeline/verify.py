@@ -15,8 +15,7 @@ from faser_backend.core.ports import DeviceArray, ModelRunner, Sampler
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, keep_rows, verify_rows, verify_sampling_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.acceptance import accept_by_rejection, accept_matches
-from faser_backend.policy.randomness import PURPOSE_ACCEPT, PURPOSE_RECOVER
+from faser_backend.policy.acceptance import PURPOSE_ACCEPT, PURPOSE_RECOVER, accept_by_rejection, accept_matches
 
 
 class Verifier:
@@ -57,7 +56,7 @@ class Verifier:
             output, scores = runner.run_segment_with_scores(segment, rows, output, candidates)
             self._times.lap("target_model")
             margins = self._exit_margins(frontier, drawing, candidates, scores)
-            kept = pruner.keep(ExitView(segment, margins, frontier, num_kept))
+            kept = pruner.keep(ExitView(segment, margins, frontier, num_kept, batch.slots))
             if (kept < num_kept).any():
                 num_kept = kept
                 rows, kept_rows = keep_rows(rows, kept)

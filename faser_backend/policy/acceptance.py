@@ -14,6 +14,10 @@ import numpy as np
 from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.ports import DraftTokens
 
+# What each draw of rejection sampling is for: its uniforms are keyed by (seed, position, purpose, round), never by
+# position alone, since a rejected position is drawn again in the next round.
+PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_RECOVER = 1, 2, 3
+
 
 def accept_matches(
     frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray, *, num_kept: np.ndarray | None = None

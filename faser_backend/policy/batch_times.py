@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from copy import copy
 
 import numpy as np
 
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+from faser_backend.policy.time_errors import TimeErrors
 
 _GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
 _CONTEXT_STEP = 32
@@ -15,54 +16,53 @@ _MAX_TIMES = 512  # batches whose predicted times are kept, some kB each: workin
 
 
 class BatchTimes:
-    """Predicted microseconds of a batch on one partition."""
+    """Predicted microseconds of a batch of B sequences on one partition."""
 
     def __init__(self, costs: CostModel, size: int, context: int, partition: str, max_draft_tokens: int) -> None:
         most = size * max_draft_tokens
         extra = np.unique(np.linspace(0, most, min(most + 1, _GRID)).astype(np.int64))
         rows = size + extra
-        times = costs.call_us(TARGET, partition, rows, size, context, max_rows=1)
+        target_us = costs.call_us(TARGET, partition, rows, size, context, max_rows=1)
         grid = np.arange(most + 1)
-        self.target_us = np.interp(grid, extra, times)  # [N + 1] with 0..N rows beside the anchors, unpadded
-        self.overhead_us = np.interp(grid, extra, costs.overhead.step(size, rows))  # [N + 1] around the calls
+        self.size, self.partition = size, partition
+        # [N + 1] of a step with 0..N rows beside the anchors, unpadded, without drafting.
+        self.verify_us = np.interp(grid, extra, target_us + costs.overhead.step(size, rows))
         two, one = costs.call_us(TARGET, partition, size, size, context, max_rows=np.array([2, 1]))
-        self.column_us = float(two - one)  # for every row of the longest chain
+        self.column_us = float(two - one)  # more for every row of the longest chain, where a runtime pads to it
         active = np.unique(np.linspace(1, size, min(size, _GRID)).astype(np.int64))
         times = costs.call_us(DRAFT, partition, active, active, context, num_logit_rows=active)
         times = times + costs.overhead.draft_call(active)
         self.draft_us = np.interp(np.arange(size + 1), active, times)  # [B + 1] of a call for 0..B sequences
         self.trim_us = np.asarray(costs.overhead.trim_call(np.arange(size + 1)))  # [B + 1] that confidence adds to it
-        self.trimmed_draft_us = self.draft_us + self.trim_us  # [B + 1]
-
-        self.lengths = np.arange(1, max_draft_tokens + 1)  # [K] of uniform rounds, in which all draft alike
-        num_extra = size * self.lengths
-        self.uniform_target_us = self.target_us[num_extra] + self.lengths * self.column_us  # [K]
-        self.uniform_overhead_us = self.overhead_us[num_extra]  # [K]
         self.draft_round_us = float(costs.overhead.draft_round(size))
-        self.uniform_draft_us = self.draft_round_us + self.lengths * self.draft_us[size]  # [K]
-        self.uniform_trim_us = self.lengths * self.trim_us[size]  # [K] where confidence decides after every call
-        self.step_us = self.target_us + self.overhead_us  # [N + 1] without drafting and padding
-        # By is_trimmed: for which version of what is believed, tokens per microsecond, length.
-        self.best_uniform: dict[bool, tuple[Hashable, float, int]] = {}
+        self.lanes_us = costs.overhead.lanes_us
+        self._log2_rows = np.log2(size + grid)
+        self._log2_active = np.log2(np.maximum(np.arange(size + 1), 1))
 
-    @property
-    def size(self) -> int:
-        return self.draft_us.size - 1
+    def corrected(self, errors: TimeErrors) -> BatchTimes:
+        """Returns the same times as they turned out to be."""
+        times = copy(self)
+        target = errors.ratios(TARGET, self.partition, self._log2_rows)
+        draft = errors.ratios(DRAFT, self.partition, self._log2_active)
+        times.verify_us, times.column_us = self.verify_us * target, self.column_us * float(target[0])
+        times.draft_us, times.trim_us = self.draft_us * draft, self.trim_us * draft
+        times.draft_round_us = self.draft_round_us * float(draft[-1])
+        return times
 
     def chains_us(self, lengths: np.ndarray, *, is_trimmed: bool) -> float:
-        """Drafting chains of these lengths [B]: each call is for those that are not done yet.
+        """Returns the time of drafting chains of these lengths [B]: each call is for those that are not done yet.
 
         is_trimmed: confidence decided after every call which chains go on.
         """
         longest = int(lengths.max(initial=0))
         active = np.count_nonzero(np.arange(longest)[:, None] < lengths, axis=1)
-        call_us = self.trimmed_draft_us if is_trimmed else self.draft_us
+        call_us = self.draft_us + self.trim_us if is_trimmed else self.draft_us
         return float(call_us[active].sum()) + (self.draft_round_us if longest else 0.0)
 
-    def verify_us(self, num_extra: int, num_columns: int) -> float:
-        """A step with so many rows beside the anchors, num_columns of them in the longest chain, without drafting."""
-        num_extra = min(num_extra, self.target_us.size - 1)
-        return float(self.target_us[num_extra] + self.overhead_us[num_extra]) + num_columns * self.column_us
+    def step_us(self, num_extra: int, num_columns: int) -> float:
+        """Returns the time of a step with so many rows beside the anchors, num_columns of them in the longest chain,
+        without drafting."""
+        return float(self.verify_us[min(num_extra, self.verify_us.size - 1)]) + num_columns * self.column_us
 
 
 class BatchTimesCache:

@@ -7,16 +7,19 @@ estimate exactly the factor that a chain's survival is the product of.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
+KINDS = ("greedy", "sampled")  # of requests, whose draft tokens are accepted at different rates
 MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0])  # logits; bin starts
 _PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
 _MEMORY_TESTS = 2000.0  # older evidence fades beyond so many tests
 _REFRESH_TESTS = 64  # new tests that are worth fitting the curve again
 # Guess without a profile: the logistic curve of the demo pair, rounded.
+_MAX_LOGIT = 7.0  # calibrated chances of 0.1 % and 99.9 % say all that counts can tell
 _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
 
@@ -66,14 +69,20 @@ class MarginCurve:
 
     margin_shares: np.ndarray
     match_probs: np.ndarray
+    match_logits: np.ndarray = field(init=False)  # [M] of match_probs
     mean_chance: float = field(init=False)  # of a draft token whose margin is not known yet, in (0, 1)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "match_logits", logits(self.match_probs))
         object.__setattr__(self, "mean_chance", float(self.margin_shares @ self.match_probs))
 
+    def logits(self, margins: np.ndarray) -> np.ndarray:
+        """Returns the log odds that draft tokens with these margins are accepted, same shape."""
+        return np.interp(margins, self.margin_knots, self.match_logits)
+
     def chances(self, margins: np.ndarray) -> np.ndarray:
-        """The chance of acceptance of draft tokens with these margins, same shape."""
-        return np.interp(margins, self.margin_knots, self.match_probs)
+        """Returns the chance of acceptance of draft tokens with these margins, same shape."""
+        return sigmoid(self.logits(margins))
 
     def mixed(self, other: MarginCurve, share: float) -> MarginCurve:
         """Of draft tokens of which a share in [0, 1] follows the other curve."""
@@ -105,18 +114,11 @@ class MatchCalibration:
         tested = self._tested + 0.5
         self.curve = MarginCurve(tested / tested.sum(), rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested))
 
-    def observe(self, margins: np.ndarray, num_accepted: np.ndarray, num_testable: np.ndarray) -> None:
+    def observe(self, margins: np.ndarray, num_accepted: np.ndarray, num_tested: np.ndarray) -> None:
         """Counts the tests of chains [B] with margins [B, K]; the curve is fitted again once there are enough."""
-        if margins.shape[1] == 0:
-            return
         columns = np.arange(margins.shape[1])
-        if len(margins) == 1:  # a request alone, whose every step is heard
-            num_tested = min(int(num_accepted[0]) + 1, int(num_testable[0]))
-            self._fresh.append((margins[0, :num_tested], columns[:num_tested] < num_accepted[0]))
-        else:
-            is_accepted = columns < num_accepted[:, None]
-            is_tested = columns < np.minimum(num_accepted + 1, num_testable)[:, None]
-            self._fresh.append((margins[is_tested], is_accepted[is_tested]))
+        is_tested = columns < num_tested[:, None]
+        self._fresh.append((margins[is_tested], (columns < num_accepted[:, None])[is_tested]))
         self._num_fresh += self._fresh[-1][0].size
         if self._num_fresh >= _REFRESH_TESTS:
             self._count_fresh()
@@ -128,3 +130,14 @@ class MatchCalibration:
         self._tested = self._tested * fade + fresh.tested
         self._accepted = self._accepted * fade + fresh.accepted
         self._refresh()
+
+
+def logits(chances: np.ndarray) -> np.ndarray:
+    """Returns log(c / (1 - c)), between -_MAX_LOGIT and _MAX_LOGIT."""
+    edge = 1.0 / (1.0 + math.exp(_MAX_LOGIT))
+    bounded = np.clip(chances, edge, 1.0 - edge)
+    return np.log(bounded / (1.0 - bounded))
+
+
+def sigmoid(scores: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-np.clip(scores, -500.0, 500.0)))

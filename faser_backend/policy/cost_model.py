@@ -8,7 +8,7 @@ nothing of clocks, files or runtimes; `faser profile` fits it, and `default_cost
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -293,3 +293,18 @@ def _default_segments(size: ModelSize) -> tuple[CallCost, ...]:
             )
         )
     return tuple(costs)
+
+
+# Microseconds on one core per token of a chain, with 2 to 4 tokens looked up at once, and more than a token takes to be
+# read (docs/drafts.md).
+CALL_US, TOKEN_US = 5.0, 5.0
+_NO_KEYS = Curve(np.array([0.0, 1.0]), np.zeros(2))
+_LOOK_UP = CallCost(rows=Curve.from_slopes(np.zeros(1), CALL_US, np.array([TOKEN_US])), keys=_NO_KEYS)
+
+
+def with_ngrams(costs: CostModel) -> CostModel:
+    """The costs of an engine in which n-grams draft. Its partition is the whole device: there is nothing to overlap."""
+    segments = {(TARGET, WHOLE): costs.segments[TARGET, WHOLE], (DRAFT, WHOLE): (_LOOK_UP,)}
+    drafting = ("draft_us", "draft_sequence_us", "draft_round_us", "draft_round_sequence_us")
+    overhead = replace(costs.overhead, **dict.fromkeys((*drafting, "trim_us", "trim_sequence_us"), 0.0))
+    return replace(costs, segments=segments, overhead=overhead)

@@ -8,17 +8,16 @@ Pure; the pipeline calls it with the leads that the exit head gives to draft tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.core.decision import WHOLE, ExitView
+from faser_backend.policy.calibration import MarginCurve, logits, sigmoid
 from faser_backend.policy.cost_model import TARGET, CostModel
 
 NUM_CANDIDATES = 8  # that the exit head scores per row: the draft's best tokens
-_MAX_LOGIT = 7.0  # calibrated chances of 0.1 % and 99.9 % say all that counts can tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +65,30 @@ class ExitCalibration:
         return float(shares @ weights / num_draft_rows)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EarlyExit:
-    """The pruner (core.decision.Pruner): ends a chain where its survival falls below an exit's threshold."""
+    """Ends a chain where its survival falls below an exit's threshold; implements core.decision.Pruner."""
 
-    num_candidates = NUM_CANDIDATES
+    calibrations: tuple[ExitCalibration, ...]
+    curve: MarginCurve  # chances of acceptance by the draft's margin
+    offsets: np.ndarray | None = None  # [S] by slot, added to their log odds
+    num_candidates: int = NUM_CANDIDATES
 
-    def __init__(self, exits: tuple[ExitCalibration, ...], chances: Callable[[np.ndarray], np.ndarray]) -> None:
-        """chances: of acceptance, from the draft's margins; same shape."""
-        self.exits = frozenset(calibration.segment for calibration in exits)
-        self._calibrations = {calibration.segment: calibration for calibration in exits}
-        self._chances = chances
+    @property
+    def exits(self) -> frozenset[int]:
+        """Segments after which it looks at scores."""
+        return frozenset(calibration.segment for calibration in self.calibrations)
 
     def keep(self, view: ExitView) -> np.ndarray:
         """See core.decision.Pruner. Survival falls along a chain, so what reaches the threshold is a prefix; an
         entry that is no number ends the chain, and entries past it, whatever they are, judge nothing before it."""
         margins = view.frontier.margins
         assert margins is not None, "an exit needs the draft's margins: the frontier has none"
-        calibration = self._calibrations[view.segment]
-        survival = calibration.survival(self._chances(margins), view.exit_margins)
+        scores = self.curve.logits(margins)
+        if self.offsets is not None:
+            scores = scores + self.offsets[view.slots, None]
+        calibration = next(each for each in self.calibrations if each.segment == view.segment)
+        survival = calibration.survival(sigmoid(scores), view.exit_margins)
         return np.minimum(1 + np.count_nonzero(survival >= calibration.threshold, axis=1), view.num_rows)
 
 
@@ -131,14 +136,3 @@ def best_exit(costs: CostModel, exits: tuple[ExitCalibration, ...], batch: Verif
     savings = [predicted_saving_us(costs, calibration, batch) for calibration in exits]
     best = max(range(len(exits)), key=savings.__getitem__, default=None)
     return None if best is None or savings[best] <= 0.0 else exits[best]
-
-
-def logits(chances: np.ndarray) -> np.ndarray:
-    """log(c / (1 - c)), between -_MAX_LOGIT and _MAX_LOGIT."""
-    edge = 1.0 / (1.0 + math.exp(_MAX_LOGIT))
-    bounded = np.clip(chances, edge, 1.0 - edge)
-    return np.log(bounded / (1.0 - bounded))
-
-
-def sigmoid(scores: np.ndarray) -> np.ndarray:
-    return 1.0 / (1.0 + np.exp(-np.clip(scores, -500.0, 500.0)))

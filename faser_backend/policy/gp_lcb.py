@@ -22,11 +22,11 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
 from faser_backend.policy.batch_times import BatchTimes, BatchTimesCache
-from faser_backend.policy.cost_model import CostModel
+from faser_backend.policy.calibration import sigmoid
 from faser_backend.policy.gaussian_process import GridProcess, hats, smooth
-from faser_backend.policy.history import AcceptanceHistory
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
 # Candidates: each request drafts while its chain survives with more than this chance, up to a common cap.
 SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75])  # [P]
@@ -43,6 +43,8 @@ STEP_NOISE = 0.15  # standard deviation of the log of a step's time
 DRIFT = 0.003  # of f per step: half of the evidence is gone after 460 steps
 COMMON_ERROR = 0.6  # prior standard deviation of the part of f that is the same everywhere
 LOCAL_ERROR = {True: 0.3, False: 0.6}  # and of what differs between places, by whether the costs were measured
+OPTIMISM, MEMORY_STEPS = 0.1, 400.0  # added to the log odds of acceptance; and once more after so many plain steps
+MAX_RATE = 0.98
 USUAL_STEPS = 10.0  # over which the lengths of late are averaged
 STAY_WITHIN = 0.01  # relative cost that is no reason to change the assignment
 
@@ -61,18 +63,19 @@ class GpLcb:
     is_drafting = True
     partitions = (WHOLE,)
 
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._costs = costs = knowledge.costs
         self._times = BatchTimesCache(costs, MAX_ADAPTIVE_TOKENS)
         self._process = GridProcess(_prior(LOCAL_ERROR[costs.is_measured]), STEP_NOISE, DRIFT)
-        self._history = AcceptanceHistory()
+        self._acceptance = AcceptanceModel(knowledge.margins)
+        self._num_plain = 0  # steps since something was drafted
         self._last_choice = 0
         self._expected: Expected | None = None
         self._usual = _length_weights(np.zeros(1), np.zeros(1, np.int64))[0]  # [25] place of the lengths of late
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         size = len(sequences)
-        survival = self._history.rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
+        survival = self._rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
         survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0
         is_drafted = (survival > SURVIVAL_FLOORS[:, None, None]).astype(np.float64)  # [P, B, K + 1]
         num_deep = (np.ones(size) @ is_drafted).astype(np.int64)  # [P, K + 1] chains of that depth or more
@@ -83,7 +86,7 @@ class GpLcb:
         tokens = np.einsum("bk,pbk->pk", survival, is_drafted).cumsum(axis=1)
         times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
         draft_us = (times.draft_us[num_deep] * is_deep).cumsum(axis=1) + times.draft_round_us * (longest > 0)
-        round_us = draft_us + times.step_us[num_drafted] + longest * times.column_us
+        round_us = draft_us + times.verify_us[num_drafted] + longest * times.column_us
         places = _length_weights((num_drafted / size).ravel(), longest.ravel())  # [P (K + 1), 25]
         choice = self._choose(size, np.log(round_us / tokens).ravel(), places)
         floor, cap = divmod(choice, DEPTHS.size)
@@ -92,7 +95,8 @@ class GpLcb:
         return decision
 
     def observe(self, record: StepRecord) -> None:
-        self._history.observe(record)
+        self._acceptance.observe(record)
+        self._num_plain = 0 if record.frontier.num_drafted.any() else self._num_plain + 1
         if record.frontier.is_client is not None:  # rows that no decision has chosen
             return
         size, expected = len(record.plan.decodes), self._expected
@@ -108,12 +112,20 @@ class GpLcb:
             self._process.observe(weights, float(np.log(measured_us / expected.round_us)))
             self._usual += (expected.place - self._usual) / USUAL_STEPS
 
+    def _rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
+        """Returns the chance [B] that a draft token of each request is accepted, seen with optimism: what was not
+        tested for long is worth a new try."""
+        curve = self._acceptance.curve(sampled_share(sequences))
+        hope = OPTIMISM + self._num_plain / MEMORY_STEPS
+        offsets = self._acceptance.offsets(sequences) + hope
+        return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
+
     def _expect(self, record: StepRecord) -> Expected:
         """For a step that drafted other lengths than were decided: blocks were short, or the mode was forced."""
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
         num_drafted, longest = int(lengths.sum()), int(lengths.max())
         times = self._times_of(lengths.size, record.num_tokens.tolist())
-        round_us = times.chains_us(lengths, is_trimmed=False) + times.verify_us(num_drafted, longest)
+        round_us = times.chains_us(lengths, is_trimmed=False) + times.step_us(num_drafted, longest)
         place = _length_weights(np.array([num_drafted / lengths.size]), np.array([longest]))[0]
         return Expected(record.plan.decision, round_us, place)
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.decision import WHOLE, PipelineMode
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
-from faser_backend.policy.faser import Faser
-from faser_backend.policy.forced import ForcedExit, ForcedMode
-from faser_backend.policy.goodput import Goodput
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
+from faser_backend.policy.baselines import FixedLength, Goodput, NoSpeculation, parse_schedule
+from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.schedule import parse_schedule
-from faser_backend.policy.speculation import (
-    MAX_ADAPTIVE_TOKENS,
-    MAX_DRAFT_TOKENS,
-    FixedLength,
-    NoSpeculation,
-    SpeculationPolicy,
-)
-from faser_backend.policy.survival import Survival
+from faser_backend.policy.price_rule import PriceRule
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_TOKENS, Knowledge, SpeculationPolicy
 
 LoadKnowledge = Callable[[], Knowledge]
 
@@ -90,17 +85,17 @@ def _parse_goodput(spec: str, argument: str, load_knowledge: LoadKnowledge) -> S
 
 def _parse_survival(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
-    return Survival(load_knowledge(), MAX_ADAPTIVE_TOKENS)
+    return PriceRule(load_knowledge(), MAX_ADAPTIVE_TOKENS, with_modes=False)
 
 
 def _parse_faser(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
-    return Faser(load_knowledge(), MAX_ADAPTIVE_TOKENS)
+    return PriceRule(load_knowledge(), MAX_ADAPTIVE_TOKENS, with_modes=True)
 
 
 def _parse_gp_lcb(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
-    return GpLcb(load_knowledge().costs)
+    return GpLcb(load_knowledge())
 
 
 def _refuse_argument(spec: str, argument: str) -> None:
@@ -117,3 +112,41 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "gp-lcb": ("gp-lcb", _parse_gp_lcb),
     "faser": ("faser", _parse_faser),
 }
+
+
+class ForcedMode:
+    """An ablation: the policy's lengths, always in one mode. partition: where the overlapped modes run."""
+
+    def __init__(self, policy: SpeculationPolicy, mode: PipelineMode, partition: str) -> None:
+        self._policy = policy
+        self._mode = mode
+        self._partition = WHOLE if mode is PipelineMode.SERIAL else partition
+        self.is_drafting = policy.is_drafting
+        self.partitions = (WHOLE, self._partition)
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return replace(self._policy.decide(sequences, num_coming), mode=self._mode, partition=self._partition)
+
+    def observe(self, record: StepRecord) -> None:
+        self._policy.observe(record)
+
+
+class ForcedExit:
+    """An ablation: the policy with every calibrated exit, or none, in every verification."""
+
+    def __init__(self, policy: SpeculationPolicy, knowledge: Knowledge, *, is_on: bool) -> None:
+        self._policy = policy
+        self._acceptance = AcceptanceModel(knowledge.margins)
+        self._exits = knowledge.exits if is_on else ()
+        self.is_drafting = policy.is_drafting
+        self.partitions = policy.partitions
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        decision = self._policy.decide(sequences, num_coming)
+        if not self._exits:
+            return replace(decision, pruner=None)
+        return replace(decision, pruner=EarlyExit(self._exits, self._acceptance.curve(sampled_share(sequences))))
+
+    def observe(self, record: StepRecord) -> None:
+        self._acceptance.observe(record)
+        self._policy.observe(record)

@@ -2,17 +2,21 @@
 
 A policy sees sequences and answers with a `Decision`; it learns from `StepRecord`s. It knows nothing of
 models, clocks or threads. To add one: write a class with `decide` and `observe` in a file of its own, and
-name it in policy/registry.py; benchmarks and `faser bench` take it by that name.
+name it in policy/registry.py; benchmarks and commands take it by that name (docs/tutorial-policy.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.decision import Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.calibration import MarginCounts
+from faser_backend.policy.cost_model import CostModel
+from faser_backend.policy.early_exit import ExitCalibration
 
 MAX_DRAFT_TOKENS = 32
 MAX_ADAPTIVE_TOKENS = 8  # longest length that an adaptive policy weighs
@@ -29,7 +33,7 @@ class SpeculationPolicy(Protocol):
         ...
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        """For the sequences that are ready to decode, at least one.
+        """Decides for the sequences that are ready to decode, at least one.
 
         num_coming: further ones whose prompts will soon have been read. The batch is about to grow by them, and what
         is begun now should suit it then.
@@ -37,34 +41,23 @@ class SpeculationPolicy(Protocol):
         ...
 
     def observe(self, record: StepRecord) -> None:
-        """Called after every step that verified something."""
+        """Learns from a step that verified something."""
         ...
 
 
-class NoSpeculation:
-    """Plain autoregressive decoding."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Knowledge:
+    """What `faser profile` learned about an engine on this machine, as policies see it.
 
-    is_drafting = False
-    partitions = (WHOLE,)
+    costs are guesses, and the rest is missing, where nothing was measured. margins: by kind of request
+    (policy/calibration.KINDS); a kind that is not there is guessed.
+    """
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([0] * len(sequences))
+    costs: CostModel
+    margins: Mapping[str, MarginCounts] = field(default_factory=dict)
+    exits: tuple[ExitCalibration, ...] = ()
 
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
-
-
-class FixedLength:
-    """The same length for every request in every step (vLLM's num_speculative_tokens)."""
-
-    is_drafting = True
-    partitions = (WHOLE,)
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        self.num_draft_tokens = num_draft_tokens
-
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([self.num_draft_tokens] * len(sequences))
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
+    def on(self, partitions: tuple[str, ...]) -> Knowledge:
+        """Returns the same without the partitions that are not among these."""
+        segments = {key: segments for key, segments in self.costs.segments.items() if key[1] in partitions}
+        return replace(self, costs=replace(self.costs, segments=segments))

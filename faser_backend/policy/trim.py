@@ -13,31 +13,35 @@ import numpy as np
 
 from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import Frontier
+from faser_backend.policy.calibration import sigmoid
 
 
-def chances(rule: TrimRule, margins: np.ndarray) -> np.ndarray:
-    """The calibrated chance of acceptance of draft tokens with these margins, same shape."""
-    return np.interp(margins, rule.margin_knots, rule.match_probs)
+def chances(rule: TrimRule, margins: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Returns the chances of acceptance of draft tokens with margins [n] or [n, K], same shape, of requests in
+    slots [n]."""
+    offsets = _offsets(rule, slots)
+    scores = np.interp(margins, rule.margin_knots, rule.match_logits)
+    return sigmoid(scores + (offsets if margins.ndim == 1 else offsets[:, None]))
 
 
-def expected_gain(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
-    """[A] tokens that one more draft token is worth to each chain of survival [A], net of its row's time.
+def expected_gain(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Returns the tokens [A] that one more draft token is worth to each chain of survival [A], its row's time
+    subtracted.
 
     The token's own chance is not known yet: averaged over the shares with which margins occurred.
     """
-    worth = survival[:, None] * rule.match_probs - rule.row_price
+    worth = survival[:, None] * sigmoid(rule.match_logits + _offsets(rule, slots)[:, None]) - rule.row_price
     return np.maximum(worth, 0.0) @ rule.margin_shares
 
 
-def continues(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
-    """bool [A]: which chains of survival [A] to draft a further token for.
+def continues(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Returns bool [A]: which chains of survival [A] to draft a further token for.
 
     The most hopeful ones, as many as gain most beyond what a draft call for so many costs; maybe none.
     """
-    if survival.size == 1:  # a request alone is where a step is shortest and every array operation shows
-        worth = np.maximum(survival[0] * rule.match_probs - rule.row_price, 0.0) @ rule.margin_shares
-        return np.array([worth > rule.draft_price(1)])
-    gain = expected_gain(rule, survival)
+    gain = expected_gain(rule, survival, slots)
+    if gain.size == 1:  # a request alone is where a step is shortest and every array operation shows
+        return gain > rule.draft_price(1)
     order = np.argsort(-gain, kind="stable")
     net = np.cumsum(gain[order]) - _for_counts(rule.draft_prices, np.arange(1, gain.size + 1))
     best = int(net.argmax())
@@ -47,15 +51,15 @@ def continues(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
     return goes_on
 
 
-def admit_by_price(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+def admit_by_price(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
     """[B] rows of each chain to verify, the anchor's included: those that are worth the average price of a row."""
     if frontier.drafted.shape[1] == 0 or frontier.margins is None:
         return frontier.num_rows
-    survival = np.cumprod(chances(rule, frontier.margins), axis=1)  # [B, K]
+    survival = np.cumprod(chances(rule, frontier.margins, slots), axis=1)  # [B, K]
     return np.minimum(1 + np.count_nonzero(survival >= rule.row_price, axis=1), frontier.num_rows)
 
 
-def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+def admit(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
     """[B] rows of each chain to verify, the anchor's included: the set of most predicted tokens per time.
 
     For sample-and-match alone: whether row 1 is in the best set may depend on draft token 2.
@@ -65,9 +69,10 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     if width == 0 or frontier.margins is None:
         return frontier.num_rows
     if size == 1:
-        return _admit_alone(rule, frontier)
+        return _admit_alone(rule, frontier, slots)
     columns = np.arange(width)
-    survival = np.where(columns < frontier.num_drafted[:, None], np.cumprod(chances(rule, frontier.margins), axis=1), 0)
+    survival = np.cumprod(chances(rule, frontier.margins, slots), axis=1)
+    survival = np.where(columns < frontier.num_drafted[:, None], survival, 0)
     order = np.argsort(-survival, axis=None, kind="stable")  # along a chain survival never rises
     ranked, column = survival.reshape(-1)[order], np.tile(columns, size)[order]
     is_allowed = column <= columns[:, None]  # [K, B K]: rows 1..k + 1 of every chain
@@ -84,16 +89,20 @@ def admit(rule: TrimRule, frontier: Frontier) -> np.ndarray:
     return 1 + np.bincount(admitted // width, minlength=size)
 
 
-def _admit_alone(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+def _admit_alone(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
     """`admit` for one chain, whose sets of rows are its prefixes."""
     assert frontier.margins is not None
     length = int(frontier.num_drafted[0])
-    survival = np.cumprod(chances(rule, frontier.margins[0, :length]))
+    survival = np.cumprod(chances(rule, frontier.margins[:1, :length], slots)[0])
     tokens = np.concatenate([[1.0], 1.0 + np.cumsum(survival)])  # [length + 1] of 1, 2, ... rows
     num_extra = np.arange(length + 1)
     spent_us = rule.draft_round_us + length * float(rule.draft_us[1])
     verify_us = rule.verify_us[np.minimum(num_extra, rule.verify_us.size - 1)] + num_extra * rule.column_us
     return np.array([1 + (tokens / (verify_us + spent_us)).argmax()])
+
+
+def _offsets(rule: TrimRule, slots: np.ndarray) -> np.ndarray:
+    return rule.offsets[slots] if rule.offsets.size > 1 else rule.offsets
 
 
 def _for_counts(per_count: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The composition root: an engine directory and a configuration become a running engine.
 
 The only place that knows which runners, sampler and policies are put together; `serving/runtimes.py` says what
-stands behind a runtime's name. `assemble` needs no engine directory: whoever has a runtime and models of their
+stands behind a runtime's name. `assemble_on` needs no engine directory: whoever has a runtime and models of their
 own, and no profile, builds an engine with it.
 """
 
@@ -22,14 +22,10 @@ from faser_backend.core.request import Limits
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.step import Stepper
-from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.block_manager import BlockManager
-from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import make_policy
-from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
 from faser_backend.serving.drafting import make_proposer, served_models, serving_knowledge
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
@@ -72,7 +68,7 @@ def engine_on(
     """An engine of a directory on a runtime that is already open, with what its profile knows."""
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
-    engine = assemble(runtime, models, policy, config, on_close=on_close, clock=clock)
+    engine = assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
     if runtime.needs_warm_up:
         try:
             warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
@@ -93,7 +89,7 @@ def choose_policy(
     return make_policy(config, lambda: load_knowledge().on((WHOLE, *splits)), split)
 
 
-def assemble(
+def assemble_on(
     runtime: AnyRuntime,
     models: ModelPair,
     policy: SpeculationPolicy,
@@ -119,37 +115,23 @@ def assemble(
         names=policy.partitions,
         is_drafting=policy.is_drafting,
     )
-    blocks = BlockManager(
-        num_blocks,
-        runtime.kv_block_size,
-        config.max_num_seqs,
-        models.max_context,
-        can_reuse=config.enable_prefix_reuse,
-    )
-    scheduler = Scheduler(
-        blocks,
-        policy,
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens,
-        never_evicts=config.admission == "guaranteed_no_evict",
-    )
-    proposer = None
-    if policy.is_drafting:
-        proposer = make_proposer(models, config, sampler, PhaseTimes(clock), blocks.block_tables)
-    stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
 
     def close() -> None:
         close_partitions()
         on_close()
 
-    return Engine(
-        stepper,
-        Limits(models.vocab_size, models.max_context),
+    ports = Ports(
+        partitions,
+        sampler,
         clock,
-        max_queue_size=config.max_queue_size,
+        lambda times, block_tables: make_proposer(models, config, sampler, times, block_tables),
+        num_blocks,
+        runtime.kv_block_size,
+        Limits(models.vocab_size, models.max_context),
         bind_thread=runtime.bind_step_thread,
-        on_close=close,
+        close=close,
     )
+    return assemble(ports, policy, config)
 
 
 def _load_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:

@@ -20,8 +20,8 @@ from faser_backend.pipeline.head import HeadProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.ngram_costs import with_ngrams
+from faser_backend.policy.cost_model import with_ngrams
+from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.profiling.store import load_knowledge
 
 

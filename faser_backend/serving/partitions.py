@@ -17,7 +17,7 @@ from faser_backend.core.ports import Sampler
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.serving.runtimes import AnyRuntime
 
 _log = logging.getLogger(__name__)

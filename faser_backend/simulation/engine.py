@@ -10,16 +10,12 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
+from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.overlap import Partition
-from faser_backend.pipeline.step import Stepper
-from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.block_manager import BlockManager
+from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
-from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import make_policy
-from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
 from faser_backend.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess
 from faser_backend.simulation.clock import SimClock, SimLanes
 from faser_backend.simulation.knowledge import knowledge_of
@@ -79,24 +75,19 @@ def build_sim_engine(
             f"{world.name}: KV memory of {num_blocks * KV_BLOCK_SIZE} tokens does not hold "
             f"one context of {world.max_context} tokens"
         )
-    blocks = BlockManager(num_blocks, KV_BLOCK_SIZE, config.max_num_seqs, world.max_context, can_reuse=False)
-    scheduler = Scheduler(
-        blocks,
-        policy,
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens,
-        never_evicts=config.admission == "guaranteed_no_evict",
-    )
     clock = SimClock()
     sampler = SimSampler(world.process, seed, config.max_num_seqs, max_output_tokens)
-    partitions = _partitions(world, clock, is_drafting=policy.is_drafting)
-    proposer = None
-    if policy.is_drafting:
-        proposer = SimProposer(sampler, PhaseTimes(clock), blocks.block_tables, clock, world.costs.overhead)
-    stepper = Stepper(scheduler, partitions, sampler, clock, proposer)
-    limits = Limits(VOCAB_SIZE, world.max_context + 1)
-    engine = Engine(stepper, limits, clock, max_queue_size=config.max_queue_size)
-    return SimEngine(engine, clock, stepper.observers)
+    ports = Ports(
+        _partitions(world, clock, is_drafting=policy.is_drafting),
+        sampler,
+        clock,
+        lambda times, block_tables: SimProposer(sampler, times, block_tables, clock, world.costs.overhead),
+        num_blocks,
+        KV_BLOCK_SIZE,
+        Limits(VOCAB_SIZE, world.max_context + 1),
+    )
+    engine = assemble(ports, policy, config.model_copy(update={"enable_prefix_reuse": False}))
+    return SimEngine(engine, clock, engine.stepper.observers)
 
 
 def _partitions(world: World, clock: SimClock, *, is_drafting: bool) -> dict[str, Partition]:

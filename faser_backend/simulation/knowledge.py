@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.policy.beliefs import KINDS
-from faser_backend.policy.calibration import MarginCounts, MatchCalibration
+from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibration
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.early_exit import ExitCalibration
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.simulation.acceptance import AcceptanceProcess, separation
 
 RETENTION = 0.95  # of tokens that would be accepted, at an exit

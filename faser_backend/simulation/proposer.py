@@ -10,7 +10,7 @@ import numpy as np
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.ports import Sampler
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.pipeline.overlap import Partition
+from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes

@@ -16,9 +16,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
-from faser_backend.policy.beliefs import KINDS
-from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins
-from faser_backend.policy.early_exit import ExitCalibration, logits
+from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts, MatchCalibration, logits, margin_bins
+from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 from faser_backend.serving.profiling.calibration_data import Calibration, ExitReport, ReliabilityBin
 from faser_backend.serving.profiling.chains import Chains, record_chains

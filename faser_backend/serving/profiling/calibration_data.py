@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from faser_backend.policy.beliefs import KINDS
-from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts
+from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.early_exit import ExitCalibration
 
 

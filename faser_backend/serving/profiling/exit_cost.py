@@ -93,7 +93,7 @@ def _host_us(
     layer = model.segments[segment].last_layer
     # Chances of 0.5 whatever the margins: survival 0.5 and then 0.25, so that rows 0 and 1 stay.
     halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
-    pruner = EarlyExit((halving,), MatchCalibration(None).curve.chances)
+    pruner = EarlyExit((halving,), MatchCalibration(None).curve)
     engine = make_engine(EngineConfig.from_options(policy=f"fixed:{NUM_DRAFT_TOKENS}"))
     wait_for_calls(engine, runtime)
     added = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.policy.early_exit import sigmoid
+from faser_backend.policy.calibration import sigmoid
 from faser_backend.serving.profiling.calibration_data import Replay
 from faser_backend.serving.profiling.chains import Chains
 

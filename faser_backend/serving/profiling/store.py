@@ -27,7 +27,7 @@ from faser_backend.policy.cost_model import (
     OverheadCost,
     default_cost_model,
 )
-from faser_backend.policy.knowledge import Knowledge
+from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.profiling.calibration_data import Calibration
 from faser_backend.serving.runtimes import identity_of, key_columns_of
 

@@ -27,7 +27,8 @@ _KNOTS = MarginCurve.margin_knots  # as many as served rules have
 # All is certain and time is worth nothing.
 STOPS_NOTHING = TrimRule(
     margin_knots=_KNOTS,
-    match_probs=np.ones(_KNOTS.size),
+    match_logits=np.full(_KNOTS.size, 40.0),
+    offsets=np.zeros(1),
     margin_shares=np.full(_KNOTS.size, 1.0 / _KNOTS.size),
     verify_us=np.ones(2),
     column_us=0.0,

@@ -1,14 +1,15 @@
-"""Drafting and verifying at once: the frontier pipeline's overlapped step.
+"""How the phases of a step follow each other: in turn, or drafting and verifying at once on disjoint shares.
 
-The draft works on its share of the device while the target verifies on its own. Both read tokens that are
-committed and write KV of positions that nobody else touches; what the draft yields is a value of its own.
+At once, the draft works on its share of the device while the target verifies on its own. Both read tokens that are
+committed and write KV of positions that nobody else touches; what the draft yields is a value of its own. Every phase
+returns when it began and ended; nobody else in a step holds a stopwatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -62,29 +63,47 @@ def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
     )
 
 
+class Span(NamedTuple):
+    """When a phase ran, in nanoseconds of the engine's clock."""
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def us(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e3
+
+
+Result = TypeVar("Result")
+
+
+def timed(clock: Clock, phase: Callable[[], Result]) -> tuple[Result, Span]:
+    """Runs a phase and notes when. It ends with tokens on the host, so that its time is the device's too, where calls
+    are merely queued."""
+    start_ns = clock.now_ns()
+    result = phase()
+    return result, Span(start_ns, clock.now_ns())
+
+
+def run_in_turn(clock: Clock, propose: Callable[[], Frontier], verify: Callable[[Frontier], Verified]) -> Phases:
+    """Drafts, then verifies what was drafted."""
+    frontier, proposing = timed(clock, propose)
+    verified, verifying = timed(clock, lambda: verify(frontier))
+    return Phases(frontier, verified, InFlight.empty(), proposing.us, verifying.us)
+
+
+def run_drafting(clock: Clock, frontier: Frontier, propose: Callable[[], InFlight]) -> Phases:
+    """Drafts for later steps; there is nothing to verify yet."""
+    ahead, proposing = timed(clock, propose)
+    return Phases(frontier, None, ahead, proposing.us)
+
+
 def run_overlapped(
     lanes: Lanes, clock: Clock, frontier: Frontier, verify: Callable[[], Verified], propose: Callable[[], InFlight]
 ) -> Phases:
-    """Runs both phases at once and measures by how much they overlap.
-
-    Each phase ends with tokens on the host, so that its time is the device's too, where calls are merely queued.
-    """
-
-    def timed_verify() -> tuple[Verified, int, int]:
-        start = clock.now_ns()
-        return verify(), start, clock.now_ns()
-
-    def timed_propose() -> tuple[InFlight, int, int]:
-        start = clock.now_ns()
-        return propose(), start, clock.now_ns()
-
-    (verified, *verifying), (ahead, *proposing) = lanes.run_both(timed_verify, timed_propose)
-    overlap_ns = max(0, min(verifying[1], proposing[1]) - max(verifying[0], proposing[0]))
-    return Phases(
-        frontier,
-        verified,
-        ahead,
-        propose_us=(proposing[1] - proposing[0]) / 1e3,
-        verify_us=(verifying[1] - verifying[0]) / 1e3,
-        overlap_us=overlap_ns / 1e3,
+    """Runs both phases at once and measures by how much they overlap."""
+    (verified, verifying), (ahead, proposing) = lanes.run_both(
+        lambda: timed(clock, verify), lambda: timed(clock, propose)
     )
+    overlap_ns = min(verifying.end_ns, proposing.end_ns) - max(verifying.start_ns, proposing.start_ns)
+    return Phases(frontier, verified, ahead, proposing.us, verifying.us, overlap_us=max(0, overlap_ns) / 1e3)

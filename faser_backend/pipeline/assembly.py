@@ -1,0 +1,73 @@
+"""The one seam where an engine is put together: ports, a policy and a configuration become an `Engine`.
+
+Serving, the simulator, the laboratory and the tests all come through here, each with ports of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.ports import Clock, Sampler
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Limits
+from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.phases import Partition
+from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.block_manager import BlockManager
+from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.speculation import SpeculationPolicy
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What an engine runs on."""
+
+    partitions: Mapping[str, Partition]  # by name; WHOLE is one of them
+    sampler: Sampler
+    clock: Clock
+    make_proposer: Callable[[PhaseTimes, np.ndarray], Proposer]  # from its lane's times and the block tables, by slot
+    num_blocks: int
+    kv_block_size: int
+    limits: Limits
+    bind_thread: Callable[[], None] = lambda: None  # called first in every step, on the thread that steps
+    close: Callable[[], None] = lambda: None  # called when the engine closes
+
+
+def assemble(
+    ports: Ports,
+    policy: SpeculationPolicy,
+    config: EngineConfig,
+    observers: Iterable[Callable[[StepRecord], None]] = (),
+) -> Engine:
+    """Returns the engine. config.policy is not read; `observers` hear of every step that verified something."""
+    blocks = BlockManager(
+        ports.num_blocks,
+        ports.kv_block_size,
+        config.max_num_seqs,
+        ports.limits.max_context,
+        can_reuse=config.enable_prefix_reuse,
+    )
+    scheduler = Scheduler(
+        blocks,
+        policy,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens,
+        never_evicts=config.admission == "guaranteed_no_evict",
+    )
+    proposer = ports.make_proposer(PhaseTimes(ports.clock), blocks.block_tables) if policy.is_drafting else None
+    stepper = Stepper(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
+    stepper.observers.extend(observers)
+    return Engine(
+        stepper,
+        ports.limits,
+        ports.clock,
+        max_queue_size=config.max_queue_size,
+        bind_thread=ports.bind_thread,
+        on_close=ports.close,
+    )

@@ -1,0 +1,121 @@
+"""Policies to compare with: none, fixed lengths, a schedule by batch size, and the best common length by prediction."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+
+PRIOR_ACCEPTANCE = 0.6  # until there is evidence
+PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits from the batch
+MAX_ACCEPTANCE = 0.98
+
+
+class _Memoryless:
+    """A policy on the whole device that learns nothing."""
+
+    is_drafting = True
+    partitions = (WHOLE,)
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+class NoSpeculation(_Memoryless):
+    """Plain autoregressive decoding."""
+
+    is_drafting = False
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return Decision([0] * len(sequences))
+
+
+class FixedLength(_Memoryless):
+    """The same length for every request in every step (vLLM's num_speculative_tokens)."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return Decision([self.num_draft_tokens] * len(sequences))
+
+
+class LengthSchedule(_Memoryless):
+    """A length for each batch size, as TensorRT-LLM's draft_len_schedule.
+
+    limits: ascending batch sizes; lengths: num_draft_tokens up to each of them; larger batches draft none.
+    """
+
+    def __init__(self, limits: list[int], lengths: list[int]) -> None:
+        self.limits = limits
+        self.lengths = [*lengths, 0]
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        length = self.lengths[bisect_left(self.limits, len(sequences))]
+        return Decision([length] * len(sequences))
+
+
+def parse_schedule(spec: str, argument: str, max_draft_tokens: int) -> LengthSchedule:
+    """Reads `4:4,8:2,32:1`: up to 4 running requests draft 4 tokens, up to 8 draft 2. Raises ConfigError naming the
+    pair that is wrong."""
+    limits: list[int] = []
+    lengths: list[int] = []
+    for pair in argument.split(","):
+        limit, _, length = pair.partition(":")
+        if not all(part.isascii() and part.isdigit() for part in (limit, length)):
+            raise ConfigError(f"policy = {spec!r}: {pair!r} must be BATCH:LENGTH, two integers")
+        limits.append(int(limit))
+        lengths.append(int(length))
+        if lengths[-1] > max_draft_tokens:
+            raise ConfigError(f"policy = {spec!r}: length {length} must lie in [0, {max_draft_tokens}]")
+    if limits != sorted(set(limits)) or limits[0] < 1:
+        raise ConfigError(f"policy = {spec!r}: batch sizes {limits} must ascend from 1 or more")
+    return LengthSchedule(limits, lengths)
+
+
+class Goodput(_Memoryless):
+    """The one length for the whole batch that promises most tokens per time, after SmartSpec (arXiv 2406.14066).
+
+    With a_b the chance that a drafted token of request b is kept, read from the counts that sequences carry, a round
+    of K drafted tokens emits (1 - a_b^(K+1)) / (1 - a_b) tokens of b; the cost model tells what the round takes.
+    Length 0 is a candidate like any other, so a batch that does not gain does not speculate.
+    """
+
+    def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
+        self._costs = costs
+        self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
+        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
+        best = int((emitted / self.round_us(len(sequences), context)).argmax())
+        return Decision([best] * len(sequences))
+
+    def round_us(self, num_sequences: int, context: int) -> np.ndarray:
+        """Returns the predicted microseconds [K + 1] of a serial round, for each candidate length."""
+        costs, lengths = self._costs, self._lengths
+        num_rows = num_sequences * (lengths + 1)
+        draft_us = costs.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context)
+        draft_us = draft_us + costs.overhead.draft_call(num_sequences)
+        verify_us = costs.call_us(TARGET, WHOLE, num_rows, num_sequences, context)
+        draft_us = lengths * draft_us + (lengths > 0) * costs.overhead.draft_round(num_sequences)
+        return draft_us + verify_us + costs.overhead.step(num_sequences, num_rows)
+
+
+def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:
+    """Returns the chance [B] that a tested draft token is kept: a request's own counts, shrunk to the batch's."""
+    accepted, tested = np.array([sequence.server_acceptance for sequence in sequences], np.float64).T  # [B] each
+    shared = (accepted.sum() + PRIOR_ACCEPTANCE * PRIOR_TESTS) / (tested.sum() + PRIOR_TESTS)
+    return np.minimum((accepted + shared * PRIOR_TESTS) / (tested + PRIOR_TESTS), MAX_ACCEPTANCE)
+
+
+def expected_tokens(rates: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the tokens [B, N] that a round emits, bonus or recovered token included (Leviathan 2211.17192, eq. 1)."""
+    return (1.0 - rates[:, None] ** (lengths + 1)) / (1.0 - rates[:, None])

@@ -1,0 +1,293 @@
+"""The controller: one price decides about every draft token, every row, every exit, every mode.
+
+The price of time is what the batch earns at its best: the most tokens per time of all candidates
+(policy/candidates.py), as far as the cost model, corrected by what was measured, can tell. A draft token is drafted, a
+row verified, an exit used, phases overlapped, if and only if the tokens that it adds are worth more than its time at
+that price. Plain decoding is a candidate like the others. While one of plain and speculative decoding runs, a
+hundredth of the time is saved up for a look at the other. `survival` is this rule without overlap and early exit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
+from faser_backend.policy.batch_times import BatchTimes, BatchTimesCache
+from faser_backend.policy.calibration import MarginCurve
+from faser_backend.policy.candidates import (
+    Chains,
+    ChainTable,
+    ping_pong_score,
+    plain_score,
+    run_ahead_score,
+    serial_score,
+)
+from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.policy.early_exit import EarlyExit, VerifyBatch, best_exit
+from faser_backend.policy.speculation import Knowledge
+from faser_backend.policy.time_errors import TimeErrors
+from faser_backend.policy.traffic import ChainYield, PromptTokens
+
+HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
+UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are divided by: phases disturb each other
+WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, and between two trim rules
+LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
+LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
+FAR_BEHIND = 0.5  # share of the speed that plain decoding loses, from which on it is not looked at unless saved for
+LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
+_CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
+
+
+class PriceRule:
+    """Chooses among plain, serial and, with_modes, overlapped rounds and early exits."""
+
+    is_drafting = True
+
+    def __init__(self, knowledge: Knowledge, max_draft_tokens: int, *, with_modes: bool) -> None:
+        self.costs = knowledge.costs
+        self.partitions = knowledge.costs.partitions if with_modes else (WHOLE,)
+        self._exits = knowledge.exits if with_modes else ()
+        self._most = max_draft_tokens
+        self._acceptance = AcceptanceModel(knowledge.margins)
+        self._errors = TimeErrors()
+        self._yield = ChainYield()
+        self._prompts = PromptTokens()
+        self._times = BatchTimesCache(self.costs, max_draft_tokens)
+        chunk_us = self.costs.call_us(DRAFT, WHOLE, _CHUNK, 1, _CHUNK, max_rows=_CHUNK, num_logit_rows=0)
+        self._draft_read_us = float(chunk_us) / _CHUNK  # of a token of a prompt
+        self._tables: dict[tuple[float, tuple[int, ...]], tuple[MarginCurve, ChainTable]] = {}
+        self.chosen: Score | None = None  # looks aside
+        self._scores: tuple[Score, ...] = ()
+        self._price = 0.0  # tokens per microsecond
+        self._weighed: tuple[int, float] = (0, 0.0)  # sequences, share of sampled ones
+        self._num_decided = 0  # since the last weighing
+        self._look: Score | None = None  # that is being taken
+        self._look_left = 0  # steps
+        self._saved_us = 0.0
+        self._was_drafting = False
+        self._num_alike = 0  # steps since plain and speculative decoding changed over
+        self._decision: Decision | None = None  # that holds on, for these sequences
+        self._decided_for: Sequence[RunningSequence] = []
+
+    # -- deciding -------------------------------------------------------------------------------
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        size, share = len(sequences) + num_coming, sampled_share(sequences)
+        weighed_size, weighed_share = self._weighed
+        self._num_decided += 1
+        if self._look is not None and self._look_left == 0:
+            self._look, self._num_decided = None, WEIGH_EVERY  # what was seen is weighed at once
+        has_changed = 8 * abs(size - weighed_size) > weighed_size or abs(share - weighed_share) > 0.25
+        if has_changed or self._num_decided >= WEIGH_EVERY:
+            self._weigh(sequences, size, share)
+        assert self.chosen is not None
+        self._look_left -= self._look is not None
+        decision = self._decision
+        if decision is None or self._num_decided % RENEW_EVERY == 0 or self._decided_for != sequences:
+            decision = self._decision = self._decision_for(self._look or self.chosen, sequences)
+            self._decided_for = list(sequences)
+        return decision
+
+    def _weigh(self, sequences: Sequence[RunningSequence], size: int, share: float) -> None:
+        """Scores every candidate for a batch of `size` and chooses one."""
+        self._weighed, self._num_decided, self._decision = (size, share), 0, None
+        offsets = self._acceptance.offsets(sequences)
+        chains = self._chain_table(share)[1].of(offsets)
+        context = self.costs.batch_context([each.num_tokens for each in sequences])
+        self._scores = tuple(self._score_all(size, context, chains))
+        best = max(self._scores, key=self._speed)
+        now = best if self.chosen is None else self._same(self.chosen)
+        if now is None:
+            now = best
+        elif self._speed(best) > HYSTERESIS * self._speed(now):
+            must_catch_up = now.mode is None  # the draft has rested
+            now = best if not must_catch_up or self._is_worth_catching_up(sequences, best) else now
+        self.chosen = now
+        self._price = self._speed(best)
+        self._consider_look(sequences)
+
+    def _score_all(self, size: int, context: int, chains: Chains) -> list[Score]:
+        times = self._corrected(size, context, WHOLE)
+        scores = [plain_score(times), serial_score(times, chains, self._yield)]
+        for split in self.partitions:
+            if split == WHOLE:
+                continue
+            if size > 1:
+                scores.append(ping_pong_score(self._corrected(size // 2, context, split), chains, self._yield))
+            scores.append(run_ahead_score(self._corrected(size, context, split), chains, self._yield))
+        return scores
+
+    def _speed(self, score: Score) -> float:
+        """Tokens per microsecond, with what the draft's reading of prompts takes and what is not known yet."""
+        if score.mode is None:
+            return score.tokens_per_us
+        us_per_token = 1.0 / score.tokens_per_us + self._prompts.per_emitted * self._draft_read_us
+        is_seen = score.partition == WHOLE or self._errors.knows_any(TARGET, score.partition)
+        return 1.0 / (us_per_token if is_seen else UNSEEN * us_per_token)
+
+    def _same(self, chosen: Score) -> Score | None:
+        """The candidate of the same mode and partition, as it is weighed now."""
+        same = (each for each in self._scores if (each.mode, each.partition) == (chosen.mode, chosen.partition))
+        return next(same, None)
+
+    def _is_worth_catching_up(self, sequences: Sequence[RunningSequence], best: Score) -> bool:
+        """Whether the rest of the answers repays what the draft has to read before it can draft again."""
+        num_left = LEFT_SHARE * sum(each.num_remaining_tokens for each in sequences)
+        gain_us = num_left * (1.0 / self._speed(self._scores[0]) - 1.0 / self._speed(best))
+        return gain_us > self._catch_up_us(sequences)
+
+    def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
+        """What it takes the draft to read what it has missed of those that may draft; infinity where none may."""
+        lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
+        context = self.costs.batch_context([each.num_tokens for each in sequences])
+        return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context)) if lags else float("inf")
+
+    def _consider_look(self, sequences: Sequence[RunningSequence]) -> None:
+        """Looks at plain decoding while speculating, and the reverse, once enough time is saved up for it."""
+        if self._look is not None or self.chosen is None:
+            return
+        plain, chosen = self._scores[0], self.chosen
+        other = max(self._scores[1:], key=self._speed) if chosen.mode is None else plain
+        if other.partition != WHOLE:
+            other = self._scores[1]
+        lost = max(1.0 - self._speed(other) / self._speed(chosen), 0.02)
+        price_us = (LOOK_STEPS + COLD_STEPS) * other.step_us * lost
+        if chosen.mode is None:
+            price_us += self._catch_up_us(sequences)
+        if other is plain:
+            is_new = not self._errors.knows(TARGET, WHOLE, len(sequences))
+        else:
+            is_new = not self._errors.knows_any(DRAFT, WHOLE)
+        if self._saved_us >= price_us or (is_new and lost < FAR_BEHIND):
+            self._saved_us = min(self._saved_us - price_us, price_us)
+            self._look, self._look_left = other, COLD_STEPS + (1 if is_new else LOOK_STEPS)
+
+    def _decision_for(self, score: Score, sequences: Sequence[RunningSequence]) -> Decision:
+        """A step of that kind for these sequences."""
+        size, reason = len(sequences), "look" if score is self._look else "best"
+        if score.mode is None:
+            is_resting = self.chosen is None or self.chosen.mode is None
+            return Decision([0] * size, prefills_draft=not is_resting, scores=self._scores, reason=reason)
+        cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
+        offsets = np.zeros(1 + max(each.slot for each in sequences))
+        offsets[[each.slot for each in sequences]] = self._acceptance.offsets(sequences)
+        curve = self._chain_table(sampled_share(sequences))[0]
+        context = self.costs.batch_context([each.num_tokens for each in sequences])
+        pruner = self._pruner(score, cohort, context, curve, offsets)
+        if score.floor == 0.0:
+            lengths, trim = [score.num_draft_tokens] * size, None
+        else:
+            lengths = [self._most] * size
+            trim = self._rule(self._corrected(cohort, context, score.partition), score, curve, offsets)
+        return Decision(lengths, score.mode, score.partition, trim, pruner, scores=self._scores, reason=reason)
+
+    def _rule(self, times: BatchTimes, score: Score, curve: MarginCurve, offsets: np.ndarray) -> TrimRule:
+        price = score.tokens_per_us if self._look is score else self._price
+        usual = min(max(round(score.num_rows), 1), times.verify_us.size - 1)
+        return TrimRule(
+            margin_knots=MarginCurve.margin_knots,
+            match_logits=curve.match_logits,
+            margin_shares=curve.margin_shares,
+            offsets=offsets,
+            verify_us=times.verify_us,
+            column_us=times.column_us,
+            draft_us=times.draft_us + times.trim_us,  # a chain that goes on is decided on again
+            tokens_per_us=price,
+            draft_round_us=times.draft_round_us,
+            row_price=price * float(times.verify_us[usual] - times.verify_us[0]) / usual,
+        )
+
+    def _pruner(
+        self, score: Score, size: int, context: int, curve: MarginCurve, offsets: np.ndarray
+    ) -> EarlyExit | None:
+        """The exit that saves most at the price, if one does."""
+        if not self._exits:
+            return None
+        num_rows, num_accepted = score.num_rows, score.num_tokens - size
+        batch = VerifyBatch(
+            size,
+            size + round(num_rows),
+            context,
+            max(num_accepted, 0.0),
+            self._price,
+            is_trimmed=score.floor > 0.0,
+            partition=score.partition,
+        )
+        found = best_exit(self.costs, self._exits, batch)
+        return None if found is None else EarlyExit((found,), curve, offsets)
+
+    def _corrected(self, size: int, context: int, partition: str) -> BatchTimes:
+        return self._times.of(size, context, partition).corrected(self._errors)
+
+    def _chain_table(self, share: float) -> tuple[MarginCurve, ChainTable]:
+        """The curve of such a batch, and what chains come to under it; kept until the curve changes."""
+        key = round(share, 2), self._acceptance.version
+        found = self._tables.get(key)
+        if found is None:
+            if len(self._tables) > 8:
+                self._tables.clear()
+            curve = self._acceptance.curve(share)
+            found = self._tables[key] = curve, ChainTable(curve, self._most)
+        return found
+
+    # -- learning -------------------------------------------------------------------------------
+
+    def observe(self, record: StepRecord) -> None:
+        self._acceptance.observe(record)
+        self._prompts.observe(record)
+        if self._look is None:
+            self._saved_us += LOOK_SHARE * record.step_us
+        plan, decision = record.plan, record.plan.decision
+        has_drafted = bool(record.frontier.num_drafted.any()) or bool(plan.drafts)
+        self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
+        self._was_drafting = has_drafted
+        is_first = not self._errors.knows_any(DRAFT if has_drafted else TARGET, decision.partition)
+        if (self._num_alike < COLD_STEPS and not is_first) or record.frontier.is_client is not None:
+            return
+        self._observe_times(record)
+        if is_first:  # what was believed until now may be far off
+            self._num_decided = WEIGH_EVERY
+        score, size = self._look or self.chosen, record.num_tokens.size
+        if score is None or score.mode is not decision.mode or size != self._weighed[0] or plan.draft_prefills:
+            return  # not as it was predicted
+        if has_drafted and decision.mode is not PipelineMode.RUN_AHEAD:
+            self._yield.observe(record, score)
+
+    def _observe_times(self, record: StepRecord) -> None:
+        """Holds the step's phases against what the cost model says of what they did."""
+        plan, size = record.plan, record.num_tokens.size
+        partition = plan.decision.partition
+        times = self._times.of(size, self.costs.batch_context(record.num_tokens.tolist()), partition)
+        is_trimmed = plan.decision.trim is not None
+        num_rows = record.verification.num_kept
+        verify_us = times.step_us(int(num_rows.sum()) - size, int(num_rows.max()) - 1)
+        if plan.drafts:
+            lengths = np.array(plan.num_ahead_tokens)
+            drafting = self._times.of(lengths.size, self.costs.batch_context(record.num_tokens.tolist()), partition)
+            verify_us += times.lanes_us
+        else:
+            lengths, drafting = record.frontier.num_drafted, times
+        reading_us = self._target_reading_us(record) + record.draft_prefill_us
+        measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
+        self._errors.observe(TARGET, partition, float(num_rows.sum()), verify_us, measured_us)
+        if lengths.any() and record.propose_us:
+            draft_us = drafting.chains_us(lengths, is_trimmed=is_trimmed)
+            self._errors.observe(DRAFT, partition, float(np.count_nonzero(lengths)), draft_us, record.propose_us)
+
+    def _target_reading_us(self, record: StepRecord) -> float:
+        """What the target's reading of prompts took of the step. A device that computes while the host goes on shows
+        the host next to nothing of it: then it is what is predicted."""
+        chunks = record.plan.prefills
+        if not chunks:
+            return 0.0
+        num_rows = [chunk.num_tokens for chunk in chunks]
+        context = self.costs.batch_context([chunk.start + 1 for chunk in chunks])
+        us = self.costs.call_us(
+            TARGET, WHOLE, sum(num_rows), len(num_rows), context, max_rows=max(num_rows), num_logit_rows=0
+        )
+        return record.prefill_us if record.prefill_us > 0.5 * float(us) else float(us)
