@@ -32,16 +32,16 @@ from faser_backend.policy.step_times import arm_of, predicted_us
 from faser_backend.policy.survival import Survival
 from faser_backend.policy.trim import admit, continues
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.profiling import trim_cost
-from faser_backend.serving.profiling.calibration_data import Calibration
-from faser_backend.serving.profiling.overhead import LOADS
-from faser_backend.serving.profiling.store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
-from faser_backend.serving.profiling.tables import overhead_line
-from faser_backend.serving.profiling.trim_cost import LENGTHS, STOPS_NOTHING, measure_trim, records_of_steps
-from faser_backend.simulation.acceptance import demo_process
-from faser_backend.simulation.drive import run_open_loop
-from faser_backend.simulation.engine import World, build_sim_engine
-from faser_backend.simulation.trace import Trace
+from faser_backend.serving.profile_calibration import Calibration
+from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
+from lab.profiling import trim_cost
+from lab.profiling.overhead import LOADS
+from lab.profiling.tables import overhead_line
+from lab.profiling.trim_cost import LENGTHS, STOPS_NOTHING, measure_trim, records_of_steps
+from lab.simulation.acceptance import demo_process
+from lab.simulation.drive import run_open_loop
+from lab.simulation.engine import World, build_sim_engine
+from lab.simulation.trace import Trace
 from tests.forcing import rule as rule_of
 from tests.harness import request
 from tests.tiny_models import write_checkpoint, write_draft
