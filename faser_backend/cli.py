@@ -1,4 +1,4 @@
-"""The `faser` command. Each command is one function; what it does lives in the rooms.
+"""The `faser` command. Each command is one function; what it does lives in the rooms, what measures in `lab/`.
 
 Every error that a user can cause or mend ends as one line on stderr and exit status 1.
 """
@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from faser_backend.cli_bench import bench, replay, simulate
 from faser_backend.cli_build import build
 from faser_backend.cli_options import (
     Acceptance,
@@ -60,23 +59,6 @@ def doctor(is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 app.command()(build)
-
-
-@app.command()
-def profile(
-    engine_dir: Annotated[Path, typer.Argument(help="Engine directory; profile.json is written into it.")],
-    is_quick: Annotated[bool, typer.Option("--quick", help="About half a minute, with larger errors.")] = False,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='Texts to calibrate on: JSON lines with "prompt", or lines.', show_default="the target's own"
-        ),
-    ] = None,
-) -> None:
-    """Measure what model calls cost on this machine, and how sure the draft may be, for policies that decide by it."""
-    from faser_backend.serving.profiling.profile import run_profile
-
-    run_profile(engine_dir, is_quick=is_quick, prompts=prompts)
 
 
 @app.command()
@@ -195,8 +177,15 @@ def serve(
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
 
 
-for _command in (bench, replay, simulate):
-    app.command()(_command)
+def _add_lab_commands() -> None:
+    """What measures: `lab/` imports this package, and this function alone imports `lab/`."""
+    from lab.commands import bench, profile, replay, simulate
+
+    for command in (profile, bench, replay, simulate):
+        app.command()(command)
+
+
+_add_lab_commands()
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ from faser_backend.policy.cost_model import (
 )
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.simulation.acceptance import AcceptancePath, AcceptanceProcess, demo_process
-from faser_backend.simulation.engine import SimEngine, World, build_sim_engine
-from faser_backend.simulation.worlds import roofline_world
+from lab.simulation.acceptance import AcceptancePath, AcceptanceProcess, demo_process
+from lab.simulation.engine import SimEngine, World, build_sim_engine
+from lab.simulation.worlds import roofline_world
 
 NUM_SEEDS = 8
 TRIM_FREE = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0)

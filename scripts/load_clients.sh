@@ -101,7 +101,7 @@ work="$(mktemp -d -t faser-load.XXXXXX)" noted=
 trap 'stop_server; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
-"$VENV/bin/python" -m benchmarks.load_clients_report inputs "$work" --max-tokens "$MAX_TOKENS"
+"$VENV/bin/python" -m lab.bench.load_clients_report inputs "$work" --max-tokens "$MAX_TOKENS"
 say "starting Triton"
 start_server "$work/server.log"
 versions=()
@@ -111,5 +111,5 @@ for client in "${clients[@]}"; do
   "run_$client"
 done
 stop_server
-"$VENV/bin/python" -m benchmarks.load_clients_report table "$work" --output "$OUTPUT" --max-tokens "$MAX_TOKENS" \
+"$VENV/bin/python" -m lab.bench.load_clients_report table "$work" --output "$OUTPUT" --max-tokens "$MAX_TOKENS" \
   --command "$title" --versions "${versions[@]}"

@@ -18,7 +18,7 @@ work="$(mktemp -d -t faser-perf.XXXXXX)"
 trap 'stop_server; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
-"$VENV/bin/python" -m benchmarks.perf_analyzer_report inputs --max-tokens "$MAX_TOKENS" >"$work/inputs.json"
+"$VENV/bin/python" -m lab.bench.perf_analyzer_report inputs --max-tokens "$MAX_TOKENS" >"$work/inputs.json"
 say "starting Triton"
 start_server "$work/server.log" "$@"
 for concurrency in $CONCURRENCIES; do
@@ -30,5 +30,5 @@ for concurrency in $CONCURRENCIES; do
     grep -E 'Throughput|Avg latency|rror' || die "perf_analyzer failed at concurrency $concurrency"
 done
 stop_server
-"$VENV/bin/python" -m benchmarks.perf_analyzer_report table --name "$NAME" --max-tokens "$MAX_TOKENS" \
+"$VENV/bin/python" -m lab.bench.perf_analyzer_report table --name "$NAME" --max-tokens "$MAX_TOKENS" \
   --serve-options="$*" --profiles "$work"/profile-*.json

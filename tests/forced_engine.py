@@ -9,8 +9,8 @@ import numpy as np
 
 from faser_backend.core.ports import Lanes
 from faser_backend.core.request import Request
-from faser_backend.policy.knowledge import Knowledge
 from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.speculation import Knowledge
 from tests.fakes import SequentialLanes, ThreadLanes
 from tests.forcing import Change, Forced
 from tests.harness import SPLIT, Driven, FakeEngine, drive, guessed, open_fake

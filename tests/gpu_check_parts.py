@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from benchmarks.gpu.worker import Context, Result
+from lab.gpu.worker import Context, Result
 
 
 def well(context: Context) -> Result:

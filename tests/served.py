@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.servers import free_ports
+from lab.bench.servers import free_ports
 
 FASER = Path(sys.executable).with_name("faser")
 

@@ -6,17 +6,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from faser_backend.policy.beliefs import KINDS, Beliefs
+from faser_backend.policy.forced import ForcedExit
+from faser_backend.policy.pricing import Pricer
+from faser_backend.policy.survival import Survival
 
 from faser_backend.core.decision import WHOLE, ExitView, PipelineMode
 from faser_backend.core.frontier import Frontier
-from faser_backend.policy.beliefs import KINDS, Beliefs
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MarginCurve, MatchCalibration
 from faser_backend.policy.early_exit import ExitCalibration
-from faser_backend.policy.forced import ForcedExit
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.pricing import Pricer
-from faser_backend.policy.speculation import FixedLength
-from faser_backend.policy.survival import Survival
+from faser_backend.policy.speculation import FixedLength, Knowledge
 from tests.forcing import rule
 from tests.harness import guessed
 from tests.kinds import K, batch, drawn, random_kinds, record

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measure import add_prompt_options, asked_prompts, markdown, measure_loads
-from benchmarks.peers import llama_body
-from benchmarks.servers import OverTriton
 from faser_backend.config import EngineConfig
-from faser_backend.serving.bench import environment
-from faser_backend.serving.bench.categories import add_category_speedups, merge_categories, summarise_categories
-from faser_backend.serving.bench.command import BenchOptions, run_bench
-from faser_backend.serving.bench.in_process import InProcess
-from faser_backend.serving.bench.ladder import Sizing
-from faser_backend.serving.bench.stream_requests import make_request
-from faser_backend.serving.bench.workload import Job, Trace, jobs_of
+from lab.bench import environment
+from lab.bench.categories import add_category_speedups, merge_categories, summarise_categories
+from lab.bench.command import BenchOptions, run_bench
+from lab.bench.in_process import InProcess
+from lab.bench.ladder import Sizing
+from lab.bench.peers import llama_body
+from lab.bench.servers import OverTriton
+from lab.bench.side_by_side import add_prompt_options, asked_prompts, markdown, measure_loads
+from lab.bench.stream_requests import make_request
+from lab.bench.workload import Job, Trace, jobs_of
 from tests import test_prompt_files
 from tests.serving_pair import END_ID
 from tests.test_prompt_files import load

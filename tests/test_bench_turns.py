@@ -9,11 +9,11 @@ import pytest
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
-from faser_backend.serving.bench import turns
-from faser_backend.serving.bench.in_process import ClosedLoop, InProcess, OpenLoop
-from faser_backend.serving.bench.prompt_files import Prompt
-from faser_backend.serving.bench.turns import OwnClock, take_turns, turn_orders
-from faser_backend.serving.bench.workload import jobs_of
+from lab.bench import turns
+from lab.bench.in_process import ClosedLoop, InProcess, OpenLoop
+from lab.bench.prompt_files import Prompt
+from lab.bench.turns import OwnClock, take_turns, turn_orders
+from lab.bench.workload import jobs_of
 from tests.serving_pair import write_pair
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from faser_backend.serving.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
-from faser_backend.serving.bench.in_process import ClosedLoop, OpenLoop
-from faser_backend.serving.bench.ladder import split_names
-from faser_backend.serving.bench.workload import merge_repeats
+from lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
+from lab.bench.in_process import ClosedLoop, OpenLoop
+from lab.bench.ladder import split_names
+from lab.bench.workload import merge_repeats
 
 
 def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e2e: float = 10.0, **fields) -> dict:

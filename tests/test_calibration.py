@@ -19,9 +19,9 @@ from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins, rising_shares
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.profiling.calibration import calibrate
-from faser_backend.serving.profiling.chains import record_chains
-from faser_backend.serving.profiling.texts import TOKENS_EACH, calibration_requests, read_prompts
+from lab.profiling.calibration import calibrate
+from lab.profiling.chains import record_chains
+from lab.profiling.texts import TOKENS_EACH, calibration_requests, read_prompts
 from tests.tiny_models import write_checkpoint, write_draft
 
 

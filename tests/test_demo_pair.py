@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.equality import Reference, run_alone, run_mixed
 from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
-from scripts.check_equality import make_requests
+from lab.bench.check_equality import make_requests
+from lab.bench.equality import Reference, run_alone, run_mixed
 
 ROOT = Path(__file__).resolve().parents[1]
 

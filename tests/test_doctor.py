@@ -13,8 +13,8 @@ from numba.core import caching
 from faser_backend.device.cuda.green_contexts import DriverError
 from faser_backend.device.cuda.identity import GpuFacts, gpu_facts, identity
 from faser_backend.serving import doctor
-from faser_backend.serving.bench import environment
 from faser_backend.serving.doctor import Finding, examine
+from lab.bench import environment
 from plugins import host_attention
 from tests.fake_cuda import FakeDriver, Status
 

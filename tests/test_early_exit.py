@@ -19,7 +19,7 @@ from faser_backend.policy.calibration import MarginCurve, MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit, predicted_saving_us
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.profiling.chains import ProbePolicy
+from lab.profiling.chains import ProbePolicy
 from tests.tiny_models import VOCAB_SIZE, write_checkpoint, write_draft
 
 CURVE = MatchCalibration(None).curve

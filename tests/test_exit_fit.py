@@ -7,12 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from faser_backend.policy.beliefs import KINDS
-from faser_backend.policy.calibration import MarginCounts, MatchCalibration
+from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibration
 from faser_backend.policy.early_exit import logits, sigmoid
-from faser_backend.serving.profiling.calibration import fit
-from faser_backend.serving.profiling.chains import Chains
-from faser_backend.serving.profiling.exit_fit import (
+from lab.profiling.calibration import fit
+from lab.profiling.chains import Chains
+from lab.profiling.exit_fit import (
     Survivals,
     area_under_curve,
     fit_logistic,

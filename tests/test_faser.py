@@ -8,23 +8,22 @@ from functools import partial
 
 import numpy as np
 import pytest
+from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place, promise
+from faser_backend.policy.corrections import Corrections
+from faser_backend.policy.faser import PATIENCE, WEIGH_EVERY, Faser
+from faser_backend.policy.pricing import Pricer
+from faser_backend.policy.probing import PROBE_STEPS, Prober
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place, promise
-from faser_backend.policy.corrections import Corrections
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.faser import PATIENCE, WEIGH_EVERY, Faser
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.pricing import Pricer
-from faser_backend.policy.probing import PROBE_STEPS, Prober
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from faser_backend.simulation.acceptance import demo_process
-from faser_backend.simulation.drive import run_open_loop
-from faser_backend.simulation.engine import World, build_sim_engine
-from faser_backend.simulation.trace import Trace
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
+from lab.simulation.acceptance import demo_process
+from lab.simulation.drive import run_open_loop
+from lab.simulation.engine import World, build_sim_engine
+from lab.simulation.trace import Trace
 from tests.harness import request
 
 OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0, trim_us=15.0, trim_sequence_us=3.0)

@@ -7,16 +7,16 @@ from itertools import count
 
 import numpy as np
 import pytest
-
-from faser_backend.config import EngineConfig
-from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Request, SamplingParams
 from faser_backend.policy.arms import PLAIN, SERIAL, UNIFORM, Arm, Place
 from faser_backend.policy.corrections import MOST_STEPS, Corrections
 from faser_backend.policy.faser import FEW_SEQUENCES, PATIENCE, WEIGH_EVERY, WEIGH_PLAIN_EVERY, Faser
 from faser_backend.policy.probing import PROBE_STEPS, Prober
-from faser_backend.simulation.acceptance import VOCAB_SIZE, AcceptancePath, AcceptanceProcess, fitted_fits
-from faser_backend.simulation.engine import World, build_sim_engine
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Request, SamplingParams
+from lab.simulation.acceptance import VOCAB_SIZE, AcceptancePath, AcceptanceProcess, fitted_fits
+from lab.simulation.engine import World, build_sim_engine
 from tests.kinds import batch
 from tests.test_faser import costs, knowing
 

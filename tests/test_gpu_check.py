@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.gpu import byte_model
-from benchmarks.gpu.byte_model import AttentionShape
-from benchmarks.gpu.economics import (
+from lab.gpu import byte_model
+from lab.gpu.byte_model import AttentionShape
+from lab.gpu.economics import (
     chance_whole,
     common_us,
     expected_accepted,
@@ -27,13 +27,13 @@ from benchmarks.gpu.economics import (
     run_ahead_round,
     serial_round,
 )
-from benchmarks.gpu.goals import GOALS, judged
-from benchmarks.gpu.harness import Outcome, Setting
-from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.report import Report, parse_gpu, slug, without_places
-from benchmarks.gpu.sections import table
-from benchmarks.gpu.sm_part import check_split, histogram, overlap_of
-from benchmarks.gpu.table import render
+from lab.gpu.goals import GOALS, judged
+from lab.gpu.harness import Outcome, Setting
+from lab.gpu.parts import PARTS
+from lab.gpu.report import Report, parse_gpu, slug, without_places
+from lab.gpu.sections import table
+from lab.gpu.sm_part import check_split, histogram, overlap_of
+from lab.gpu.table import render
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Setting("cpu", is_tiny=True)
@@ -131,7 +131,7 @@ def test_bytes_of_attention_by_hand():
 
 
 def test_sizes_of_the_models_are_those_that_their_names_say():
-    from benchmarks.gpu.pairs import PAIRS
+    from lab.gpu.pairs import PAIRS
 
     billions = {name: byte_model.stored_count(pair.target) / 1e9 for name, pair in PAIRS.items()}
     assert billions["qwen3-8b/0.6b"] == pytest.approx(8.19, abs=0.01)
@@ -141,7 +141,7 @@ def test_sizes_of_the_models_are_those_that_their_names_say():
 
 
 def test_a_floor_is_bytes_for_one_row_and_arithmetic_for_many():
-    from benchmarks.gpu.pairs import PAIRS
+    from lab.gpu.pairs import PAIRS
 
     spec = PAIRS["qwen3-8b/0.6b"].target
     speed = {"bytes_per_s": 3e12, "flops_per_s": 8e14}
@@ -161,7 +161,7 @@ def test_rounds_of_the_formula():
 
 
 def test_overlap_figures():
-    from benchmarks.gpu.lent_runtime import overlap_figures
+    from lab.gpu.lent_runtime import overlap_figures
 
     assert overlap_share(2.0, 6.0, 6.0) == 1.0
     assert overlap_share(2.0, 6.0, 8.0) == 0.0
@@ -184,7 +184,7 @@ def test_histograms_show_shares_that_leak():
 
 def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
     code = (
-        "from benchmarks.gpu.sm_probe import sm_probe_kernel as k\n"
+        "from lab.gpu.sm_probe import sm_probe_kernel as k\n"
         "from plugins.compile import compile_kernel\n"
         "types = {'sms': '*i32', 'starts': '*i64', 'ends': '*i64', 'spin_ns': 'i32'}\n"
         "ptx = compile_kernel(k, types, {}, 90, num_warps=8).ptx\n"
@@ -224,8 +224,8 @@ def test_a_dry_run_on_the_cpu_ends_every_part_well(tmp_path):
 
 
 def test_a_sweep_times_every_launch_and_every_split():
-    from benchmarks.gpu import sweep_part
-    from benchmarks.gpu.worker import Context
+    from lab.gpu import sweep_part
+    from lab.gpu.worker import Context
 
     found = sweep_part.run(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
     (row,) = found["shapes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.gpu.harness import Harness, Outcome, Part, Setting
+from lab.gpu.harness import Harness, Outcome, Part, Setting
 
 CPU = Setting("cpu", is_tiny=True)
 

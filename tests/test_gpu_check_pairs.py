@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import kernel_checks, kernels_part, ladder_part, latency_part, parity_part
-from benchmarks.gpu.costs import fit_costs, fit_error, with_overhead
-from benchmarks.gpu.kernel_cases import DTYPES, GEOMETRIES, random_call, timed_calls
-from benchmarks.gpu.kernels_part import AttentionShape
-from benchmarks.gpu.pairs import PAIRS, model_pair, random_tensors
-from benchmarks.gpu.planted import Outcomes, PlantedDraftLoop, PlantedSampler, auc, planted_process, process_in_words
-from benchmarks.gpu.predictions import predicted_round, with_prediction
-from benchmarks.gpu.worker import Context
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.policy.cost_model import DRAFT, TARGET
+from lab.gpu import kernel_checks, kernels_part, ladder_part, latency_part, parity_part
+from lab.gpu.costs import fit_costs, fit_error, with_overhead
+from lab.gpu.kernel_cases import DTYPES, GEOMETRIES, random_call, timed_calls
+from lab.gpu.kernels_part import AttentionShape
+from lab.gpu.pairs import PAIRS, model_pair, random_tensors
+from lab.gpu.planted import Outcomes, PlantedDraftLoop, PlantedSampler, auc, planted_process, process_in_words
+from lab.gpu.predictions import predicted_round, with_prediction
+from lab.gpu.worker import Context
 
 torch.set_num_threads(1)
 VOCAB_SIZE, SLOTS, POSITIONS = 50, 3, 40

@@ -7,8 +7,8 @@ import pytest
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence
+from faser_backend.policy.baselines import Goodput, acceptance_rates, expected_tokens
 from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.goodput import Goodput, acceptance_rates, expected_tokens
 from faser_backend.policy.registry import parse_policy
 from tests.harness import guessed, request
 

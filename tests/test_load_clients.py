@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load_clients_report import AIPERF_SUMMARY, Row, read_rows, write_inputs, write_report
+from lab.bench.load_clients_report import AIPERF_SUMMARY, Row, read_rows, write_inputs, write_report
 
 MAX_TOKENS = 5
 MS = 1_000_000  # ns

@@ -17,23 +17,21 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.ngram import NgramProposer
-from faser_backend.policy.beliefs import KINDS
-from faser_backend.policy.calibration import MarginCounts
-from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost
-from faser_backend.policy.ngram_costs import with_ngrams
+from faser_backend.policy.calibration import KINDS, MarginCounts
+from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost, with_ngrams
 from faser_backend.policy.registry import policy_usages
 from faser_backend.serving import drafting
-from faser_backend.serving.bench.ladder import choose_contestants
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.serving.launch import check_engine
 from faser_backend.serving.parameters import Parameters, read_engine_config
-from faser_backend.serving.profiling import profile as profiling
-from faser_backend.serving.profiling.profile import profile_engine
-from faser_backend.serving.profiling.store import load_profile
-from faser_backend.serving.simulate_command import simulated
-from faser_backend.serving.simulated_profile import profile_world
+from faser_backend.serving.profile_store import load_profile
+from lab.bench.ladder import choose_contestants
+from lab.profiling import profile as profiling
+from lab.profiling.profile import profile_engine
+from lab.simulation.command import simulated
+from lab.simulation.profiled import profile_world
 from tests.harness import drive, guessed, request
 from tests.serving_pair import build_pair, write_pair
 from tests.test_engine import random_requests

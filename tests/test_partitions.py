@@ -22,7 +22,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest, FileSpec
 from faser_backend.pipeline.phases import Partition
 from faser_backend.serving.partitions import open_partitions
-from faser_backend.serving.profiling.measure import shares_of
+from lab.profiling.measure import shares_of
 from tests.tiny_models import make_rows, run_all, write_checkpoint
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -19,11 +19,9 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
-from faser_backend.policy.beliefs import KINDS
+from faser_backend.policy.calibration import KINDS
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from faser_backend.serving.profiling import profile as profile_module
-from faser_backend.serving.profiling.profile import profile_engine, run_profile
-from faser_backend.serving.profiling.store import (
+from faser_backend.serving.profile_store import (
     PROFILE_FILE,
     Fingerprint,
     Profile,
@@ -32,7 +30,9 @@ from faser_backend.serving.profiling.store import (
     load_knowledge,
     load_profile,
 )
-from faser_backend.serving.profiling.tables import error_table
+from lab.profiling import profile as profile_module
+from lab.profiling.profile import profile_engine, run_profile
+from lab.profiling.tables import error_table
 from tests.profile_damage import DAMAGES
 from tests.tiny_models import write_checkpoint, write_draft
 

@@ -8,9 +8,9 @@ import pytest
 from faser_backend.core.decision import WHOLE
 from faser_backend.device.partition import core_partitions
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from faser_backend.serving.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
-from faser_backend.serving.profiling.measure import shares_of
-from faser_backend.serving.profiling.timed_calls import chain_case, is_chain
+from lab.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
+from lab.profiling.measure import shares_of
+from lab.profiling.timed_calls import chain_case, is_chain
 
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT])

@@ -19,14 +19,14 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import RUNTIMES, EngineManifest
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.profiling import calibration as calibration_module
-from faser_backend.serving.profiling import profile as profile_module
-from faser_backend.serving.profiling.cases import Case, choose_cases, make_batch
-from faser_backend.serving.profiling.overhead import wait_for_calls
-from faser_backend.serving.profiling.profile import profile_engine
-from faser_backend.serving.profiling.store import PROFILE_FILE, key_columns, load_knowledge, load_profile
-from faser_backend.serving.profiling.timed_calls import TimedRunner, open_loop
+from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_knowledge, load_profile
 from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runtime
+from lab.profiling import calibration as calibration_module
+from lab.profiling import profile as profile_module
+from lab.profiling.cases import Case, choose_cases, make_batch
+from lab.profiling.overhead import wait_for_calls
+from lab.profiling.profile import profile_engine
+from lab.profiling.timed_calls import TimedRunner, open_loop
 from tests.tiny_models import write_checkpoint, write_draft
 
 torch.set_num_threads(1)

@@ -11,11 +11,11 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.bench.prompt_files import Prompt, interleaved, read_prompts
-from faser_backend.serving.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
-from faser_backend.serving.bench.workload import load_jobs
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
+from lab.bench.prompt_files import Prompt, interleaved, read_prompts
+from lab.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
+from lab.bench.workload import load_jobs
 from tests.serving_pair import MAX_CONTEXT, build_pair
 
 ROOT = Path(__file__).resolve().parents[1]

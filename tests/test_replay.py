@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.servers import free_ports
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving import replay
-from faser_backend.serving.bench.prompts import PromptMaker
-from faser_backend.serving.replay import ReplayOptions, run_replay
 from faser_backend.serving.server import LaunchOptions
+from lab.bench import replay
+from lab.bench.prompts import PromptMaker
+from lab.bench.replay import ReplayOptions, run_replay
+from lab.bench.servers import free_ports
 from tests import test_server
 from tests.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
 

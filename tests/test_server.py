@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.servers import free_ports
 from faser_backend.serving.server import LaunchOptions, TritonServer
+from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML
 from tests.serving_pair import MAX_CONTEXT, build_pair
 from tests.triton_clients import Stream, events_of, metric, post, wait_for_free_blocks

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import tritonclient.grpc as triton
 
-from benchmarks.servers import free_ports
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.server import LaunchOptions, TritonServer, check_ports
+from lab.bench.servers import free_ports
 from tests.serving_pair import build_pair
 from tests.triton_clients import inputs_of, post, wait_for_free_blocks
 

@@ -12,10 +12,10 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode, TrimRule
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from faser_backend.simulation.acceptance import AcceptanceProcess, demo_process
-from faser_backend.simulation.drive import Outcome, run_closed_loop, run_open_loop
-from faser_backend.simulation.engine import World, build_sim_engine
-from faser_backend.simulation.trace import Trace
+from lab.simulation.acceptance import AcceptanceProcess, demo_process
+from lab.simulation.drive import Outcome, run_closed_loop, run_open_loop
+from lab.simulation.engine import World, build_sim_engine
+from lab.simulation.trace import Trace
 from tests.forcing import ADMITS_ALL
 
 FREE = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

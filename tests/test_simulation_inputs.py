@@ -14,11 +14,11 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import logits
-from faser_backend.simulation.acceptance import VOCAB_SIZE, demo_process, fitted_fits
-from faser_backend.simulation.hardware import MACHINES, PAIRS
-from faser_backend.simulation.knowledge import RETENTION
-from faser_backend.simulation.roofline import kv_capacity_tokens, roofline
-from faser_backend.simulation.trace import (
+from lab.simulation.acceptance import VOCAB_SIZE, demo_process, fitted_fits
+from lab.simulation.hardware import MACHINES, PAIRS
+from lab.simulation.knowledge import RETENTION
+from lab.simulation.roofline import kv_capacity_tokens, roofline
+from lab.simulation.trace import (
     Trace,
     arriving_as,
     fitted_to,
@@ -27,7 +27,7 @@ from faser_backend.simulation.trace import (
     with_mean_lengths,
     with_rate_curve,
 )
-from faser_backend.simulation.worlds import roofline_world
+from lab.simulation.worlds import roofline_world
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 LINES = [f"2023-11-16 18:15:{46 + i}.6805900,{374 + i},{44 + i}\n" for i in range(6)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from faser_backend.policy.corrections import ALIKE, LengthTimes
 from faser_backend.policy.survival_rates import MEMORY_TESTS, REFRESH_TESTS, SurvivalRates
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.servers import free_ports
 from faser_backend.serving import server
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 from faser_backend.serving.model_configs import write_repositories
+from lab.bench.servers import free_ports
 from tests.serving_pair import build_pair
 from tests.strict_clients import ids_of, infer_grpc, stream_grpc, text_of, text_request, token_request
 

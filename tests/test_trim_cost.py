@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faser_backend.policy.arms import SERIAL, UNIFORM, Arm, promise
+from faser_backend.policy.pricing import BatchTimes, Pricer
+from faser_backend.policy.step_times import arm_of, predicted_us
+from faser_backend.policy.survival import Survival
 
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
@@ -21,27 +25,21 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.arms import SERIAL, UNIFORM, Arm, promise
-from faser_backend.policy.beliefs import KINDS
-from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts
+from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.knowledge import Knowledge
-from faser_backend.policy.pricing import BatchTimes, Pricer
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from faser_backend.policy.step_times import arm_of, predicted_us
-from faser_backend.policy.survival import Survival
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.policy.trim import admit, continues
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.profiling import trim_cost
-from faser_backend.serving.profiling.calibration_data import Calibration
-from faser_backend.serving.profiling.overhead import LOADS
-from faser_backend.serving.profiling.store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
-from faser_backend.serving.profiling.tables import overhead_line
-from faser_backend.serving.profiling.trim_cost import LENGTHS, STOPS_NOTHING, measure_trim, records_of_steps
-from faser_backend.simulation.acceptance import demo_process
-from faser_backend.simulation.drive import run_open_loop
-from faser_backend.simulation.engine import World, build_sim_engine
-from faser_backend.simulation.trace import Trace
+from faser_backend.serving.profile_calibration import Calibration
+from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
+from lab.profiling import trim_cost
+from lab.profiling.overhead import LOADS
+from lab.profiling.tables import overhead_line
+from lab.profiling.trim_cost import LENGTHS, STOPS_NOTHING, measure_trim, records_of_steps
+from lab.simulation.acceptance import demo_process
+from lab.simulation.drive import run_open_loop
+from lab.simulation.engine import World, build_sim_engine
+from lab.simulation.trace import Trace
 from tests.forcing import rule as rule_of
 from tests.harness import request
 from tests.tiny_models import write_checkpoint, write_draft

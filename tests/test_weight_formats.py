@@ -22,8 +22,8 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.weight_cost import TextRunner, measure_weights
+from lab.bench.check_equality import make_requests
 from plugins import host_attention
-from scripts.check_equality import make_requests
 from tests.family_models import random_model, write_model
 from tests.tiny_models import make_rows, run_all, write_checkpoint
 

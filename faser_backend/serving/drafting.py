@@ -22,7 +22,7 @@ from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.serving.profiling.store import load_knowledge
+from faser_backend.serving.profile_store import load_knowledge
 
 
 def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:

@@ -1,0 +1,236 @@
+"""`profile.json`: measured points, fitted costs and where they were measured; read back with suspicion.
+
+A profile speaks for one engine directory on one machine with one set of versions. Anything else is
+refused with what differs; an engine without a profile gets the default model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.policy.cost_model import (
+    DRAFT,
+    TARGET,
+    CallCost,
+    CostModel,
+    ModelSize,
+    OverheadCost,
+    default_cost_model,
+)
+from faser_backend.policy.speculation import Knowledge
+from faser_backend.serving.profile_calibration import Calibration
+from faser_backend.serving.runtimes import identity_of, key_columns_of
+
+FORMAT_VERSION = 4
+PROFILE_FILE = "profile.json"
+_SHOWN = {
+    "cpu": "CPU",
+    "num_cores": "usable cores",
+    "gpu": "GPU",
+    "num_sms": "SMs",
+    "driver": "CUDA driver",
+    "kv_cache_dtype": "KV cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a profile holds for: a device by the facts that its runtime names, a version, an engine's files."""
+
+    device: dict[str, str | int]  # and how the engine keeps keys and values on it
+    faser: str
+    files: dict[str, str]  # name -> sha256 of segments and weights, from the manifest
+
+    @classmethod
+    def here(cls, manifest: EngineManifest) -> Fingerprint:
+        """Of this machine and an engine whose files the manifest has just verified."""
+        files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
+        device = {**identity_of(manifest.runtime), "kv_cache_dtype": manifest.kv_cache_dtype}
+        return cls(device, version("faser-backend"), files)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:
+        device = {name: value for name, value in fields.items() if name not in {"faser", "files"}}
+        return cls(device, fields["faser"], dict(fields["files"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.device, "faser": self.faser, "files": self.files}
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What differs in `other`, in words."""
+        mine, others = ({**each.device, "faser": each.faser} for each in (self, other))
+        found = [
+            f"{_SHOWN.get(name, name)} {mine.get(name, 'unknown')} instead of {others.get(name, 'unknown')}"
+            for name in mine | others
+            if mine.get(name) != others.get(name)
+        ]
+        changed = sorted(name for name in self.files | other.files if self.files.get(name) != other.files.get(name))
+        return found + ([f"other engine files ({', '.join(changed)})"] if changed else [])
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """How well the fit of one model on one partition predicts whole calls: MAPE in percent.
+
+    spread_percent: the median case's distance between quartiles, i.e. how restless the machine was.
+    new_shape_us: what the first call of a shape takes longer than later ones, median; no prediction holds it.
+    """
+
+    model: str
+    partition: str
+    num_fitted: int
+    num_held_out: int
+    fitted_percent: float
+    held_out_percent: float
+    spread_percent: float
+    new_shape_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All of profile.json. costs: "model partition" -> cost per segment; points are kept for people."""
+
+    fingerprint: Fingerprint
+    date: str
+    costs: dict[tuple[str, str], tuple[CallCost, ...]]
+    overhead: OverheadCost
+    errors: tuple[FitError, ...]
+    points: list[dict[str, Any]]
+    overhead_points: list[dict[str, Any]]
+    trim_points: list[dict[str, Any]]
+    exit_points: list[dict[str, Any]]
+    calibration: Calibration
+
+    def save(self, engine_dir: Path) -> None:
+        """Writes ENGINE_DIR/profile.json; the rename makes it appear whole or not at all."""
+        content = {
+            "format_version": FORMAT_VERSION,
+            "date": self.date,
+            "fingerprint": self.fingerprint.as_dict(),
+            "errors": [asdict(error) for error in self.errors],
+            "overhead": asdict(self.overhead),
+            "calibration": self.calibration.as_dict(),
+            "costs": [
+                {"model": model, "partition": partition, "segments": [cost.as_dict() for cost in costs]}
+                for (model, partition), costs in self.costs.items()
+            ],
+            "overhead_points": self.overhead_points,
+            "trim_points": self.trim_points,
+            "exit_points": self.exit_points,
+            "points": self.points,
+        }
+        partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
+        partial.write_text(json.dumps(content) + "\n")
+        os.replace(partial, engine_dir / PROFILE_FILE)
+
+
+def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
+    """Raises ConfigError naming what is wrong or differs, and the command that mends it."""
+    path = Path(engine_dir) / PROFILE_FILE
+    mend = f"run `faser profile {engine_dir}`"
+    try:
+        fields = json.loads(path.read_text())
+        found_version = fields["format_version"]
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; {mend}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not readable as a profile ({type(error).__name__}: {error}); {mend}") from None
+    if found_version != FORMAT_VERSION:
+        raise ConfigError(f"{path}: format_version = {found_version!r}: this version reads {FORMAT_VERSION}; {mend}")
+    try:
+        profile = _profile_from(fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: malformed ({type(error).__name__}: {error}); {mend}") from None
+    differences = profile.fingerprint.differences(Fingerprint.here(manifest))
+    if differences:
+        raise ConfigError(f"{path}: measured with {'; '.join(differences)}; {mend}")
+    for name, model in _models(manifest).items():
+        for (model_name, partition), costs in profile.costs.items():
+            if model_name == name and len(costs) != len(model.segments):
+                raise ConfigError(
+                    f"{path}: {name} on {partition} has {len(costs)} segments instead of {len(model.segments)}; {mend}"
+                )
+        if (name, "whole") not in profile.costs:
+            raise ConfigError(f"{path}: {name} on the whole machine is missing; {mend}")
+    layers = {index: each.last_layer for index, each in enumerate(manifest.target.segments) if each.has_exit_scores}
+    for report in profile.calibration.exits:
+        segment, layer = report.calibration.segment, report.calibration.layer
+        if layers.get(segment) != layer:
+            raise ConfigError(f"{path}: segment {segment} of the target has no exit at layer {layer}; {mend}")
+    return profile
+
+
+def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
+    """The profile's; guesses where there is no profile. Raises ConfigError for one that does not fit."""
+    if not (Path(engine_dir) / PROFILE_FILE).exists():
+        sizes = map(_size_of, _models(manifest).values())
+        return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
+    profile = load_profile(engine_dir, manifest)
+    exits = tuple(report.calibration for report in profile.calibration.exits)
+    return Knowledge(cost_model_of(profile, manifest), profile.calibration.margins, exits)
+
+
+def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
+    """The costs of `load_knowledge` alone."""
+    return load_knowledge(engine_dir, manifest).costs
+
+
+def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
+    return CostModel(
+        profile.costs, profile.overhead, key_columns(manifest), is_measured=True, is_padded=is_padded(manifest)
+    )
+
+
+def is_padded(manifest: EngineManifest) -> bool:
+    """Whether attention treats all sequences of a call as the longest; kernels of ours take each as it is."""
+    return manifest.runtime == "tensorrt_rtx"
+
+
+def key_columns(manifest: EngineManifest) -> np.ndarray:
+    """[max_context + 1]: columns of keys that a call reads for a sequence of so many tokens."""
+    max_context = ModelPair(manifest.target, manifest.draft).max_context
+    columns = (key_columns_of(manifest.runtime, n, manifest.kv_block_size) for n in range(max_context + 1))
+    return np.fromiter(columns, np.float64)
+
+
+def _models(manifest: EngineManifest) -> dict[str, ModelEngine]:
+    return dict(zip((TARGET, DRAFT), ModelPair(manifest.target, manifest.draft).present, strict=False))
+
+
+def _profile_from(fields: dict[str, Any]) -> Profile:
+    return Profile(
+        fingerprint=Fingerprint.from_dict(fields["fingerprint"]),
+        date=str(fields["date"]),
+        costs={
+            (str(entry["model"]), str(entry["partition"])): tuple(map(CallCost.from_dict, entry["segments"]))
+            for entry in fields["costs"]
+        },
+        overhead=OverheadCost(**fields["overhead"]),
+        errors=tuple(FitError(**error) for error in fields["errors"]),
+        points=list(fields["points"]),
+        overhead_points=list(fields["overhead_points"]),
+        trim_points=list(fields.get("trim_points", ())),  # older profiles did not measure it
+        exit_points=list(fields["exit_points"]),
+        calibration=Calibration.from_dict(fields["calibration"]),
+    )
+
+
+def _size_of(model: ModelEngine) -> ModelSize:
+    spec = model.spec
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    return ModelSize(
+        num_layers=tuple(segment.last_layer - segment.first_layer for segment in model.segments),
+        layer_weights=attention + 3 * spec.hidden_size * spec.intermediate_size,
+        head_weights=spec.hidden_size * spec.vocab_size,
+        kv_width=spec.num_kv_heads * spec.head_dim,
+    )

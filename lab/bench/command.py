@@ -1,0 +1,275 @@
+"""`faser bench`: the ladder, a timeline per pipeline mode, and three files that appear together at the end.
+
+Nothing is written before everything is measured: an interrupted run leaves what was there as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profile_store import load_profile
+from lab.bench import environment
+from lab.bench.accounting import StepLog
+from lab.bench.compare import add_comparisons, in_words, spread_warning
+from lab.bench.in_process import ClosedLoop, InProcess
+from lab.bench.ladder import (
+    FIXED_REFERENCE,
+    MAX_NUM_SEQS,
+    Contestant,
+    Sizing,
+    choose_contestants,
+    split_names,
+)
+from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
+from lab.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
+from lab.bench.prompts import PromptMaker
+from lab.bench.report import render
+from lab.bench.roofline import roofline
+from lab.bench.timeline import trace_events
+from lab.bench.workload import jobs_of
+from lab.profiling.profile import run_profile
+from lab.simulation.trace import read_trace
+
+MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
+MODES = ("serial", "run_ahead", "ping_pong")
+TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """engine_dir None: the demo pair's. policies: separated by commas, None for the whole ladder."""
+
+    output: Path
+    engine_dir: Path | None = None
+    policies: str | None = None
+    trace: Path | None = None
+    prompts: Path | None = None
+    seed: int = 0
+    num_threads: int | None = None
+    draft: str = "auto"  # of contestants that do not say themselves
+    is_chat: bool = False
+    max_prompt_tokens: int | None = None  # None: as many as the context holds beside an answer
+
+
+def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
+    """Measures, then writes bench.json, report.html and timeline.json into the output. Raises FaserError."""
+    try:
+        _run(options, sizing, command)
+    except KeyboardInterrupt:
+        print(f"interrupted: {options.output} is as it was", file=sys.stderr)
+        raise
+
+
+def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
+    names = None if options.policies is None else split_names(options.policies)
+    contestants, missing = choose_contestants(names)
+    check_output(options.output)
+    warnings: list[str] = []
+    engine_dir = options.engine_dir or demo_engine_dir(_print_progress)
+    manifest = EngineManifest.load(engine_dir)
+    # Before anything that takes time: a file that cannot be asked is told at once.
+    prompts = _prompts(options, sizing, engine_dir, manifest)
+    warnings += [f"{prompts.left_out}."] * bool(prompts.left_out)
+    warnings += _ensure_profile(engine_dir, is_demo=options.engine_dir is None)
+    workload = _workload(options, engine_dir, manifest, prompts)
+    meta: dict[str, Any] = environment.describe(options.seed)
+    meta |= {
+        "command": command,
+        "repeats": sizing.repeats,
+        "bursty_repeats": sizing.bursty_repeats,
+        "max_tokens": sizing.max_tokens,
+        "prompts": prompts.as_dict(),
+    }
+    console = Console(file=sys.stderr)
+    with ExitStack() as stack:
+        place = InProcess(engine_dir, {})
+        stack.callback(place.close)
+        bar = stack.enter_context(_bar(console))
+        present = _open(place, contestants, lambda c: _config(c.policy, options, manifest, **c.options), missing, bar)
+        task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
+        ladder = Ladder(
+            place,
+            present,
+            workload,
+            manifest.target.spec.num_layers,
+            lambda what, num_runs: bar.update(task, description=what, advance=num_runs),
+        )
+        results = ladder.run(sizing)
+        events, timelines = _timelines(
+            place, lambda mode: _config(FIXED_REFERENCE, options, manifest, pipeline=mode), workload, missing, bar
+        )
+    add_comparisons(results.rows)
+    warnings += spread_warning(results.rows)
+    meta |= {
+        "engine_dir": engine_dir.name,
+        "runtime": manifest.runtime,
+        "exit_layers": list(manifest.exit_layers),
+        "num_series_bins": NUM_SERIES_BINS,
+        "bursty": results.bursty,
+        "missing": missing,
+        "warnings": warnings,
+        "timelines": timelines,
+        "roofline": roofline(manifest.target.spec, manifest.target.num_weight_bytes),
+    }
+    _write(options.output, meta, results, events)
+    for sentence in in_words(results.rows):
+        console.print(f"- {sentence.replace('`', '')}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {options.output}/bench.json, report.html and timeline.json", highlight=False, soft_wrap=True)
+
+
+def check_output(directory: Path) -> None:
+    """Raises ConfigError where no files can be put; an existing directory is used as it is."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output = {str(directory)!r}: {error.strerror}; name a directory to write into") from None
+
+
+def _ensure_profile(engine_dir: Path, *, is_demo: bool) -> list[str]:
+    """The demo pair is profiled quickly where nobody did; returns what the report must say of it."""
+    manifest = EngineManifest.load(engine_dir)
+    try:
+        load_profile(engine_dir, manifest)
+    except ConfigError as error:
+        if is_demo:
+            print(f"{error}: measuring a quick one first", file=sys.stderr)
+            run_profile(engine_dir, is_quick=True)
+            return ["The engines had no valid profile: a quick one was measured just before the benchmark."]
+        return [f"Policies that decide by cost had only guesses: {error}."]
+    return []
+
+
+def _prompts(options: BenchOptions, sizing: Sizing, engine_dir: Path, manifest: EngineManifest) -> PromptSet:
+    """What closed loops ask; says on stderr what is left out."""
+    limits = PromptLimits(max(sizing.max_tokens, TIMELINE_TOKENS), options.max_prompt_tokens)
+    prompts = load_prompt_set(options.prompts, engine_dir, manifest, limits, is_chat=options.is_chat)
+    if prompts.left_out:
+        print(prompts.left_out, file=sys.stderr)
+    return prompts
+
+
+def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest, prompts: PromptSet) -> Workload:
+    tokenizer = Tokenizer.from_file(str(engine_dir / manifest.tokenizer.name))
+    lengths = None if options.trace is None else read_trace(options.trace)
+    max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
+    # Windows are tokenised again and may grow a little: some room is left.
+    maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts.prompts])
+    return Workload(prompts.prompts, maker, lengths, max_context * 9 // 10, options.seed)
+
+
+def _config(policy: str, options: BenchOptions, manifest: EngineManifest, **changes: object) -> EngineConfig:
+    context, size = manifest.target.spec.max_context, manifest.kv_block_size
+    most_tokens = max(context, MAX_NUM_SEQS * min(context, MAX_CONTEXT))
+    # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+    return EngineConfig.from_options(
+        policy=policy,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_queue_size=0,
+        num_kv_blocks=-(-most_tokens // size),
+        enable_prefix_reuse=False,
+        num_threads=options.num_threads,
+        **{"draft": options.draft, **changes},
+    )
+
+
+def _open(
+    place: InProcess,
+    contestants: list[Contestant],
+    config_of: Callable[[Contestant], EngineConfig],
+    missing: list[str],
+    bar: Progress,
+) -> list[Contestant]:
+    """Loads an engine for each; an ablation that cannot run here is named among what is missing."""
+    task = bar.add_task("loading engines", total=len(contestants))
+    opened = []
+    for contestant in contestants:
+        try:
+            place.open(contestant.name, config_of(contestant))
+            opened.append(contestant)
+        except ConfigError as error:
+            if not contestant.options:
+                raise
+            missing.append(f"{contestant.name}: {error}")
+        bar.advance(task)
+    bar.remove_task(task)
+    return opened
+
+
+def _timelines(
+    place: InProcess,
+    config_of: Callable[[str], EngineConfig],
+    workload: Workload,
+    missing: list[str],
+    bar: Progress,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Events of a few hundred steps of each pipeline mode, and the modes by name."""
+    task = bar.add_task("timelines", total=len(MODES))
+    events: list[dict[str, Any]] = []
+    shown = []
+    jobs = jobs_of(workload.prompts, 4 * TIMELINE_CLIENTS, TIMELINE_TOKENS, 0.8, workload.seed)
+    for mode in MODES:
+        name = f"timeline {mode}"
+        try:
+            place.open(name, config_of(mode))
+        except ConfigError as error:
+            missing.append(f"timeline of {mode}: {error}")
+            continue
+        log = StepLog(place.engine(name))
+        place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
+        if any(note.mode.value == mode for note in log.notes):
+            shown.append(f"{FIXED_REFERENCE}, {mode.replace('_', '-')}")
+            events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
+        else:
+            missing.append(f"timeline of {mode}: no step ran in this mode")
+        bar.advance(task)
+    return events, shown
+
+
+def _write(output: Path, meta: dict[str, Any], results: Results, events: list[dict[str, Any]]) -> None:
+    """All files are complete before the first replaces an older one."""
+    bench = {"meta": meta, "rows": results.rows, "series": results.series}
+    texts = {
+        "bench.json": json.dumps(bench, indent=1) + "\n",
+        "report.html": render(bench),
+        "timeline.json": json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n",
+    }
+    with tempfile.TemporaryDirectory(dir=output, prefix=".partial-") as partial:
+        for name, text in texts.items():
+            (Path(partial) / name).write_text(text, encoding="utf-8")
+        for name in texts:
+            os.replace(Path(partial) / name, output / name)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:44}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=2,  # drawing competes with what is measured
+    )
+
+
+def _print_progress(what: str, steps_done: int, steps_total: int) -> None:
+    print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)

@@ -1,0 +1,113 @@
+"""The prompts of a file as an engine directory's text models read them, less those that are too long."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tokenizer import TextTokenizer
+from lab.bench.prompt_files import Prompt, interleaved, read_prompts
+
+DEMO_PROMPTS = DEMO_PAIR / "prompts.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """Prompts beyond these are left out; None: no such limit. Beside a prompt the context holds max_tokens more."""
+
+    max_tokens: int
+    max_prompt_tokens: int | None = None
+    max_prompt_chars: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts in the order in which they are asked, every category in turn; and what is not asked."""
+
+    name: str  # of the source, for people
+    prompts: list[Prompt]
+    is_chat: bool
+    left_out: str  # "" where nothing is; else how many of which category, and why
+    num_left_out: int
+
+    def as_dict(self) -> dict[str, object]:
+        """For the meta data of results."""
+        return {
+            "name": self.name,
+            "is_chat": self.is_chat,
+            "num_prompts": len(self.prompts),
+            "num_left_out": self.num_left_out,
+            "categories": dict(Counter(prompt.category for prompt in self.prompts if prompt.category)),
+        }
+
+
+def load_prompt_set(
+    path: Path | None, engine_dir: Path, manifest: EngineManifest, limits: PromptLimits, *, is_chat: bool
+) -> PromptSet:
+    """The prompts of a file (None: the demo pair's held-out ones), as text models of this directory read them.
+
+    is_chat: each is a user's message, which the directory's chat template makes a conversation of. Raises ConfigError
+    where the file cannot be read, nothing of it fits or there is no template; RequestError where it refuses a message.
+    """
+    name = "the demo pair's held-out prompts" if path is None else path.name
+    path = path or DEMO_PROMPTS
+    formats = PromptFormat.load(engine_dir, manifest)
+    if is_chat and formats.chat_template is None:
+        raise ConfigError(
+            f"--chat: the engines in {engine_dir} came without a chat template; "
+            "leave --chat out, or build again from a checkpoint that has one"
+        )
+    limit, reason = _longest(manifest, limits)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, formats)
+    try:
+        found = [_tokenised(prompt, tokenizer, is_chat=is_chat) for prompt in read_prompts(path)]
+    finally:
+        tokenizer.close()
+    max_chars = math.inf if limits.max_prompt_chars is None else limits.max_prompt_chars
+    kept = [prompt for prompt in found if len(prompt.text) <= max_chars and len(prompt.token_ids) <= limit]
+    if limits.max_prompt_chars is not None:
+        reason = f"{max_chars} characters or {reason}"
+    if not kept:
+        raise ConfigError(f"--prompts = {str(path)!r}: all {len(found)} prompts are longer than {reason}")
+    return PromptSet(name, interleaved(kept), is_chat, _left_out(found, kept, reason), len(found) - len(kept))
+
+
+def _longest(manifest: EngineManifest, limits: PromptLimits) -> tuple[int, str]:
+    """Most tokens of a prompt, and in words which limit that is."""
+    if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < 1:
+        raise ConfigError(f"--max-prompt-tokens = {limits.max_prompt_tokens}: must be at least 1")
+    context = ModelPair(manifest.target, manifest.draft).max_context
+    room = context - limits.max_tokens
+    if room < 1:
+        raise ConfigError(f"a context of {context} tokens holds no prompt beside an answer of {limits.max_tokens}")
+    if limits.max_prompt_tokens is not None and limits.max_prompt_tokens <= room:
+        return limits.max_prompt_tokens, f"{limits.max_prompt_tokens} tokens"
+    return room, f"{room} tokens, all that a context of {context} holds beside an answer of {limits.max_tokens}"
+
+
+def _tokenised(prompt: Prompt, tokenizer: TextTokenizer, *, is_chat: bool) -> Prompt:
+    if is_chat:
+        _, token_ids = tokenizer.encode_chat("--prompts", json.dumps([{"role": "user", "content": prompt.text}]))
+    else:
+        token_ids = tokenizer.encode_prompt(prompt.text)
+    if not token_ids:
+        raise ConfigError(f"--prompts: the tokenizer makes no token of {prompt.text!r}")
+    return replace(prompt, token_ids=tuple(token_ids), is_chat=is_chat)
+
+
+def _left_out(found: list[Prompt], kept: list[Prompt], reason: str) -> str:
+    if len(found) == len(kept):
+        return ""
+    totals = Counter(prompt.category for prompt in found)
+    missing = totals - Counter(prompt.category for prompt in kept)
+    parts = ", ".join(f"{name or 'without a category'} {count} of {totals[name]}" for name, count in missing.items())
+    told = f"{len(found) - len(kept)} of {len(found)} prompts are left out: longer than {reason}"
+    return told if set(totals) == {""} else f"{told} ({parts})"

@@ -1,0 +1,222 @@
+"""`faser replay`: a request trace against a running server, each request sent when it is due (open loop).
+
+Times count from when a request was due, so that waiting for a slow client or a full server is seen;
+how late requests left is told beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer
+from tritonclient.grpc import service_pb2_grpc
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.serving.demo_engine import DEMO_PAIR
+from lab.bench.prompt_files import read_prompts
+from lab.bench.prompts import PromptMaker
+from lab.bench.stream_requests import RefusedError, ask, make_request, read_answer
+from lab.bench.workload import Job, Trace, summarise
+from lab.simulation.trace import Trace as RequestTrace
+from lab.simulation.trace import fitted_to, read_trace, scaled
+
+CONNECT_TIMEOUT_S = 10.0
+SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """rate: mean requests per second; scale: how many times as fast as recorded; at most one of them."""
+
+    trace: Path
+    url: str
+    rate: float | None = None
+    scale: float | None = None
+    num_requests: int | None = None
+    max_concurrency: int | None = None
+    model: str = "ensemble"
+    output: Path | None = None
+    max_context: int = 1024
+    tokenizer: Path | None = None
+    prompts: Path | None = None
+    temperature: float = 0.8
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What was measured so far, at any time."""
+
+    answers: list[Trace] = field(default_factory=list)
+    lateness_ms: list[float] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def num_sent(self) -> int:
+        return len(self.lateness_ms)
+
+
+def run_replay(options: ReplayOptions) -> int:
+    """Replays, prints and writes what was measured, also after Ctrl-C. Returns the exit status. Raises FaserError."""
+    _check(options)
+    # The command ends quietly when its output is cut off, but a connection that ends must not end it.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)
+    replayed = Replayed()
+    console = Console(file=sys.stderr)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+    is_whole = True
+    with bar:
+        jobs = list(bar.track(_jobs(options, trace), total=len(trace), description="prompts"))
+        task = bar.add_task("answers", total=len(jobs))
+        try:
+            asyncio.run(_replay(options, trace, jobs, replayed, lambda: bar.advance(task)))
+        except KeyboardInterrupt:
+            is_whole = False
+    report = figures(replayed, trace) | {
+        "trace": trace.description,
+        "is_whole": is_whole,
+        "seed": options.seed,
+        "temperature": options.temperature,
+    }
+    print_report(report)
+    if options.output is not None:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if is_whole else 130
+
+
+def _check(options: ReplayOptions) -> None:
+    if options.rate is not None and options.scale is not None:
+        raise ConfigError("--rate and --scale: give at most one; both say how fast to replay")
+    for name in ("rate", "scale", "num_requests", "max_concurrency"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
+    if not re.fullmatch(r"[^:/\s]+:\d{1,5}", options.url):
+        raise ConfigError(f"--url = {options.url!r}: must be HOST:PORT, the server's gRPC port, without a scheme")
+    if options.max_context <= 2 * SPARE_TOKENS:
+        raise ConfigError(f"--max-context = {options.max_context}: must be above {2 * SPARE_TOKENS}")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigError(f"--output = {str(options.output)!r}: its directory does not exist")
+
+
+def _timed(options: ReplayOptions) -> RequestTrace:
+    trace = read_trace(options.trace, options.num_requests)
+    if len(trace) == 1:
+        return trace
+    if options.scale is not None:
+        return scaled(trace, trace.rate * options.scale)
+    return trace if options.rate is None else scaled(trace, options.rate)
+
+
+def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
+    path = options.tokenizer or DEMO_PAIR / "target" / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
+    texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PAIR / "prompts.jsonl")]
+    maker = PromptMaker(Tokenizer.from_file(str(path)), texts)
+    pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
+    for index, (num_prompt, num_output) in enumerate(pairs):
+        yield Job(maker.prompt(num_prompt, index), num_output, options.temperature, options.seed + index)
+
+
+async def _replay(
+    options: ReplayOptions, trace: RequestTrace, jobs: list[Job], replayed: Replayed, advance: Callable[[], None]
+) -> None:
+    requests = [make_request(job, number, options.model) for number, job in enumerate(jobs)]
+    gate = asyncio.Semaphore(options.max_concurrency or len(jobs))
+    async with grpc.aio.insecure_channel(options.url) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            raise ConfigError(f"--url = {options.url!r}: no server answers there by gRPC") from None
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        replayed.start_s = replayed.end_s = time.perf_counter()
+
+        async def one(due_s: float, request: Any) -> None:
+            async with gate:
+                replayed.lateness_ms.append((time.perf_counter() - due_s) * 1e3)
+                try:
+                    stream = stub.ModelStreamInfer()
+                    responses = await ask(stream, aiter(stream), request)
+                    await stream.done_writing()
+                    replayed.answers.append(read_answer(due_s, responses))
+                except (RefusedError, grpc.aio.AioRpcError) as error:
+                    replayed.errors[kind_of(error)] += 1
+            replayed.end_s = time.perf_counter()
+            advance()
+
+        async with asyncio.TaskGroup() as group:
+            for arrival_s, request in zip(trace.arrivals_s.tolist(), requests, strict=True):
+                due_s = replayed.start_s + arrival_s
+                await asyncio.sleep(due_s - time.perf_counter())
+                group.create_task(one(due_s, request))
+
+
+def kind_of(error: Exception) -> str:
+    """Errors that differ in numbers alone are of one kind."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"gRPC {error.code().name}: {error.details()}"[:120]
+    return re.sub(r"\d+", "N", str(error))[:120]
+
+
+def figures(replayed: Replayed, trace: RequestTrace) -> dict[str, Any]:
+    """Plain values: counts, lateness, and the percentiles where anything was answered."""
+    seconds = replayed.end_s - replayed.start_s
+    found: dict[str, Any] = {
+        "num_requests": len(trace),
+        "num_sent": replayed.num_sent,
+        "num_answered": len(replayed.answers),
+        "errors": dict(replayed.errors.most_common()),
+        "seconds": seconds,
+        "requests_per_s_wanted": trace.rate if len(trace) > 1 else None,
+    }
+    if replayed.lateness_ms:
+        for name, share in (("p50", 50), ("p99", 99), ("max", 100)):
+            found[f"lateness_ms_{name}"] = float(np.percentile(replayed.lateness_ms, share))
+    if replayed.answers:
+        found |= summarise(replayed.answers, seconds)
+        found["requests_per_s"] = len(replayed.answers) / seconds
+    return found
+
+
+def print_report(found: dict[str, Any]) -> None:
+    """For people, on stdout."""
+    state = "" if found["is_whole"] else "interrupted: "
+    print(
+        f"{state}{found['num_answered']} of {found['num_sent']} sent requests answered in {found['seconds']:.1f} s "
+        f"of {found['num_requests']} in the trace"
+    )
+    print(f"trace: {found['trace']}")
+    for kind, count in found["errors"].items():
+        print(f"  {count} failed: {kind}")
+    if "lateness_ms_p50" in found:
+        wanted = found["requests_per_s_wanted"]
+        due = "" if wanted is None else f", {wanted:.2f} requests/s wanted"
+        print(
+            f"sent late by p50 {found['lateness_ms_p50']:.1f} ms, p99 {found['lateness_ms_p99']:.1f} ms, "
+            f"at most {found['lateness_ms_max']:.1f} ms{due}"
+        )
+    if found["num_answered"]:
+        print(f"{found['tokens_per_s']:.0f} tokens/s, {found['requests_per_s']:.2f} requests/s")
+        for name, heading in (("ttft", "first token"), ("tpot", "per token"), ("itl", "gap"), ("e2e", "whole answer")):
+            print(f"  {heading:12} p50 {found[f'{name}_ms_p50']:8.1f} ms   p99 {found[f'{name}_ms_p99']:8.1f} ms")
+        print(f"  draft tokens accepted per verification {found['mean_accepted']:.2f}")

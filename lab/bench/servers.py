@@ -1,0 +1,125 @@
+"""Real servers, one per policy, and the load client: started, awaited and stopped.
+
+Knows the `faser serve` command line and nothing of what is behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lab.bench.workload import Job, Trace
+from lab.places import ROOT
+
+PLACE = "Triton, gRPC streaming"
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class Server:
+    """`faser serve` on free loopback ports. Raises RuntimeError with the log's end if it does not come up."""
+
+    def __init__(self, options: list[str], log: Path) -> None:
+        http, grpc, metrics = free_ports(3)
+        self.url = f"127.0.0.1:{grpc}"
+        self.health = f"http://127.0.0.1:{http}/v2/health/ready"
+        self._log = log
+        ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+        faser = Path(sys.executable).with_name("faser")
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [str(faser), "serve", *ports, *options], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT
+            )
+
+    def log_tail(self) -> str:
+        return self._log.read_text()[-4000:]
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended at once:\n{self.log_tail()}")
+            try:
+                with urllib.request.urlopen(self.health, timeout=1):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise RuntimeError(f"not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+class OverTriton:
+    """One server per policy, all up, so that repeats can take turns; idle ones only wait."""
+
+    def __init__(self, engine_dir: Path, policies: list[str], log_dir: Path, options: list[str]) -> None:
+        self._stack = ExitStack()
+        self._servers: dict[str, Server] = {}
+        try:
+            for policy in policies:
+                log = log_dir / f"server-{policy.replace(':', '-')}.log"
+                server = Server(["--engine-dir", str(engine_dir), "--policy", policy, *options], log)
+                self._stack.callback(server.stop)
+                self._servers[policy] = server
+                server.wait_ready()
+            self._client = subprocess.Popen(
+                [sys.executable, "-m", "lab.bench.stream_client"],
+                cwd=ROOT,
+                env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
+                # Linux shares cores between sessions first: in one with other busy programs the client
+                # could wait 100 ms for its turn, which would be charged to the server.
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._stack.callback(self._client.terminate)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
+        """num_clients streams until all jobs are answered. Returns traces and seconds."""
+        assert self._client.stdin is not None and self._client.stdout is not None
+        order: dict[str, Any] = {
+            "url": self._servers[policy].url,
+            "num_clients": num_clients,
+            "jobs": [asdict(job) for job in jobs],
+        }
+        self._client.stdin.write(json.dumps(order) + "\n")
+        self._client.stdin.flush()
+        answer = self._client.stdout.readline()
+        if not answer:
+            log = self._servers[policy].log_tail()
+            raise RuntimeError(f"the load client ended; policy {policy}, {num_clients} clients; server log:\n{log}")
+        found = json.loads(answer)
+        return [Trace(**trace) for trace in found["traces"]], found["seconds"]
+
+    def close(self) -> None:
+        self._stack.close()

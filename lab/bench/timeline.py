@@ -1,0 +1,73 @@
+"""A timeline in Chrome's trace event format, for ui.perfetto.dev: the step and both lanes, side by side.
+
+One process per pipeline mode; in it the lanes `step`, `draft` and `target`. An event of the step lane
+carries what the step did; an event of another lane is one lap of that lane.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from lab.bench.accounting import StepLog, StepNote
+
+LANES = {"step": 1, "draft": 2, "target": 3}
+STEP_PHASES = frozenset({"schedule", "accept", "commit", "observe", "wait"})
+SHOWN = {
+    "draft_rows": "pack", "draft_model": "draft", "draft_sample": "sample", "draft_lookup": "look up",
+    "target_rows": "pack", "target_model": "verify", "exit": "exit", "prefill_rows": "pack prefill",
+    "prefill_model": "prefill",
+}  # fmt: skip
+
+
+def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[dict[str, Any]]:
+    """Events of the last max_steps steps of a log, times in microseconds since the first of them."""
+    notes = log.notes[-max_steps:]
+    start, ends = notes[0].start_ns, [note.end_ns for note in notes]
+    named = [("process_name", 0, name), *(("thread_name", tid, lane) for lane, tid in LANES.items())]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": {"name": text}} for kind, tid, text in named
+    ]
+    events += [
+        {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": tid, "args": {"sort_index": tid}}
+        for tid in LANES.values()
+    ]
+    for note in notes:
+        events.append(_event(f"step ({note.mode.value})", (process, "step"), (note.start_ns, note.end_ns), start))
+        events[-1]["args"] = _args(note)
+    for lane, laps in (("target", log.target_laps), ("draft", log.draft_laps)):
+        for lap in laps:
+            if lap.start_ns >= start:
+                where = "step" if lap.phase in STEP_PHASES else lane
+                # An observation begins inside its step, whose record is what is observed: it is shown behind it.
+                begin = ends[bisect_right(ends, lap.end_ns) - 1] if lap.phase == "observe" else lap.start_ns
+                shown = SHOWN.get(lap.phase, lap.phase)
+                events.append(_event(shown, (process, where), (begin, lap.end_ns), start))
+    return events
+
+
+def _event(name: str, place: tuple[int, str], span_ns: tuple[int, int], origin_ns: int) -> dict[str, Any]:
+    """A slice on lane place[1] of process place[0]."""
+    process, lane = place
+    start_ns, end_ns = span_ns
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": lane,
+        "pid": process,
+        "tid": LANES[lane],
+        "ts": (start_ns - origin_ns) / 1e3,
+        "dur": (end_ns - start_ns) / 1e3,
+    }
+
+
+def _args(note: StepNote) -> dict[str, Any]:
+    return {
+        "batch_size": len(note.sequences),
+        "drafted": int(note.num_drafted.sum()),
+        "rows": int(note.num_rows.sum()),
+        "rows_pruned": int((note.num_rows - note.num_kept).sum()),
+        "accepted": int(note.num_accepted.sum()),
+        "tokens": int(note.num_emitted.sum()),
+        "overlap_us": round(note.overlap_us, 1),
+    }

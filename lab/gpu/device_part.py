@@ -1,0 +1,78 @@
+"""What the device is, and which runtimes this machine can load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from lab.gpu.worker import Context, Result
+
+MODULES = (
+    "torch",
+    "triton",
+    "cuda.bindings.driver",
+    "cuda.core",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt_rtx",
+    "tensorrt_rtx_bindings",
+    "pydantic",
+    "tokenizers",
+    "safetensors",
+    "tritonclient",
+    "pytriton",
+)
+
+
+def run(context: Context) -> Result:
+    """Modules that import, the device's properties, and a kernel of the Triton language that runs."""
+    found: Result = {"modules": {name: _outcome(lambda name=name: _version(name)) for name in MODULES}}
+    context.save(found)
+    if context.is_cuda:
+        found["properties"] = _properties()
+        context.save(found)
+        found["kernel"] = _outcome(_run_kernel)
+    return found
+
+
+def _version(name: str) -> str:
+    return str(getattr(import_module(name), "__version__", "imported"))
+
+
+def _outcome(work: Callable[[], Any]) -> str:
+    """What it returned, or its error in a line."""
+    try:
+        return str(work())
+    except Exception as error:
+        return f"no: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+
+
+def _properties() -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "num_sms": properties.multi_processor_count,
+        "l2_mib": getattr(properties, "L2_cache_size", 0) / 2**20,
+        "memory_gib": total / 2**30,
+        "free_gib": free / 2**30,
+        "cuda": torch.version.cuda,
+        "stream_priorities": list(torch.cuda.Stream().priority_range()),
+    }
+
+
+def _run_kernel() -> str:
+    """The row compaction kernel, the smallest of ours."""
+    import torch
+
+    from plugins.row_compaction import compact_rows
+
+    hidden, kept = torch.randn(8, 64, device="cuda"), torch.tensor([1, 5], device="cuda")
+    out = torch.empty(2, 64, device="cuda")
+    compact_rows(hidden, kept, out)
+    assert torch.equal(out, hidden[kept]), "the kernel ran, and its result is wrong"
+    return "ran"

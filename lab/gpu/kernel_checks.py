@@ -1,0 +1,151 @@
+"""Kernels of the project against their references on the device, over random cases: a function each.
+
+Every function draws a case of a type, runs kernel and reference, and returns the largest error relative to
+1 + |reference|. Outputs are poisoned before, so that what a kernel does not write shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from faser_backend.device.cuda.noise import TorchNoise
+from lab.gpu.kernel_cases import DTYPES, GEOMETRIES, AttentionCall, random_call
+from plugins import decoder_reference, reference
+from plugins.add_rms_norm import add_rms_norm
+from plugins.exit_scores import exit_scores
+from plugins.gated_silu import gated_silu
+from plugins.kv_write import write_kv
+from plugins.pruned_chunk_attention import pruned_chunk_attention
+from plugins.rotate_heads import rotate_heads
+from plugins.row_compaction import compact_rows
+
+WIDTHS = (64, 1000, 4096)  # of hidden states
+POISON = 7.0
+
+
+def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
+    call = _random_call(name, device, rng)
+    expected = call.cloned()
+    scale = call.tensors[0].shape[2] ** -0.5
+    pruned_chunk_attention(
+        *call.tensors, call.out, max_rows=call.max_rows, num_splits=int(rng.choice([1, 2, 5])), scale=scale
+    )
+    reference.pruned_chunk_attention(*expected.tensors, expected.out, scale)
+    used = int(call.tensors[6][-1])
+    pairs = [(call.out[:used], expected.out[:used])]
+    pairs += [(call.tensors[index], expected.tensors[index]) for index in (3, 4)]
+    return max(_error(*pair) for pair in pairs)
+
+
+def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype = DTYPES[name]
+    num_rows, vocab_size = (int(rng.integers(1, top)) for top in (70, 900))
+    hidden_size, num_candidates = int(rng.choice(WIDTHS)), int(rng.choice([1, 3, 8]))
+    hidden, head = (
+        normal(dtype, device, rng, num_rows, hidden_size),
+        normal(dtype, device, rng, vocab_size, hidden_size),
+    )
+    candidates = torch.tensor(rng.integers(0, vocab_size, (num_rows, num_candidates)), device=device)
+    out, expected = (torch.full((num_rows, num_candidates), POISON, device=device) for _ in range(2))
+    exit_scores(hidden, head, candidates, out)
+    reference.exit_scores(hidden, head, candidates, expected)
+    return _error(out, expected) / math.sqrt(hidden_size)  # of sums of so many products of unit normals
+
+
+def _check_compaction(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype, num_rows, hidden_size = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
+    hidden = normal(dtype, device, rng, num_rows, hidden_size)
+    kept = torch.tensor(np.flatnonzero(rng.random(num_rows) < 0.6), device=device)
+    out, expected = (torch.full((kept.numel(), hidden_size), POISON, dtype=dtype, device=device) for _ in range(2))
+    compact_rows(hidden, kept, out)
+    reference.compact_rows(hidden, kept, expected)
+    return _error(out, expected)
+
+
+def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
+    call = _random_call(name, device, rng)
+    expected = call.cloned()
+    for tensors, write in ((call.tensors, write_kv), (expected.tensors, reference.write_kv)):
+        _, k_new, v_new, k_pool, v_pool, *_, slots = tensors
+        write(k_new, v_new, slots, k_pool, v_pool)
+    return max(_error(call.tensors[index], expected.tensors[index]) for index in (3, 4))
+
+
+def _check_norm(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype, num_rows, width = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
+    hidden, delta = (normal(dtype, device, rng, num_rows, width) for _ in range(2))
+    weight = normal(torch.float32, device, rng, width)
+    results = [[torch.full_like(hidden, POISON) for _ in range(2)] for _ in range(2)]
+    add_rms_norm(hidden, delta, weight, 1e-6, *results[0])
+    decoder_reference.add_rms_norm(hidden, delta, weight, 1e-6, *results[1])
+    return max(_error(found, expected) for found, expected in zip(*results, strict=True))
+
+
+def _check_rotation(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype, num_rows = DTYPES[name], int(rng.integers(1, 70))
+    heads, kv_heads, head_dim, _ = GEOMETRIES[name][int(rng.integers(len(GEOMETRIES[name])))]
+    qkv = normal(dtype, device, rng, num_rows, heads + 2 * kv_heads, head_dim)
+    positions = torch.tensor(rng.integers(0, 500, num_rows), device=device)
+    angles = torch.outer(torch.arange(500), 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))).to(device)
+    norms = [normal(torch.float32, device, rng, head_dim) if rng.random() < 0.5 else None] * 2
+    found, expected = (torch.full_like(qkv[:, : heads + kv_heads], POISON).contiguous() for _ in range(2))
+    tables = angles.cos(), angles.sin()
+    rotate_heads(qkv, positions, *tables, found, num_heads=heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+    decoder_reference.rotate_heads(qkv, positions, *tables, *norms, 1e-6, heads, expected)
+    return _error(found, expected)
+
+
+def _check_gate(name: str, device: str, rng: np.random.Generator) -> float:
+    dtype, num_rows, width = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
+    gate_up = normal(dtype, device, rng, num_rows, 2 * width)
+    found, expected = (torch.full((num_rows, width), POISON, dtype=dtype, device=device) for _ in range(2))
+    gated_silu(gate_up, found)
+    decoder_reference.gated_silu(gate_up, expected)
+    return _error(found, expected)
+
+
+def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
+    """Always float32: scores with noise on the device against the definition on the host."""
+    del name
+    num_rows, vocab_size = int(rng.integers(1, 20)), 5000
+    logits = normal(torch.float32, device, rng, num_rows, vocab_size)
+    keys, positions = (torch.tensor(rng.integers(0, 1 << 62, num_rows), device=device) for _ in range(2))
+    scale = torch.tensor(rng.uniform(0.5, 2.0, num_rows), dtype=torch.float32, device=device)
+    weight = torch.tensor(rng.integers(0, 2, num_rows), dtype=torch.float32, device=device)
+    arguments = (logits, keys, positions, scale, weight)
+    found = TorchNoise(vocab_size, torch.device(device)).perturbed(*arguments)
+    expected = TorchNoise(vocab_size, torch.device("cpu")).perturbed(*(each.cpu() for each in arguments))
+    return _error(found.cpu(), expected)
+
+
+def _random_call(name: str, device: str, rng: np.random.Generator) -> AttentionCall:
+    geometries = GEOMETRIES[name]
+    return random_call(geometries[int(rng.integers(len(geometries)))], DTYPES[name], device, rng)
+
+
+CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
+    "pruned_chunk_attention": _check_attention,
+    "exit_scores": _check_exit_scores,
+    "compact_rows": _check_compaction,
+    "write_kv": _check_kv_write,
+    "add_rms_norm": _check_norm,
+    "rotate_heads": _check_rotation,
+    "gated_silu": _check_gate,
+    "perturb_logits": _check_noise,
+}
+
+
+def normal(dtype: torch.dtype, device: str, rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.tensor(rng.standard_normal(shape), dtype=dtype, device=device)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference relative to 1 + |expected|; NaN counts as infinite."""
+    if not found.numel():
+        return 0.0
+    error = ((found.float() - expected.float()).abs() / (1.0 + expected.float().abs())).nan_to_num(nan=math.inf)
+    return float(error.max())

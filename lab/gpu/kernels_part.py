@@ -1,0 +1,168 @@
+"""Kernels on the device: right first, then how near to the copy bandwidth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.gpu import byte_model
+from lab.gpu.byte_model import AttentionShape
+from lab.gpu.kernel_cases import DTYPES, TOLERANCES, timed_calls
+from lab.gpu.kernel_checks import CHECKS, normal
+from lab.gpu.peaks import copy_bytes_per_s
+from lab.gpu.timing import Timing, as_graph, take_turns
+from lab.gpu.worker import Context, Result
+from plugins.attention_config import choose_num_splits
+from plugins.exit_scores import exit_scores
+from plugins.kv_write import write_kv
+from plugins.pruned_chunk_attention import pruned_chunk_attention
+from plugins.row_compaction import compact_rows
+from plugins.split_combine import workspace_numel
+
+NUM_CASES = 24  # of each type
+ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
+MAX_COPIES = 128
+REPEATS = 15
+
+
+def correctness(context: Context) -> Result:
+    """Every kernel against its reference over random cases; errors relative to 1 + |reference|."""
+    found: Result = {"cases": [], "tolerances": TOLERANCES}
+    num_cases = 3 if context.is_tiny else NUM_CASES
+    for name, dtype in DTYPES.items():
+        rng = np.random.default_rng([context.seed, len(name), dtype.itemsize])
+        for kernel, check in CHECKS.items():
+            worst = [check(name, context.device, rng) for _ in range(num_cases) if context.has_time()]
+            if not worst:
+                break
+            error = max(worst)
+            found["cases"].append(
+                {
+                    "kernel": kernel,
+                    "dtype": name,
+                    "num_cases": len(worst),
+                    "max_error": error,
+                    "is_right": bool(error <= TOLERANCES[name]),
+                }
+            )
+        context.save(found)
+    return found
+
+
+def bandwidth(context: Context) -> Result:
+    """Achieved bandwidth of each kernel beside the copy bandwidth that was measured in the same minute."""
+    copied = copy_bytes_per_s(context.device, 1 << 20 if context.is_tiny else 1 << 30)
+    found: Result = {"copy_gb_per_s": copied / 1e9, "attention": [], "small": []}
+    sizes = itertools.product((1, 8, 32, 64), (256, 1024, 4096), (1, 5))
+    shapes = [AttentionShape(*size) for size in sizes]
+    if context.is_tiny:
+        shapes = [AttentionShape(2, 40, 5, 4, 2, 32)]
+    for shape in sorted(
+        shapes, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)
+    ):  # the goal's first
+        if not context.has_time(2.0):
+            break
+        timing, num_splits = time_attention(context, shape)
+        rate = byte_model.attention_bytes(shape, 2) / timing.median_us * 1e6
+        found["attention"].append(
+            {
+                "batch": shape.num_sequences,
+                "context": shape.context,
+                "rows": shape.rows,
+                "num_splits": num_splits,
+                **as_fields(timing),
+                "gb_per_s": rate / 1e9,
+                "share_of_copy": rate / copied,
+            }
+        )
+        context.save(found)
+    found["attention"].sort(key=lambda row: (row["batch"], row["context"], row["rows"]))
+    found["small"] = _small_kernels(context, copied)
+    return found
+
+
+def time_attention(
+    context: Context,
+    shape: AttentionShape,
+    *,
+    num_splits: int | None = None,
+    launched_as: AbstractContextManager[None] | None = None,
+) -> tuple[Timing, int]:
+    """Time of one call in bf16, and into how many parts its context was split. launched_as: what holds while it is
+    launched."""
+    num_bytes = byte_model.attention_bytes(shape, 2)
+    num_copies = min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / num_bytes)))
+    calls = timed_calls(shape, 2 if context.is_tiny else num_copies, torch.bfloat16, context.device, context.seed)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
+    num_splits = num_splits or choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
+    numel = workspace_numel(shape.num_sequences * shape.rows, shape.num_heads, shape.head_dim, num_splits)
+    workspace = torch.empty(numel, dtype=torch.float32, device=context.device)
+
+    def run() -> None:
+        for call in calls:
+            pruned_chunk_attention(
+                *call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, workspace=workspace
+            )
+
+    with launched_as or nullcontext():
+        work = as_graph(context.device, run)
+        timing = take_turns(context.device, {"attention": work}, 2 if context.is_tiny else REPEATS)["attention"]
+    return Timing(*(value / len(calls) for value in timing)), num_splits
+
+
+def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
+    """Exit scores, row compaction and the pool write at the sizes of a verification of 32 x 5 rows."""
+    num_rows, hidden_size, vocab_size = (10, 64, 100) if context.is_tiny else (160, 4096, 151_936)
+    device, rng = context.device, np.random.default_rng(context.seed)
+    head = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=device).normal_()
+    hidden = normal(torch.bfloat16, device, rng, num_rows, hidden_size)
+    candidates = [torch.tensor(rng.integers(0, vocab_size, (num_rows, 8)), device=device) for _ in range(8)]
+    scores = torch.empty(num_rows, 8, device=device)
+    kept = torch.arange(0, num_rows, 2, device=device)
+    out = torch.empty(kept.numel(), hidden_size, dtype=torch.bfloat16, device=device)
+    (call,) = timed_calls(AttentionShape(num_rows // 5, 64, 5), 1, torch.bfloat16, device, 0)
+    _, k_new, v_new, k_pool, v_pool, *_, slots = call.tensors
+
+    def score() -> None:
+        for chosen in candidates:
+            exit_scores(hidden, head, chosen, scores)
+
+    def compact() -> None:
+        for _ in candidates:
+            compact_rows(hidden, kept, out)
+
+    def write() -> None:
+        for _ in candidates:
+            write_kv(k_new, v_new, slots, k_pool, v_pool)
+
+    works = {"exit_scores": score, "compact_rows": compact, "write_kv": write}
+    timings = take_turns(device, {name: as_graph(device, work) for name, work in works.items()}, REPEATS)
+    num_bytes = {
+        "exit_scores": byte_model.exit_score_bytes(num_rows, hidden_size, 8, 2),
+        "compact_rows": byte_model.compaction_bytes(kept.numel(), hidden_size, 2),
+        "write_kv": byte_model.kv_write_bytes(num_rows, k_new.shape[1], k_new.shape[2], 2),
+    }
+    rows = []
+    for name, timing in timings.items():
+        each = Timing(*(value / len(candidates) for value in timing))
+        rate = num_bytes[name] / each.median_us * 1e6
+        rows.append(
+            {
+                "kernel": name,
+                "rows": num_rows,
+                **as_fields(each),
+                "gb_per_s": rate / 1e9,
+                "share_of_copy": rate / copied,
+            }
+        )
+    return rows
+
+
+def as_fields(timing: Timing) -> dict[str, float]:
+    """For JSON."""
+    return {"us": timing.median_us, "spread": timing.spread}

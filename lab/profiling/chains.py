@@ -1,0 +1,170 @@
+"""Drafted chains as an engine verified them: what calibration is fitted to.
+
+The real engine generates; its policy drafts a fixed length for everyone, and at every exit a pruner listens
+without taking a row out. So margins, exit margins and acceptances are those of serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner
+from faser_backend.core.errors import FaserError
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Request
+from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.early_exit import NUM_CANDIDATES
+from lab.profiling.overhead import MakeEngine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chains:
+    """N chains of at most K draft tokens; entries past num_drafted have no meaning."""
+
+    margins: np.ndarray  # [N, K] of the draft
+    exit_margins: dict[int, np.ndarray]  # segment -> [N, K]
+    num_drafted: np.ndarray  # [N]
+    num_accepted: np.ndarray  # [N]
+    group: np.ndarray  # [N] whose text: chains of a group are held out together
+    is_sampled: np.ndarray  # bool [N]: not of a greedy request
+
+    @property
+    def is_drafted(self) -> np.ndarray:
+        """bool [N, K]"""
+        return np.arange(self.margins.shape[1]) < self.num_drafted[:, None]
+
+    @property
+    def is_accepted(self) -> np.ndarray:
+        """bool [N, K]"""
+        return np.arange(self.margins.shape[1]) < self.num_accepted[:, None]
+
+    @property
+    def is_tested(self) -> np.ndarray:
+        """bool [N, K]: the accepted ones, and the one that ended the chain."""
+        return np.arange(self.margins.shape[1]) < np.minimum(self.num_accepted + 1, self.num_drafted)[:, None]
+
+    def take(self, index: np.ndarray) -> Chains:
+        return Chains(
+            self.margins[index],
+            {segment: margins[index] for segment, margins in self.exit_margins.items()},
+            self.num_drafted[index],
+            self.num_accepted[index],
+            self.group[index],
+            self.is_sampled[index],
+        )
+
+    def shortened(self, num_draft_tokens: int) -> Chains:
+        """As if at most so many tokens had been drafted."""
+        return Chains(
+            self.margins[:, :num_draft_tokens],
+            {segment: margins[:, :num_draft_tokens] for segment, margins in self.exit_margins.items()},
+            np.minimum(self.num_drafted, num_draft_tokens),
+            np.minimum(self.num_accepted, num_draft_tokens),
+            self.group,
+            self.is_sampled,
+        )
+
+
+class ProbePolicy:
+    """A fixed length for everyone, and a pruner at the exits: for engines that are measured, not served."""
+
+    is_drafting = True
+    partitions = (WHOLE,)
+
+    def __init__(self, num_draft_tokens: int, pruner: Pruner | None) -> None:
+        self._num_draft_tokens = num_draft_tokens
+        self._pruner = pruner
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return Decision([self._num_draft_tokens] * len(sequences), pruner=self._pruner)
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+class Listener:
+    """A pruner that keeps every row and remembers the step's exit margins; `observe` joins them with what came."""
+
+    num_candidates = NUM_CANDIDATES
+
+    def __init__(self, exits: frozenset[int], num_draft_tokens: int, group_of: dict[str, int]) -> None:
+        self.exits = exits
+        self._width = num_draft_tokens
+        self._group_of = group_of
+        self._heard: dict[int, np.ndarray] = {}
+        self._records: list[Chains] = []
+
+    def keep(self, view: ExitView) -> np.ndarray:
+        self._heard[view.segment] = view.exit_margins
+        return view.num_rows
+
+    def observe(self, record: StepRecord) -> None:
+        frontier, heard = record.frontier, self._heard
+        self._heard = {}
+        if frontier.margins is None or not frontier.num_drafted.any():
+            return
+        groups = [self._group_of[sequence.request.request_id] for sequence in record.plan.decodes]
+        chains = Chains(
+            self._padded(frontier.margins),
+            {segment: self._padded(heard[segment]) for segment in self.exits},
+            frontier.num_drafted,
+            record.acceptance.num_accepted,
+            np.array(groups, np.int64),
+            np.array([not sequence.request.sampling.is_greedy for sequence in record.plan.decodes]),
+        )
+        self._records.append(chains.take(np.flatnonzero(chains.num_drafted)))
+
+    def chains(self) -> Chains:
+        """All that were heard; raises FaserError where nothing was."""
+        records = self._records
+        if not records:
+            raise FaserError("calibration: nothing was drafted")
+        return Chains(
+            np.concatenate([chains.margins for chains in records]),
+            {segment: np.concatenate([chains.exit_margins[segment] for chains in records]) for segment in self.exits},
+            np.concatenate([chains.num_drafted for chains in records]),
+            np.concatenate([chains.num_accepted for chains in records]),
+            np.concatenate([chains.group for chains in records]),
+            np.concatenate([chains.is_sampled for chains in records]),
+        )
+
+    def _padded(self, array: np.ndarray) -> np.ndarray:
+        return np.pad(array.astype(np.float64), ((0, 0), (0, self._width - array.shape[1])))
+
+
+def record_chains(
+    make_engine: MakeEngine,
+    exits: frozenset[int],
+    requests: list[tuple[int, Request]],
+    num_draft_tokens: int,
+    progress: Callable[[float], None],
+) -> Chains:
+    """Runs (group, request) pairs to their ends. Raises FaserError where one of them fails."""
+    config = EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}", max_queue_size=0)
+    listener = Listener(exits, num_draft_tokens, {request.request_id: group for group, request in requests})
+    engine = make_engine(config)
+    try:
+        listen(engine, listener, num_draft_tokens)
+        for _, request in requests:
+            engine.submit(request)
+        num_ended = 0
+        while engine.has_work:
+            for output in engine.step():
+                if output.error is not None:
+                    raise FaserError(f"calibration: {output.error}")
+                num_ended += output.is_final
+            progress(num_ended / len(requests))
+    finally:
+        engine.close()
+    return listener.chains()
+
+
+def listen(engine: Engine, listener: Listener, num_draft_tokens: int) -> None:
+    """From the next step on the engine drafts so many tokens and the listener hears of them."""
+    engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, listener if listener.exits else None)
+    engine.stepper.observers.append(listener.observe)

@@ -1,0 +1,244 @@
+"""Times real model calls on the partitions of this machine.
+
+All calls of a partition are interleaved in random order, sweep after sweep, and the median over sweeps is
+kept: what disturbs the machine for a while touches few samples of each call. A split's shares are timed
+while the other model works on the other share. A call has ended when the device is done with it.
+
+Calls are timed as they are used. A draft sample is a run of calls, on the whole machine after a target call, which
+leaves little of the draft in the caches; a first call in between is not timed, for what it takes more is found by
+profiling/overhead.py. A target sample follows calls of its own shape, as step follows step,
+and where it verifies drafted rows a draft call comes in between. Timed right after a large call instead, one row took
+twice as long as it does in plain decoding (1387 us, 675 us after 8 calls), and speculation looked better than it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.model import EAGLE3
+from faser_backend.device.kv_pool import feature_pools
+from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
+from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
+from faser_backend.manifest import ModelEngine
+from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.serving.runtimes import AnyRuntime
+from lab.profiling.cases import Case, make_batch
+from lab.profiling.timed_calls import TimedRunner, chain_case, is_chain, open_loop
+
+MAX_POOL_BYTES = 512 << 20
+CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner keeps
+MIN_CASES = 6  # of a group, measured whatever they cost, to fit and held out each
+DRAFT_RUN = 4  # a draft sample is the mean of so many calls in a row
+TARGET_WARM_US = 4000.0  # a target sample follows calls of its own shape for so long
+
+Progress = Callable[[float], None]  # is told the share that is done, in [0, 1]
+Work = Callable[[], None]
+
+
+class Effort(NamedTuple):
+    """How long a share is measured: about budget_s seconds or max_sweeps sweeps, but 3 sweeps at least."""
+
+    budget_s: float
+    max_sweeps: int
+
+
+class Share(NamedTuple):
+    """A model on its part of a partition; `company` is the other model's part, where both run at once."""
+
+    model: str
+    partition: str
+    part: Any  # a ComputePartition of the runtime's: cores or SMs
+    company: Any | None
+
+    @property
+    def other_model(self) -> str:
+        return TARGET if self.model == DRAFT else DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One case: median microseconds of each segment, and what else its whole calls showed."""
+
+    case: Case
+    segment_us: tuple[float, ...]
+    spread: float  # distance between the quartiles, as a share of the median
+    first_us: float  # the first call, which makes the buffers of the shape
+
+
+def shares_of(menu: PartitionMenu[Any], *, has_draft: bool = True) -> list[Share]:
+    """Everything to measure: both models on the whole machine, then on each split; a target alone on the whole."""
+    if not has_draft:
+        return [Share(TARGET, WHOLE, menu.whole, None)]
+    shares = [Share(model, WHOLE, menu.whole, None) for model in (TARGET, DRAFT)]
+    for draft, target in menu.splits:
+        name = split_name(draft, target)
+        shares += [Share(TARGET, name, target, draft), Share(DRAFT, name, draft, target)]
+    return shares
+
+
+class Bench:
+    """Pools and batches of a pair of models, shared by all partitions of its runtime."""
+
+    def __init__(self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], seed: int) -> None:
+        self._runtime = runtime
+        self._models: dict[str, ModelEngine] = dict(zip((TARGET, DRAFT), models.present, strict=False))
+        self._max_context = models.max_context
+        self._rng = np.random.default_rng(seed)
+        runtime.bind_step_thread()
+        self._pools = {model: self._filled_pool(model, cases[model]) for model in cases}
+        if models.draft is not None and models.draft.spec.family == EAGLE3:
+            pool: Any = self._pools[DRAFT]
+            pool.features = feature_pools(models.target.spec, pool.num_blocks, pool.kv_block_size)
+        runtime.synchronize()  # before other threads read them
+        self._cases = cases
+
+    def measure(self, share: Share, effort: Effort, progress: Progress) -> list[Sampled]:
+        """Medians of the model's cases; most of those that are too dear for the budget are left out."""
+        with _bound_thread(share.part) as on_share, ExitStack() as opened:
+            runner = on_share.submit(self._open_timed, share.model, share.part, opened).result()
+            before: Work = _nothing
+            if share.company is None and share.other_model in self._models:
+                before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
+            with self._company(share):
+                return on_share.submit(self._sweep, share.model, runner, before, effort, progress).result()
+
+    def _sweep(
+        self, model: str, runner: TimedRunner, before: Work, effort: Effort, progress: Progress
+    ) -> list[Sampled]:
+        cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
+        groups = [cases[i : i + CALLS_PER_GROUP] for i in range(0, len(cases), CALLS_PER_GROUP)]
+        sampled = []
+        for index, group in enumerate(groups):
+            share_of_effort = effort._replace(budget_s=effort.budget_s * len(group) / len(cases))
+            sampled += self._sweep_group(model, runner, before, group, share_of_effort)
+            progress((index + 1) / len(groups))
+        return sampled
+
+    def _sweep_group(
+        self, model: str, runner: TimedRunner, before: Work, group: list[Case], effort: Effort
+    ) -> list[Sampled]:
+        """before: a call of the other model, untimed, where the two take turns on the same cores."""
+        num_calls = DRAFT_RUN if model == DRAFT else 1
+        calls = self._calls(model, runner, group)
+        num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
+        deadline = time.perf_counter() + effort.budget_s
+        first_us = [float(runner.time(batch, num_first).sum()) for _, batch in calls]
+        for _, batch in calls:
+            runner.time(batch, num_first)  # the second call, at which a GPU's is captured as a graph
+        warm = np.array([runner.time(batch, num_first).sum() for _, batch in calls])
+        cheap_first = warm.argsort()
+        sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
+        is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= effort.budget_s * 1e6
+        is_held_out = np.array([calls[index][0].is_held_out for index in cheap_first])
+        for kind in (is_held_out, ~is_held_out):  # a fit needs some of both
+            is_affordable[np.flatnonzero(kind)[:MIN_CASES]] = True
+        kept = cheap_first[is_affordable]
+        samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
+        for sweep in range(effort.max_sweeps):
+            if sweep >= 3 and time.perf_counter() > deadline:
+                break
+            for index in self._rng.permutation(kept):
+                case, batch = calls[index]
+                if model == TARGET:
+                    runner.warm_up(batch, TARGET_WARM_US)
+                if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
+                    before()
+                if model == DRAFT and runner.loop is None:
+                    runner.time(batch, 1)  # what a round's first call takes more, profiling/overhead.py finds
+                samples[int(index)].append(runner.time(batch, num_calls))
+        return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
+
+    def _calls(self, model: str, runner: TimedRunner, group: list[Case]) -> list[tuple[Case, RowBatch]]:
+        """Each case with its batch; where chains are drafted at once, with room for the chain behind it."""
+        calls = []
+        for case in group:
+            room = 0
+            if runner.loop is not None and is_chain(case.counts, case.num_logit_rows):
+                room = DRAFT_RUN
+                case = chain_case(case, room, self._max_context)  # noqa: PLW2901
+            calls.append((case, self._batch(model, case, room)))
+        return calls
+
+    def _batch(self, model: str, case: Case, room: int = 0) -> RowBatch:
+        pool, vocab_size = self._pools[model], self._models[model].spec.vocab_size
+        return make_batch(case, vocab_size, pool.kv_block_size, pool.num_blocks, self._rng, room=room)
+
+    def _open_timed(self, model: str, share: ComputePartition, opened: ExitStack) -> TimedRunner:
+        runner = self._open(model, share, opened)
+        loop = open_loop(self._runtime, runner, self._max_context) if model == DRAFT else None
+        return TimedRunner(self._runtime, runner, loop)
+
+    def _open(self, model: str, share: ComputePartition, opened: ExitStack) -> OpenRunner:
+        runner = self._runtime.open_runner(self._models[model], share, self._pools[model])
+        opened.callback(runner.close)
+        return runner
+
+    def _filled_pool(self, model: str, cases: list[Case]) -> KvStorage:
+        """Blocks for the largest case, or for as much of it as MAX_POOL_BYTES hold."""
+        spec, block_size = self._models[model].spec, self._runtime.kv_block_size
+        num_needed = max(len(case.counts) * -(-case.num_tokens // block_size) for case in cases)
+        num_fitting = max(MAX_POOL_BYTES // self._runtime.bytes_per_block(spec), 1)
+        pool = self._runtime.open_pool(self._models[model], min(num_needed, num_fitting))
+        self._runtime.fill_pool(pool, self._rng.standard_normal(spec.head_dim).astype(np.float32))
+        return pool
+
+    def _other_work(self, model: str, share: ComputePartition, opened: ExitStack) -> Work:
+        """Opens a runner; each call of the result runs one call of middling size on it, in turn."""
+        runner = TimedRunner(self._runtime, self._open(model, share, opened))
+        cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
+        middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
+        batches = itertools.cycle([self._batch(model, case) for case in middling])
+
+        def work() -> None:
+            runner.time(next(batches), 1)
+
+        return work
+
+    @contextmanager
+    def _company(self, share: Share) -> Iterator[None]:
+        """Keeps the other model busy on the other share of a split."""
+        if share.company is None:
+            yield
+            return
+        is_over = threading.Event()
+
+        def keep_busy(work: Work) -> None:
+            while not is_over.is_set():
+                work()
+
+        with _bound_thread(share.company) as on_share, ExitStack() as opened:
+            work = on_share.submit(self._other_work, share.other_model, share.company, opened).result()
+            working = on_share.submit(keep_busy, work)
+            try:
+                yield
+            finally:
+                is_over.set()
+                working.result()
+
+
+@contextmanager
+def _bound_thread(share: ComputePartition) -> Iterator[ThreadPoolExecutor]:
+    """A thread on this share; threads that a runner starts from it stay there too."""
+    with ThreadPoolExecutor(1, "profile", initializer=share.bind_current_thread) as executor:
+        yield executor
+
+
+def _summary(case: Case, times: np.ndarray, first_us: float) -> Sampled:
+    """times: [num_sweeps, num_segments] microseconds."""
+    low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
+    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle), first_us)
+
+
+def _nothing() -> None:
+    """What runs before a sample where nothing has to."""

@@ -1,0 +1,261 @@
+"""`faser profile`: measure, fit, check on held-out calls, store."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from faser_backend.config import EngineConfig
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
+from faser_backend.policy.cost_model import NO_OVERHEAD, CallCost, CostModel, OverheadCost
+from faser_backend.serving.compose import engine_on
+from faser_backend.serving.profile_store import (
+    PROFILE_FILE,
+    Fingerprint,
+    FitError,
+    Profile,
+    is_padded,
+    key_columns,
+    load_cost_model,
+)
+from faser_backend.serving.runtimes import AnyRuntime, open_runtime
+from lab.profiling.calibration import calibrate
+from lab.profiling.cases import Case, choose_cases
+from lab.profiling.exit_cost import ExitSample, measure_exits
+from lab.profiling.measure import Bench, Effort, Sampled, Share, shares_of
+from lab.profiling.overhead import StepSample, StepTimes, measure_lanes
+from lab.profiling.tables import print_tables
+from lab.profiling.trim_cost import TrimSample, measure_trim
+
+BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
+MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
+DEFAULT_RETENTION = 0.95
+
+Report = Callable[[str, float], None]  # what is being done, and the share of all work that is done
+
+
+def profile_engine(
+    engine_dir: Path,
+    *,
+    is_quick: bool = False,
+    report: Report = lambda what, done: None,
+    seed: int = 0,
+    prompts: Path | None = None,
+    retention: float = DEFAULT_RETENTION,
+) -> Profile:
+    """Measures every model on every partition of the runtime's menu, and calibrates the pair.
+
+    prompts: a file of texts to continue (texts.py); None lets the target write its own. retention: share of tokens
+    that would be accepted and that an exit must keep. Raises ManifestError for a broken directory, ConfigError for
+    an option out of range. Saves nothing: the caller does, once all is measured.
+    """
+    manifest = EngineManifest.load(engine_dir)
+    with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
+        return _Profiler(runtime, engine_dir, manifest, report, is_quick=is_quick, seed=seed).run(prompts, retention)
+
+
+class _Profiler:
+    """The parts of a profile, one after the other, on one open runtime."""
+
+    def __init__(
+        self,
+        runtime: AnyRuntime,
+        engine_dir: Path,
+        manifest: EngineManifest,
+        report: Report,
+        *,
+        is_quick: bool,
+        seed: int,
+    ) -> None:
+        self._runtime = runtime
+        self._engine_dir = engine_dir
+        self._manifest = manifest
+        self._models = ModelPair(manifest.target, manifest.draft)
+        self._report = report
+        self._is_quick = is_quick
+        self._seed = seed
+        self._shares = shares_of(runtime.menu, has_draft=manifest.draft is not None)
+        self._num_parts = len(self._shares) + 2
+
+    def run(self, prompts: Path | None, retention: float) -> Profile:
+        manifest, widths = self._manifest, key_columns(self._manifest)
+        self._report("preparing", 0.0)
+        # Calibration goes first: it does not mind a machine that warms up, and finds bad options before the long part.
+        calibration = calibrate(
+            self._make_engine,
+            self._engine_dir,
+            manifest,
+            prompts=prompts,
+            retention=retention,
+            is_quick=self._is_quick,
+            seed=self._seed,
+            progress=lambda done: self._report("calibration", done / self._num_parts),
+        )
+        steps = StepTimes(self._runtime, self._make_engine, is_quick=self._is_quick, seed=self._seed)
+        steps.visit()
+        sampled = self._measure_calls()
+        costs = {
+            (share.model, share.partition): fit_segments(points, widths, pads=is_padded(manifest))
+            for share, points in sampled.items()
+        }
+        calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
+        overhead, overhead_points, trim_points, exit_points = self._measure_overhead(calls, steps)
+        self._report("done", 1.0)
+        model = replace(calls, overhead=overhead)
+        return Profile(
+            fingerprint=Fingerprint.here(manifest),
+            date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            costs=costs,
+            overhead=overhead,
+            errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
+            points=[_point(share, point) for share, points in sampled.items() for point in points],
+            overhead_points=[sample._asdict() for sample in overhead_points],
+            trim_points=[sample._asdict() for sample in trim_points],
+            exit_points=[sample._asdict() for sample in exit_points],
+            calibration=calibration,
+        )
+
+    def _make_engine(self, config: EngineConfig) -> Engine:
+        return engine_on(self._runtime, self._engine_dir, self._manifest, config)
+
+    def _measure_calls(self) -> dict[Share, list[Sampled]]:
+        rng = np.random.default_rng(self._seed)
+        max_context = self._models.max_context
+        names = dict.fromkeys(share.model for share in self._shares)
+        cases = {model: choose_cases(model, max_context, rng, is_quick=self._is_quick) for model in names}
+        bench = Bench(self._runtime, self._models, cases, self._seed)
+        budget_s, max_sweeps = (QUICK_BUDGET_S, QUICK_MAX_SWEEPS) if self._is_quick else (BUDGET_S, MAX_SWEEPS)
+        effort = Effort(budget_s / len(self._shares), max_sweeps)
+        sampled: dict[Share, list[Sampled]] = {}
+        for index, share in enumerate(self._shares, 1):
+            what = f"{share.model} on {share.partition}"
+            self._report(what, index / self._num_parts)
+
+            def tell(done: float, what: str = what, index: int = index) -> None:
+                self._report(what, (index + done) / self._num_parts)
+
+            sampled[share] = bench.measure(share, effort, tell)
+        return sampled
+
+    def _measure_overhead(
+        self, calls: CostModel, steps: StepTimes
+    ) -> tuple[OverheadCost, list[StepSample], list[TrimSample], list[ExitSample]]:
+        self._report("step overhead", (self._num_parts - 1) / self._num_parts)
+        steps.visit()
+        found: dict[str, float] = {}
+        trim_samples: list[TrimSample] = []
+        if self._manifest.draft is not None:
+            found["trim_us"], found["trim_sequence_us"], trim_samples = measure_trim(
+                self._make_engine, is_quick=self._is_quick, seed=self._seed
+            )
+        exit_samples: list[ExitSample] = []
+        if self._manifest.exit_layers:
+            found["exit_us"], found["exit_row_us"], exit_samples = measure_exits(
+                self._runtime, self._models, self._make_engine, is_quick=self._is_quick, seed=self._seed
+            )
+        lanes_us = measure_lanes(self._runtime)
+        if lanes_us is not None:
+            found["lanes_us"] = lanes_us
+        steps.visit()
+        overhead, samples = steps.fit(calls)
+        return replace(overhead, **found), samples, trim_samples, exit_samples
+
+
+def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:
+    """A cost per segment from the points that are not held out. pads: see CostModel.is_padded."""
+    fitted = [point for point in points if not point.case.is_held_out]
+    shapes = shapes_of([point.case for point in fitted], widths, pads=pads)
+    times = np.array([point.segment_us for point in fitted])
+    return tuple(fit_call_cost(shapes, times[:, segment]) for segment in range(times.shape[1]))
+
+
+def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError:
+    """Errors of whole calls, all segments together, on the fitted and on the held-out points."""
+    cases = [point.case for point in points]
+    predicted = model.call_us(
+        share.model,
+        share.partition,
+        np.array([case.num_rows for case in cases]),
+        np.array([len(case.counts) for case in cases]),
+        np.array([case.context for case in cases]),
+        max_rows=np.array([max(case.counts) for case in cases]),
+        num_logit_rows=np.array([case.num_logit_rows for case in cases]),
+    )
+    measured = np.array([sum(point.segment_us) for point in points])
+    is_held_out = np.array([case.is_held_out for case in cases])
+    fitted, held_out = (
+        mean_absolute_percentage_error(predicted[of], measured[of]) for of in (~is_held_out, is_held_out)
+    )
+    num_held_out = int(is_held_out.sum())
+    spread = float(np.median([point.spread for point in points]) * 100.0)
+    new_shape_us = float(np.median([point.first_us - sum(point.segment_us) for point in points]))
+    return FitError(
+        share.model,
+        share.partition,
+        len(cases) - num_held_out,
+        num_held_out,
+        fitted,
+        held_out,
+        spread,
+        new_shape_us,
+    )
+
+
+def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:
+    rows = [(case.num_rows, len(case.counts), max(case.counts), case.num_logit_rows) for case in cases]
+    num_rows, num_sequences, max_rows, num_logit_rows = np.array(rows, np.float64).T
+    if not pads:  # as CostModel.call_us has it: on average, a sequence reads its context and its own rows
+        max_rows = num_rows / num_sequences
+    num_tokens = np.array([case.context for case in cases]) + max_rows
+    return CallShapes(num_rows, num_sequences, max_rows, widths[num_tokens.astype(np.int64)], num_logit_rows)
+
+
+def run_profile(
+    engine_dir: Path, *, is_quick: bool, prompts: Path | None = None, retention: float = DEFAULT_RETENTION
+) -> None:
+    """The command: progress on stderr, the profile into the directory, the tables on stdout."""
+    bar = Progress(
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        refresh_per_second=2,  # drawing competes with what is measured
+    )
+    with bar:
+        task = bar.add_task("loading", total=1.0)
+        profile = profile_engine(
+            engine_dir,
+            is_quick=is_quick,
+            prompts=prompts,
+            retention=retention,
+            report=lambda what, done: bar.update(task, description=what, completed=done),
+        )
+    profile.save(engine_dir)
+    print_tables(profile, load_cost_model(engine_dir, EngineManifest.load(engine_dir)))
+    Console().print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
+
+
+def _point(share: Share, point: Sampled) -> dict[str, object]:
+    """One measured call for profile.json."""
+    case = point.case
+    return {
+        "model": share.model,
+        "partition": share.partition,
+        "counts": case.counts,
+        "context": case.context,
+        "num_logit_rows": case.num_logit_rows,
+        "is_held_out": case.is_held_out,
+        "segment_us": [round(us, 2) for us in point.segment_us],
+    }

@@ -1,0 +1,117 @@
+"""Single calls under a stopwatch: a call has ended when the device is done with it, not when it is queued.
+
+Where the device drafts whole chains by itself, a draft sample is such a chain: calls in turn, each waited for, would
+cost what no step pays.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner
+from faser_backend.core.request import SamplingParams
+from faser_backend.device.runtime import OpenRunner
+from faser_backend.serving.runtimes import AnyRuntime
+from lab.profiling.cases import MAX_SEQUENCES, Case
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRunner:
+    """A runner whose calls can be timed. loop: of a draft, for chains."""
+
+    runtime: AnyRuntime
+    runner: OpenRunner
+    loop: DraftLoop | None = None
+
+    def time(self, batch: RowBatch, num_calls: int) -> np.ndarray:
+        """Microseconds of each segment, [num_segments]: the mean over num_calls whole passes in a row, no exit
+        asked; over num_calls tokens of a chain where the loop can draft behind the batch."""
+        if self.loop is not None and is_chain(batch.rows_per_sequence, batch.logit_rows.shape[0]):
+            lengths = np.full(batch.num_sequences, num_calls)
+            start = time.perf_counter_ns()
+            self.loop.draft(batch, np.arange(batch.num_sequences), lengths, 0)
+            return np.array([time.perf_counter_ns() - start]) / (1e3 * num_calls)
+        total_ns = np.zeros(self.runner.num_segments)
+        for _ in range(num_calls):
+            hidden = None
+            for segment in range(self.runner.num_segments):
+                start = time.perf_counter_ns()
+                hidden = self.runner.run_segment(segment, batch, hidden)
+                self.runtime.synchronize()
+                total_ns[segment] += time.perf_counter_ns() - start
+        return total_ns / (1e3 * num_calls)
+
+    def warm_up(self, batch: RowBatch, wanted_us: float) -> None:
+        """Calls of the batch for so long, at least one."""
+        until = time.perf_counter() + wanted_us / 1e6
+        while True:
+            self.time(batch, 1)
+            if time.perf_counter() >= until:
+                return
+
+
+def is_chain(counts: np.ndarray | tuple[int, ...], num_logit_rows: int) -> bool:
+    """Whether a call is like those of a chain: one row of each sequence, with logits."""
+    return max(counts) == 1 and num_logit_rows == len(counts)
+
+
+def chain_case(case: Case, num_tokens: int, max_context: int) -> Case:
+    """The case with a context that leaves room for num_tokens more."""
+    return Case(case.counts, max(min(case.context, max_context - num_tokens), 0), case.num_logit_rows, case.is_held_out)
+
+
+def open_loop(runtime: AnyRuntime, runner: OpenRunner, num_tokens: int) -> DraftLoop | None:
+    """The draft's loop, where it has one and one segment, with slots that sample at temperature 1."""
+    if runner.num_segments != 1:
+        return None
+    sampler = runtime.open_sampler(runner.vocab_size, MAX_SEQUENCES)
+    loop = runtime.open_draft_loop(runner, sampler)
+    if loop is not None:
+        for slot in range(MAX_SEQUENCES):
+            sampler.add(slot, SamplingParams(temperature=1.0, seed=slot), np.zeros(num_tokens, np.int64), 1, ())
+    return loop
+
+
+class WaitingRunner:
+    """A runner whose calls return when they are done, so that the phases of a step show where its time goes.
+
+    Without it the time of a GPU's model calls would show where their results are first looked at.
+    """
+
+    def __init__(self, runner: ModelRunner, runtime: AnyRuntime) -> None:
+        self.num_segments = runner.num_segments
+        self.num_layers = runner.num_layers
+        self.exits = runner.exits
+        self.vocab_size = runner.vocab_size
+        self.max_logit_rows = runner.max_logit_rows
+        self._runner = runner
+        self._runtime = runtime
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
+        """See core.ports.ModelRunner."""
+        output = self._runner.run_segment(segment, rows, hidden)
+        self._runtime.synchronize()
+        return output
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: DeviceArray | None, exit_candidates: np.ndarray
+    ) -> tuple[DeviceArray, DeviceArray]:
+        """See core.ports.ModelRunner."""
+        outputs = self._runner.run_segment_with_scores(segment, rows, hidden, exit_candidates)
+        self._runtime.synchronize()
+        return outputs
+
+    def take_rows(self, hidden: DeviceArray, kept: np.ndarray) -> DeviceArray:
+        """See core.ports.ModelRunner."""
+        return self._runner.take_rows(hidden, kept)
+
+    def run_layer(self, rows: RowBatch, hidden: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
+        """See core.ports.HeadRunner, which the runner is where this is called."""
+        outputs = cast(HeadRunner, self._runner).run_layer(rows, hidden)
+        self._runtime.synchronize()
+        return outputs

@@ -1,0 +1,141 @@
+"""The acceptance process: which draft tokens the target would accept, and how sure the draft is of them.
+
+Under sample-and-match the outcome at a position of a text is a property of that text alone: the draft, given the
+true prefix, draws the target's token or does not. So the process yields one path per request, keyed by its seed,
+and every policy meets the same outcomes. Two Gaussian latents follow the text, each a level of the request plus a
+first-order autoregression: `ease` sets the margin, `luck` decides the match given the margin:
+
+    ease_p = sqrt(s) U + sqrt(1 - s) X_p     X_p = rho X_{p-1} + sqrt(1 - rho^2) e_p      (luck_p alike)
+    margin_p = quantile(ease_p)              match_p = luck_p < threshold(ease_p)
+    exit margin_p = d (match_p - 1/2) + noise, d from the exit's separability: AUC = Phi(d / sqrt 2)
+
+Fitted by scripts/fit_acceptance.py to traces of the demo pair; docs/simulation.md says how well.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import accumulate
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+VOCAB_SIZE = 1 << 20  # of simulated tokens: hashes, so that equal tokens mean equal texts
+_NORMAL = NormalDist()
+_SAMPLE_KEY = 0xFA5E  # of texts that serve adjusting and fitting
+_LEVEL_TEXTS, _LEVEL_POSITIONS = 500, 256  # over which a level of acceptance is adjusted
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """A Gaussian latent along a text: share of its variance that is the request's, and memory of the rest."""
+
+    request_share: float  # s in [0, 1)
+    persistence: float  # rho in [0, 1)
+
+    def draw(self, level: float, innovations: np.ndarray) -> np.ndarray:
+        """[n] values of variance 1, from the request's level and innovations [n], all standard normal."""
+        rho, fresh = self.persistence, float(np.sqrt(1.0 - self.persistence**2))
+        steps = (fresh * innovations).tolist()
+        if steps:
+            steps[0] = float(innovations[0])  # starts in the stationary law
+        chain = np.fromiter(accumulate(steps, lambda last, step: rho * last + step), np.float64, len(steps))
+        return np.sqrt(self.request_share) * level + np.sqrt(1.0 - self.request_share) * chain
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AcceptancePath:
+    """Of one text, position by position from its first output token; [n] each."""
+
+    tokens: np.ndarray  # int64, what the target draws
+    drafted: np.ndarray  # int64, what the draft draws after the true prefix
+    margins: np.ndarray  # float32, of the draft's token
+    exit_margins: np.ndarray  # [num_exits, n] float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AcceptanceProcess:
+    """ease_knots [m] ascending, with margins [m] in logits and chances [m] of a match; shift moves acceptance."""
+
+    ease: Latent
+    luck: Latent
+    ease_knots: np.ndarray
+    margins: np.ndarray
+    chances: np.ndarray
+    shift: float = 0.0
+    exit_aucs: tuple[float, ...] = ()  # separability at each exit, given the draft's margin
+
+    def path(self, key: tuple[int, ...], num_positions: int) -> AcceptancePath:
+        """The outcomes of the text `key`. A longer path begins with the shorter one."""
+        ease, gap = self._latents(key, num_positions)
+        is_match = gap < self.shift
+        words = np.random.default_rng([*key, 2]).integers(0, VOCAB_SIZE, (num_positions, 2))
+        tokens = words[:, 0]
+        wrong = (tokens + 1 + words[:, 1] % (VOCAB_SIZE - 1)) % VOCAB_SIZE
+        noise = np.random.default_rng([*key, 3]).standard_normal((num_positions, len(self.exit_aucs)))
+        leads = np.outer(is_match - 0.5, [separation(auc) for auc in self.exit_aucs])
+        return AcceptancePath(
+            tokens,
+            np.where(is_match, tokens, wrong),
+            np.interp(ease, self.ease_knots, self.margins).astype(np.float32),
+            (leads + noise).T.astype(np.float32),
+        )
+
+    def _latents(self, key: tuple[int, ...], num_positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """[n] ease, and [n] luck less its threshold: a match where that is below the shift."""
+        levels = np.random.default_rng([*key, 0]).standard_normal(2)
+        innovations = np.random.default_rng([*key, 1]).standard_normal((num_positions, 2))
+        ease = self.ease.draw(levels[0], innovations[:, 0])
+        luck = self.luck.draw(levels[1], innovations[:, 1])
+        thresholds = np.array([_NORMAL.inv_cdf(chance) for chance in self.chances])
+        return ease, luck - np.interp(ease, self.ease_knots, thresholds)
+
+    def with_exits(self, aucs: tuple[float, ...]) -> AcceptanceProcess:
+        return replace(self, exit_aucs=aucs)
+
+    def at_level(self, mean_acceptance: float) -> AcceptanceProcess:
+        """The same process, but draft and target agree at this share of positions; margins stay as they are."""
+        gaps = [self._latents((_SAMPLE_KEY, text), _LEVEL_POSITIONS)[1] for text in range(_LEVEL_TEXTS)]
+        return replace(self, shift=np.quantile(np.array(gaps), mean_acceptance).item())
+
+    def sample(self, num_texts: int, num_positions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Margins, matches [num_texts, num_positions] and exit margins [num_exits, num_texts, num_positions], of
+        texts that no simulation uses."""
+        paths = [self.path((_SAMPLE_KEY, text), num_positions) for text in range(num_texts)]
+        return (
+            np.stack([path.margins for path in paths]),
+            np.stack([path.tokens == path.drafted for path in paths]),
+            np.stack([path.exit_margins for path in paths], axis=1),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "ease": [self.ease.request_share, self.ease.persistence],
+            "luck": [self.luck.request_share, self.luck.persistence],
+            "ease_knots": self.ease_knots.round(4).tolist(),
+            "margins": self.margins.round(4).tolist(),
+            "chances": self.chances.round(4).tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> AcceptanceProcess:
+        knots, margins, chances = (np.array(fields[name], np.float64) for name in ("ease_knots", "margins", "chances"))
+        return cls(Latent(*fields["ease"]), Latent(*fields["luck"]), knots, margins, chances)
+
+
+def separation(auc: float) -> float:
+    """Distance d between two unit normals that a threshold separates with this area under the curve."""
+    return float(np.sqrt(2.0)) * _NORMAL.inv_cdf(auc)
+
+
+def fitted_fits() -> dict[str, Any]:
+    """acceptance_demo.json: "greedy" and "sampled" (temperature 0.8), each with its process and what was measured."""
+    return json.loads(resources.files("lab.simulation").joinpath("acceptance_demo.json").read_text())
+
+
+def demo_process(kind: str) -> AcceptanceProcess:
+    """The demo pair's process, "greedy" or "sampled"."""
+    return AcceptanceProcess.from_dict(fitted_fits()[kind]["process"])

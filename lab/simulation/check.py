@@ -1,0 +1,202 @@
+"""Simulates closed loops of the demo pair on this machine and runs them for real: predicted beside measured.
+
+In rounds: a copy of the demo engine is profiled, then every loop runs once. A shared machine is up to twice as slow
+from one half minute to the next, so two small loads tell its pace (lab/bench/pace.py), between the calls of the
+profile and in turns with every run; a prediction is for the pace of the run that it is held against. The texts are
+others than those that the acceptance process was fitted to: same prompts, other seeds. Five minutes a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.serving.demo_engine import demo_engine_dir
+from lab.bench import environment
+from lab.bench.in_process import ClosedLoop, InProcess
+from lab.bench.pace import Pace
+from lab.bench.workload import Job, load_jobs, summarise
+from lab.places import DEMO, RESULTS
+from lab.profiling.profile import profile_engine
+from lab.simulation.drive import run_closed_loop
+from lab.simulation.engine import World, build_sim_engine
+from lab.simulation.profiled import profile_world
+from lab.simulation.trace import Trace
+
+GOAL = 0.15  # of the measured throughput
+FIRST_SEED = 10_000  # far from the seeds of the fit
+NUM_JOBS = 48  # of a loop; acceptance differs from text to text, so each round has texts of its own
+PACE_TURNS = 10  # whenever the profile has measured some dozens of calls
+FIGURES = ("tokens_per_s", "mean_accepted", "tpot_ms_p50", "ttft_ms_p50")
+
+Figures = dict[tuple[int, str], dict[str, float]]  # by number of clients and policy
+
+
+def options_of(policy: str) -> dict[str, Any]:
+    return {"policy": policy, "enable_prefix_reuse": False, "max_num_seqs": 16, "max_queue_size": 0}
+
+
+def measure(engine_dir: Path, policies: list[str], loops: dict[int, list[Job]], first: int, pace: Pace) -> Figures:
+    """Figures of each policy in each loop, run once, in turns with the pace; the policy at place `first` begins."""
+    found: Figures = {}
+    configs = {policy: EngineConfig.from_options(**options_of(policy)) for policy in policies}
+    with closing(InProcess(engine_dir, configs)) as place:
+        for num_clients, jobs in loops.items():
+            short = [replace(job, max_tokens=8) for job in jobs]
+            for policy in (*policies[first:], *policies[:first]):
+                place.run(policy, short, num_clients)  # first calls of shapes are not measured, nor predicted
+                pace.start()
+                runs = place.serve_in_turns([policy], jobs, ClosedLoop(num_clients), lambda share: pace.take_turn())
+                found[num_clients, policy] = summarise(*runs[policy]) | {"pace": pace.tokens_per_s()}
+    return found
+
+
+def predict(world: World, policy: str, jobs: list[Job], tokenizer: Tokenizer, num_clients: int) -> dict[str, float]:
+    lengths = np.array([len(tokenizer.encode(job.prompt).ids) for job in jobs])
+    outputs = np.array([job.max_tokens for job in jobs])
+    trace = Trace(np.zeros(len(jobs)), lengths, outputs, "closed loop")
+    config = EngineConfig.from_options(**options_of(policy))
+    rows = []
+    for seed in range(8):  # texts differ, so eight sets of them
+        sim = build_sim_engine(world, config, seed=seed, max_output_tokens=int(outputs.max()))
+        rows.append(run_closed_loop(sim, trace, num_clients).summary())
+    return {name: statistics.fmean(row[name] for row in rows) for name in FIGURES}
+
+
+def predict_all(
+    engine_dir: Path, policies: list[str], loops: dict[int, list[Job]], pace: Pace, *, kind: str, is_quick: bool
+) -> Figures:
+    """Profiles the engine as the machine is now, and simulates every loop on it. The pace is that of the profile."""
+
+    def on_progress(part: str, done: float) -> None:
+        if part.endswith(WHOLE):  # these loops run on no split
+            for _ in range(PACE_TURNS):
+                pace.take_turn()
+
+    pace.start()
+    profile_engine(engine_dir, is_quick=is_quick, report=on_progress).save(engine_dir)
+    world = profile_world(engine_dir, 16, kind=kind)
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    known = {"pace": pace.tokens_per_s()}
+    return {
+        (num_clients, policy): predict(world, policy, jobs, tokenizer, num_clients) | known
+        for num_clients, jobs in loops.items()
+        for policy in policies
+    }
+
+
+def merged(measured: list[Figures], predicted: list[Figures]) -> list[dict[str, Any]]:
+    """A row per loop and policy: medians over the rounds, and each round's ratio of predicted to measured throughput,
+    at the pace of the run (`ratios`) and as they are (`raw_ratios`)."""
+    rows = []
+    for num_clients, policy in measured[0]:
+        real = [of[num_clients, policy] for of in measured]
+        said = [of[num_clients, policy] for of in predicted]
+        raw = [x["tokens_per_s"] / y["tokens_per_s"] for x, y in zip(said, real, strict=True)]
+        ratios = [ratio * y["pace"] / x["pace"] for ratio, x, y in zip(raw, said, real, strict=True)]
+        rows.append(
+            {
+                "num_clients": num_clients,
+                "policy": policy,
+                "measured": {name: statistics.median(row[name] for row in real) for name in FIGURES},
+                "predicted": {name: statistics.median(row[name] for row in said) for name in FIGURES},
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+                "raw_ratios": raw,
+                "paces": [[x["pace"], y["pace"]] for x, y in zip(said, real, strict=True)],
+            }
+        )
+    return rows
+
+
+def markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    errors = [abs(row["ratio"] - 1.0) for row in rows]
+    lines = ["# The simulator against real runs", "", *environment.as_lines(meta), ""]
+    lines += [
+        f"The demo pair in process, closed loops of {NUM_JOBS} {meta['max_tokens']}-token completions at temperature "
+        f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds, each of other texts. "
+        "Predicted: the same loop in virtual time with the fitted acceptance process, on costs profiled right before "
+        f"the round ({'quick' if meta['is_quick_profile'] else 'full'} profiles). Ratio: predicted over measured "
+        "throughput, at the pace that the machine had in the run; two loads of 4 requests tell it, one plain, one with "
+        "`fixed:4`, between the calls of the profile and in turns with every run. Raw: as they are.",
+        "",
+        "| clients | policy | measured tokens/s | predicted | ratio | lowest - highest | raw | accepted | predicted |",
+        "|" + "---|" * 9,
+    ]
+    for row in rows:
+        real, sim = row["measured"], row["predicted"]
+        lines.append(
+            f"| {row['num_clients']} | `{row['policy']}` | {real['tokens_per_s']:.0f} | {sim['tokens_per_s']:.0f} "
+            f"| {row['ratio']:.2f} | {min(row['ratios']):.2f} - {max(row['ratios']):.2f} "
+            f"| {statistics.median(row['raw_ratios']):.2f} "
+            f"| {real['mean_accepted']:.2f} | {sim['mean_accepted']:.2f} |"
+        )
+    within = sum(error <= GOAL for error in errors)
+    lines += [
+        "",
+        f"Within {GOAL:.0%}: {within} of {len(rows)}; median error {statistics.median(errors):.1%}, "
+        f"largest {max(errors):.1%}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", default="none,fixed:2,fixed:4,survival")
+    parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, choices=[0.0, 0.8], help="those that were fitted")
+    parser.add_argument("--quick-profile", action="store_true", help="a minute and a half less a round, larger errors")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    policies = args.policies.split(",")
+    demo = demo_engine_dir()
+    meta = environment.describe(FIRST_SEED) | {
+        "rounds": args.rounds,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "is_quick_profile": args.quick_profile,
+    }
+    jobs = load_jobs(
+        DEMO / "prompts.jsonl",
+        NUM_JOBS * args.rounds,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=FIRST_SEED,
+        max_prompt_chars=1000,
+    )
+    all_num_clients = [int(number) for number in args.clients.split(",")]
+    kind = "greedy" if args.temperature == 0.0 else "sampled"
+    measured, predicted = list[Figures](), list[Figures]()
+    with tempfile.TemporaryDirectory(prefix="faser-check-") as folder:
+        engine_dir = Path(folder) / "demo"
+        shutil.copytree(demo, engine_dir)
+        with Pace(engine_dir, jobs) as pace:
+            for index in range(args.rounds):
+                loops = dict.fromkeys(all_num_clients, jobs[NUM_JOBS * index : NUM_JOBS * (index + 1)])
+                predicted.append(predict_all(engine_dir, policies, loops, pace, kind=kind, is_quick=args.quick_profile))
+                measured.append(measure(engine_dir, policies, loops, index % len(policies), pace))
+                print(f"round {index + 1} of {args.rounds}", flush=True)
+    rows = merged(measured, predicted)
+    args.output.mkdir(parents=True, exist_ok=True)
+    text = markdown(meta, rows)
+    (args.output / "simulation_check.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    (args.output / "simulation_check.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
