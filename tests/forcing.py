@@ -14,7 +14,7 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision, ExitView, PipelineMode, Pruner, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.calibration import MatchCalibration, logits
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration
 from faser_backend.policy.speculation import SpeculationPolicy
 from tests.harness import SPLIT
@@ -101,8 +101,9 @@ def rule(
     size = len(probs)
     return TrimRule(
         margin_knots=first_knot + knot_step * np.arange(size),
-        match_probs=np.array(probs, np.float64),
+        match_logits=logits(np.array(probs, np.float64)),
         margin_shares=np.full(size, 1 / size),
+        offsets=np.zeros(1),
         verify_us=np.array(verify_us, np.float64),
         column_us=column_us,
         draft_us=np.full(65, draft_us),
@@ -121,13 +122,14 @@ def random_rule(rng: np.random.Generator) -> TrimRule:
     probs = np.sort(rng.random(size))
     steps = rng.exponential(1.0, int(rng.integers(1, 24))) * (rng.random() < 0.7)
     times = 1.0 + np.concatenate([[0.0], np.cumsum(np.where(rng.random(steps.size) < 0.4, steps, 0.0))])
-    return rule(
+    chosen = rule(
         probs.tolist(),
         times.tolist(),
         column_us=float(rng.random() * 0.2),
         draft_us=float(rng.random() * 0.5),
         price=float(rng.random() * 0.5),
     )
+    return replace(chosen, offsets=rng.normal(0.0, 0.7, 64))
 
 
 # -- pruners -----------------------------------------------------------------------------------------
@@ -169,9 +171,7 @@ def outside_top(margin: float = 0.0, **options) -> Pruner:
 def calibrated(threshold: float, *, segments: Sequence[int] = (0,), num_candidates: int = 8) -> Pruner:
     """The policies' own pruner, under a guessed calibration of the fakes' exits."""
     exits = (ExitCalibration(s, s + 1, 0.5, 0.3, 0.5, threshold, 0.9, (0.2,), 0.9, 0.2) for s in segments)
-    pruner = EarlyExit(tuple(exits), MatchCalibration(None).curve.chances)
-    pruner.num_candidates = num_candidates
-    return pruner
+    return EarlyExit(tuple(exits), MatchCalibration(None).curve, num_candidates=num_candidates)
 
 
 def peeking(**options) -> Pruner:

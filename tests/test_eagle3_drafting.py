@@ -20,7 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import CPU_RUNTIMES
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble, build_engine
+from faser_backend.serving.compose import assemble_on, build_engine
 from faser_backend.serving.runtimes import open_runtime
 from tests.eagle3_models import HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
 from tests.forcing import Forced, at_random, forced
@@ -147,7 +147,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: 
     policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner, prefills_draft=prefills_draft))
     models, requests = ModelPair(built.manifest.target, built.manifest.draft), make_requests(is_greedy=True)
     config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
-    engine = assemble(open_runtime(built.directory, built.manifest, config), models, policy, config)
+    engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
     checker = ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
     tokens = drive(engine, requests).tokens

@@ -51,7 +51,9 @@ def random_view(seed: int, size: int = 40, width: int = 6) -> ExitView:
         margins=rng.exponential(3.0, (size, width)).astype(np.float32),
     )
     exit_margins = rng.normal(1.0, 3.0, (size, width)).astype(np.float32)
-    return ExitView(0, exit_margins, frontier, rng.integers(1, frontier.num_rows + 1))
+    return ExitView(
+        0, exit_margins, frontier, rng.integers(1, frontier.num_rows + 1), np.arange(len(frontier.num_rows))
+    )
 
 
 def kept_by_the_book(view: ExitView, exit_: ExitCalibration, curve: MarginCurve) -> list[int]:
@@ -76,7 +78,7 @@ def kept_by_the_book(view: ExitView, exit_: ExitCalibration, curve: MarginCurve)
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4, 0.9])
 def test_rows_are_kept_while_the_survival_reaches_the_threshold(seed: int, threshold: float) -> None:
     view, exit_ = random_view(seed), calibration(threshold=threshold)
-    kept = EarlyExit((exit_,), CURVE.chances).keep(view)
+    kept = EarlyExit((exit_,), CURVE).keep(view)
     assert kept.tolist() == kept_by_the_book(view, exit_, CURVE)
     assert (kept >= 1).all() and (kept <= view.num_rows).all()
     assert threshold > 0 or (kept == view.num_rows).all()
@@ -92,7 +94,7 @@ class LooksAhead:
     def keep(self, view: ExitView) -> np.ndarray:
         ahead = np.roll(view.exit_margins, -1, axis=1)
         frontier = replace(view.frontier, margins=np.roll(view.frontier.margins, -1, axis=1))
-        return EarlyExit((calibration(),), CURVE.chances).keep(replace(view, exit_margins=ahead, frontier=frontier))
+        return EarlyExit((calibration(),), CURVE).keep(replace(view, exit_margins=ahead, frontier=frontier))
 
 
 def is_a_stopping_time(pruner: Pruner, seed: int) -> bool:
@@ -118,13 +120,13 @@ def is_a_stopping_time(pruner: Pruner, seed: int) -> bool:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_later_entries_have_no_say(seed: int) -> None:
-    assert is_a_stopping_time(EarlyExit((calibration(),), CURVE.chances), seed)
+    assert is_a_stopping_time(EarlyExit((calibration(),), CURVE), seed)
     assert not is_a_stopping_time(LooksAhead(), seed)
 
 
 def test_each_exit_has_weights_of_its_own() -> None:
     lenient, strict = calibration(segment=0, threshold=0.0), calibration(segment=1, threshold=1.0)
-    pruner = EarlyExit((lenient, strict), CURVE.chances)
+    pruner = EarlyExit((lenient, strict), CURVE)
     view = random_view(0)
     assert pruner.exits == {0, 1}
     assert (pruner.keep(view) == view.num_rows).all()
@@ -133,8 +135,8 @@ def test_each_exit_has_weights_of_its_own() -> None:
 
 def test_an_empty_frontier_keeps_its_anchors() -> None:
     frontier = replace(Frontier.empty(3), margins=np.zeros((3, 0), np.float32))
-    view = ExitView(0, np.zeros((3, 0), np.float32), frontier, frontier.num_rows)
-    assert EarlyExit((calibration(),), CURVE.chances).keep(view).tolist() == [1, 1, 1]
+    view = ExitView(0, np.zeros((3, 0), np.float32), frontier, frontier.num_rows, np.arange(3))
+    assert EarlyExit((calibration(),), CURVE).keep(view).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -161,7 +163,7 @@ def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, t
         return tokens, engine.metrics().num_pruned
 
     plain, _ = tokens_of("none", None)
-    pruned, num_pruned = tokens_of("fixed:4", EarlyExit(exits, CURVE.chances))
+    pruned, num_pruned = tokens_of("fixed:4", EarlyExit(exits, CURVE))
     assert pruned == plain and num_pruned > 0
 
 

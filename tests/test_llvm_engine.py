@@ -18,7 +18,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble
+from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import identity_of, open_runtime
 from lab.bench.check_equality import make_requests
@@ -53,7 +53,7 @@ def requests(request: pytest.FixtureRequest, directory: Path) -> list[Request]:
 @pytest.fixture(scope="module")
 def expected(opened: tuple[LlvmRuntime, ModelPair], requests: list[Request]) -> Tokens:
     """Of plain decoding, one request at a time."""
-    engine = assemble(*opened, parse_policy("none", guessed), config(max_num_seqs=1))
+    engine = assemble_on(*opened, parse_policy("none", guessed), config(max_num_seqs=1))
     return run(engine, requests)
 
 
@@ -69,13 +69,13 @@ def run(engine: Engine, requests: list[Request]) -> Tokens:
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
 def test_policies_and_batches_change_no_token(policy: str, opened, requests, expected) -> None:
-    engine = assemble(*opened, parse_policy(policy, guessed), config())
+    engine = assemble_on(*opened, parse_policy(policy, guessed), config())
     assert run(engine, requests) == expected
     assert (engine.metrics().num_drafted > 0) == (policy != "none")
 
 
 def test_preemption_changes_no_token(opened, requests, expected) -> None:
-    engine = assemble(*opened, parse_policy("fixed:4", guessed), config(num_kv_blocks=16))
+    engine = assemble_on(*opened, parse_policy("fixed:4", guessed), config(num_kv_blocks=16))
     assert run(engine, requests) == expected
     assert engine.metrics().num_preemptions > 0
 
@@ -83,7 +83,7 @@ def test_preemption_changes_no_token(opened, requests, expected) -> None:
 def test_rows_that_leave_at_exits_change_no_token(opened, requests, expected) -> None:
     policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=at_random(np.random.default_rng(0), exits=(0, 1))))
     policy.partitions = ("whole",)
-    engine = assemble(*opened, policy, config())
+    engine = assemble_on(*opened, policy, config())
     assert run(engine, requests) == expected
     assert engine.metrics().num_pruned > 20
 
@@ -99,7 +99,7 @@ def test_overlapped_steps_change_no_token(opened, requests, expected) -> None:
 
     policy: Forced = Forced(parse_policy("fixed:4", guessed), change)
     policy.partitions = ("whole", split)
-    assert run(assemble(runtime, models, policy, config()), requests) == expected
+    assert run(assemble_on(runtime, models, policy, config()), requests) == expected
 
 
 def test_splits_cost_no_memory_and_times_are_kept_by_who_computes(opened) -> None:

@@ -23,7 +23,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble
+from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
 from plugins.host_experts import choose, sort_slots
 from plugins.row_products import restore_matrix
@@ -194,7 +194,7 @@ def open_engine(directory: Path, policy: object, *, max_num_seqs: int = 4, num_k
     chosen = parse_policy(policy, guessed) if isinstance(policy, str) else policy
     config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks, max_prefill_tokens=16)
     models = ModelPair(manifest.target, manifest.draft)
-    return assemble(open_runtime(directory, manifest, config), models, chosen, config)  # pyright: ignore[reportArgumentType]
+    return assemble_on(open_runtime(directory, manifest, config), models, chosen, config)  # pyright: ignore[reportArgumentType]
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:

@@ -123,7 +123,7 @@ def test_calibration_learns_each_number_of_agreeing_tokens_apart():
     assert margins is not None and (np.diff(margins[0]) >= 0).all()
     assert margin_bins(margins[0]).tolist() == [*range(size), size - 1, size - 1, size - 1]
     curve = MatchCalibration(None).curve
-    np.testing.assert_array_equal(curve.chances(margins[0, :size]), curve.match_probs)
+    np.testing.assert_allclose(curve.chances(margins[0, :size]), curve.match_probs, rtol=1e-12)
 
 
 def test_sequences_are_read_once_and_forgotten():
@@ -154,8 +154,9 @@ def run(case: Case, policy: str, change: Change, **options) -> int:
     """Draft tokens that were accepted, of answers that are those of plain decoding."""
     fake = open_forced(policy, change, has_ngrams=True, **options)
     agrees(fake, case, 0)
-    assert isinstance(fake.stepper.proposer, NgramProposer)
-    assert not fake.stepper.proposer._indexes, "a sequence left and is remembered"
+    if policy != "none":
+        assert isinstance(fake.stepper.proposer, NgramProposer)
+        assert not fake.stepper.proposer._indexes, "a sequence left and is remembered"
     return fake.engine.metrics().num_accepted
 
 

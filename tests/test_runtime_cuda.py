@@ -29,7 +29,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble, build_engine, engine_on
+from faser_backend.serving.compose import assemble_on, build_engine, engine_on
 from faser_backend.serving.runtimes import open_runtime
 from tests.fake_cuda import FakeCuda, FakeDriver
 from tests.forcing import Forced, random_everything
@@ -170,7 +170,7 @@ class TestOnSharesOfAFakedGpu:
 
         policy = Forced(parse_policy("fixed:4", guessed), change)
         policy.partitions = (WHOLE, split)
-        engine = assemble(runtime, models, policy, EngineConfig.from_options(**CONFIG), on_close=runtime.close)
+        engine = assemble_on(runtime, models, policy, EngineConfig.from_options(**CONFIG), on_close=runtime.close)
         assert set(engine.stepper.partitions) == {WHOLE, split}, "only what the policy may use is opened"
         drive_from_two_threads(engine, requests, expected)
         cuda.check_order()

@@ -20,7 +20,7 @@ from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble
+from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
 from lab.bench.check_equality import make_requests
@@ -76,7 +76,7 @@ def expected(requests: list[Request]) -> dict[str, list[int]]:
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
     runtime = open_runtime(directory, manifest, EngineConfig())
-    engine = assemble(runtime, models, parse_policy("none", guessed), CONFIG)
+    engine = assemble_on(runtime, models, parse_policy("none", guessed), CONFIG)
     tokens = drive(engine, requests).tokens
     engine.close()
     return tokens
@@ -87,7 +87,7 @@ def run(demo, requests: list[Request], policy: str, change: Change, split: str) 
     runtime, models = demo
     forced = Forced(parse_policy(policy, both_partitions), change)
     forced.partitions = ("whole", split)
-    engine = assemble(runtime, models, forced, CONFIG)
+    engine = assemble_on(runtime, models, forced, CONFIG)
     stepper = engine.stepper
     stepper.clock = CountingClock()
     assert isinstance(stepper.partitions, dict)

@@ -18,7 +18,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble
+from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
 from lab.bench.check_equality import make_requests
@@ -41,7 +41,7 @@ def expected(requests: list[Request]) -> dict[str, list[int]]:
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
     runtime = open_runtime(directory, manifest, EngineConfig())
-    return run(assemble(runtime, models, parse_policy("none", guessed), config()), requests).tokens
+    return run(assemble_on(runtime, models, parse_policy("none", guessed), config()), requests).tokens
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def run(engine: Engine, requests: list[Request]) -> Driven:
 @pytest.mark.parametrize("policy", ["none", "fixed:4"])
 def test_greedy_tokens_are_those_of_the_cpu(policy: str, runtime, requests, expected) -> None:
     opened, models = runtime
-    engine = assemble(opened, models, parse_policy(policy, guessed), config())
+    engine = assemble_on(opened, models, parse_policy(policy, guessed), config())
     assert run(engine, requests).tokens == expected
     num_drafted = engine.metrics().num_drafted
     assert (num_drafted > 0) == (policy != "none")
@@ -79,7 +79,7 @@ def test_rows_that_leave_at_exits_change_no_token(runtime, requests, expected) -
     policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
     policy.partitions = ("whole",)
     opened, models = runtime
-    engine = assemble(opened, models, policy, config())
+    engine = assemble_on(opened, models, policy, config())
     assert run(engine, requests).tokens == expected
     assert engine.metrics().num_pruned > 20
 
@@ -95,4 +95,4 @@ def test_overlapped_steps_change_no_token(runtime, requests, expected) -> None:
 
     policy = Forced(parse_policy("fixed:4", guessed), change)
     policy.partitions = ("whole", split)
-    assert run(assemble(opened, models, policy, config()), requests).tokens == expected
+    assert run(assemble_on(opened, models, policy, config()), requests).tokens == expected

@@ -11,12 +11,27 @@ import pytest
 from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.record import StepRecord
+from faser_backend.policy.calibration import sigmoid
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.trim import admit, admit_by_price, chances, continues, expected_gain
 from tests.fakes import SequentialLanes
 from tests.forcing import ADMITS_ALL, ADMITS_NOTHING, Forced, forced, random_rule, rule
 from tests.harness import drive, guessed, open_fake, request
 from tests.test_engine import alone
+
+SLOTS = np.arange(64)  # chain b belongs to the request in slot b
+
+
+def admitted_of(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+    return admit(rule, frontier, SLOTS[: frontier.num_rows.size])
+
+
+def priced(rule: TrimRule, frontier: Frontier) -> np.ndarray:
+    return admit_by_price(rule, frontier, SLOTS[: frontier.num_rows.size])
+
+
+def going(rule: TrimRule, survival: np.ndarray) -> np.ndarray:
+    return continues(rule, survival, SLOTS[: survival.size])
 
 
 def random_chains(rng: np.random.Generator, size: int, longest: int) -> Frontier:
@@ -31,7 +46,8 @@ def survival_of(rule: TrimRule, frontier: Frontier, b: int) -> list[float]:
     assert frontier.margins is not None
     result, product = [], 1.0
     for margin in frontier.margins[b, : frontier.num_drafted[b]].tolist():
-        product *= float(np.interp(margin, rule.margin_knots, rule.match_probs))
+        score = np.interp(margin, rule.margin_knots, rule.match_logits) + rule.offsets[b % rule.offsets.size]
+        product *= 1.0 / (1.0 + float(np.exp(-score)))
         result.append(product)
     return result
 
@@ -51,7 +67,7 @@ def test_admission_is_the_best_of_all_sets_of_prefixes(seed: int):
     chosen, frontier = random_rule(rng), random_chains(rng, int(rng.integers(1, 4)), 3)
     every = itertools.product(*(range(1, count + 2) for count in frontier.num_drafted.tolist()))
     best = max(speed(chosen, frontier, rows) for rows in every)
-    admitted = admit(chosen, frontier)
+    admitted = admitted_of(chosen, frontier)
     assert ((admitted >= 1) & (admitted <= frontier.num_drafted + 1)).all()
     assert speed(chosen, frontier, tuple(admitted.tolist())) == pytest.approx(best, rel=1e-6)
 
@@ -61,30 +77,30 @@ def test_admission_by_price_is_its_definition(seed: int):
     rng = np.random.default_rng(seed)
     chosen, frontier = random_rule(rng), random_chains(rng, 5, 4)
     expected = [1 + sum(a >= chosen.row_price for a in survival_of(chosen, frontier, b)) for b in range(5)]
-    assert admit_by_price(chosen, frontier).tolist() == expected
+    assert priced(chosen, frontier).tolist() == expected
 
 
 def test_extremes_and_what_was_not_drafted():
     frontier = random_chains(np.random.default_rng(0), 4, 5)
-    assert admit(ADMITS_ALL, frontier).tolist() == (frontier.num_drafted + 1).tolist()
-    assert admit_by_price(ADMITS_ALL, frontier).tolist() == (frontier.num_drafted + 1).tolist()
-    assert admit(ADMITS_NOTHING, frontier).tolist() == [1, 1, 1, 1]
+    assert admitted_of(ADMITS_ALL, frontier).tolist() == (frontier.num_drafted + 1).tolist()
+    assert priced(ADMITS_ALL, frontier).tolist() == (frontier.num_drafted + 1).tolist()
+    assert admitted_of(ADMITS_NOTHING, frontier).tolist() == [1, 1, 1, 1]
     for without in (Frontier.empty(3), Frontier.whole(np.zeros((2, 2), np.int64), np.array([2, 1]))):
-        assert admit(ADMITS_NOTHING, without) is without.num_rows
-        assert admit_by_price(ADMITS_NOTHING, without) is without.num_rows
+        assert admitted_of(ADMITS_NOTHING, without) is without.num_rows
+        assert priced(ADMITS_NOTHING, without) is without.num_rows
 
 
 # -- looking ahead -----------------------------------------------------------------------------------------
 
-STEPPED = rule([0.0, 1.0], [1.0, 1.65, 1.65, 1.65], price=1.0)
+STEPPED = rule([0.4, 0.95], [1.0, 1.65, 1.65, 1.65], price=1.0)
 
 
 def test_the_best_set_looks_ahead():
     """Row 1 of one and the same first token lives or dies with draft token 2: N is no stopping time."""
-    for second, rows in ((0.95, 3), (0.4, 1)):
+    for second, rows in ((1.0, 3), (0.0, 1)):
         frontier = Frontier.whole(np.zeros((1, 2), np.int64), np.array([2]))
-        frontier.margins = np.array([[0.4, second]], np.float32)
-        assert admit(STEPPED, frontier).tolist() == [rows]
+        frontier.margins = np.array([[0.0, second]], np.float32)
+        assert admitted_of(STEPPED, frontier).tolist() == [rows]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -92,7 +108,7 @@ def test_a_price_does_not_look_ahead(seed: int):
     """Whatever follows a draft token, in its chain or in others, does not change whether its row lives."""
     rng = np.random.default_rng(seed)
     chosen, frontier = random_rule(rng), random_chains(rng, 3, 5)
-    before = admit_by_price(chosen, frontier)
+    before = priced(chosen, frontier)
     for known in range(frontier.drafted.shape[1]):
         other = random_chains(rng, 3, 5)
         width = min(frontier.drafted.shape[1], other.drafted.shape[1])
@@ -102,7 +118,7 @@ def test_a_price_does_not_look_ahead(seed: int):
         other.margins[0, :known] = frontier.margins[0, :known]
         other.num_drafted[0] = max(other.num_drafted[0], min(known, frontier.num_drafted[0]))
         other.num_rows = other.num_drafted + 1
-        after = admit_by_price(chosen, other)
+        after = priced(chosen, other)
         rows = np.arange(1, min(known, int(frontier.num_drafted[0])) + 1)
         assert ((rows < before[0]) == (rows < after[0])).all()
 
@@ -117,7 +133,9 @@ def test_drafting_on_is_its_definition(seed: int, size: int):
         (
             (float(sum(s * max(a * p - chosen.row_price, 0.0) for p, s in zip(probs, shares, strict=True))), i)
             for i, a in enumerate(survival.tolist())
-            for probs, shares in [(chosen.match_probs.tolist(), chosen.margin_shares.tolist())]
+            for probs, shares in [
+                (sigmoid(chosen.match_logits + chosen.offsets[i]).tolist(), chosen.margin_shares.tolist())
+            ]
         ),
         key=lambda pair: (-pair[0], pair[1]),
     )
@@ -125,8 +143,8 @@ def test_drafting_on_is_its_definition(seed: int, size: int):
     for count in range(1, size + 1):
         nets.append(sum(g for g, _ in gains[:count]) - float(chosen.draft_prices[count]))
     best = int(np.argmax(nets))
-    goes_on = continues(chosen, survival)
-    np.testing.assert_allclose(sorted(expected_gain(chosen, survival))[::-1], [g for g, _ in gains])
+    goes_on = going(chosen, survival)
+    np.testing.assert_allclose(sorted(expected_gain(chosen, survival, SLOTS[:size]))[::-1], [g for g, _ in gains])
     assert sum(gains[i][0] for i in range(int(goes_on.sum()))) - (
         float(chosen.draft_prices[int(goes_on.sum())]) if goes_on.any() else 0.0
     ) == pytest.approx(nets[best])
@@ -136,14 +154,14 @@ def test_a_rule_for_a_cohort_holds_for_more():
     """Before two cohorts have formed, all sequences draft in one call under a rule that was priced for half."""
     cohort = rule([0.5, 0.6], [1.0, 1.1, 1.2], price=1.0)
     cohort = replace(cohort, draft_us=np.array([0.0, 0.01, 0.02]))
-    assert continues(cohort, np.ones(5)).tolist() == [True] * 5
+    assert going(cohort, np.ones(5)).tolist() == [True] * 5
     frontier = random_chains(np.random.default_rng(4), 6, 3)
-    assert (admit(cohort, frontier) >= 1).all()
+    assert (admitted_of(cohort, frontier) >= 1).all()
 
 
 def test_chances_hold_their_ends():
     chosen = rule([0.2, 0.6], [1.0, 1.0])
-    assert chances(chosen, np.array([-5.0, 0.0, 0.5, 9.0])).tolist() == pytest.approx([0.2, 0.2, 0.4, 0.6])
+    assert chances(chosen, np.array([-5.0, 0.0, 9.0]), SLOTS[:3]).tolist() == pytest.approx([0.2, 0.2, 0.6])
 
 
 # -- in a step ----------------------------------------------------------------------------------------------
@@ -206,6 +224,6 @@ def test_more_chains_than_a_rule_reckons_with_cost_what_its_last_count_does():
     chosen, frontier = random_rule(rng), random_chains(rng, 7, 3)
     head = chosen.draft_us[:3]
     short, long = replace(chosen, draft_us=head), replace(chosen, draft_us=np.append(head, np.repeat(head[-1], 7)))
-    assert admit(short, frontier).tolist() == admit(long, frontier).tolist()
+    assert admitted_of(short, frontier).tolist() == admitted_of(long, frontier).tolist()
     survival = rng.random(7)
-    assert continues(short, survival).tolist() == continues(long, survival).tolist()
+    assert going(short, survival).tolist() == going(long, survival).tolist()

@@ -39,6 +39,7 @@ WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, a
 LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
 FAR_BEHIND = 0.5  # share of the speed that plain decoding loses, from which on it is not looked at unless saved for
+LOOK_PART = 8  # one request in so many drafts in a look among plain rounds
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 _CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
 
@@ -69,7 +70,7 @@ class PriceRule:
         self._look: Score | None = None  # that is being taken
         self._look_left = 0  # steps
         self._saved_us = 0.0
-        self._was_drafting = False
+        self._was_drafting = self._has_decoded_plainly = False
         self._num_alike = 0  # steps since plain and speculative decoding changed over
         self._decision: Decision | None = None  # that holds on, for these sequences
         self._decided_for: Sequence[RunningSequence] = []
@@ -109,7 +110,7 @@ class PriceRule:
             now = best if not must_catch_up or self._is_worth_catching_up(sequences, best) else now
         self.chosen = now
         self._price = self._speed(best)
-        self._consider_look(sequences)
+        self._consider_look(sequences, context)
 
     def _score_all(self, size: int, context: int, chains: Chains) -> list[Score]:
         times = self._corrected(size, context, WHOLE)
@@ -127,7 +128,7 @@ class PriceRule:
         if score.mode is None:
             return score.tokens_per_us
         us_per_token = 1.0 / score.tokens_per_us + self._prompts.per_emitted * self._draft_read_us
-        is_seen = score.partition == WHOLE or self._errors.knows_any(TARGET, score.partition)
+        is_seen = score.partition == WHOLE or self._errors.knows(TARGET, score.partition)
         return 1.0 / (us_per_token if is_seen else UNSEEN * us_per_token)
 
     def _same(self, chosen: Score) -> Score | None:
@@ -147,23 +148,25 @@ class PriceRule:
         context = self.costs.batch_context([each.num_tokens for each in sequences])
         return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context)) if lags else float("inf")
 
-    def _consider_look(self, sequences: Sequence[RunningSequence]) -> None:
+    def _consider_look(self, sequences: Sequence[RunningSequence], context: int) -> None:
         """Looks at plain decoding while speculating, and the reverse, once enough time is saved up for it."""
         if self._look is not None or self.chosen is None:
             return
-        plain, chosen = self._scores[0], self.chosen
-        other = max(self._scores[1:], key=self._speed) if chosen.mode is None else plain
-        if other.partition != WHOLE:
+        times = self._corrected(len(sequences), context, WHOLE)
+        if self.chosen.mode is None:
             other = self._scores[1]
-        lost = max(1.0 - self._speed(other) / self._speed(chosen), 0.02)
-        price_us = (LOOK_STEPS + COLD_STEPS) * other.step_us * lost
-        if chosen.mode is None:
-            price_us += self._catch_up_us(sequences)
-        if other is plain:
-            is_new = not self._errors.knows(TARGET, WHOLE, len(sequences))
+            is_new = not self._errors.knows(DRAFT, WHOLE)
+            lengths = np.array(look_lengths(sequences, other.num_draft_tokens))
+            drafting = [each for each, length in zip(sequences, lengths, strict=True) if length]
+            rows_us = times.step_us(int(lengths.sum()), int(lengths.max())) - times.step_us(0, 0)
+            extra_us, once_us = rows_us + times.chains_us(lengths, is_trimmed=False), self._catch_up_us(drafting)
         else:
-            is_new = not self._errors.knows_any(DRAFT, WHOLE)
-        if self._saved_us >= price_us or (is_new and lost < FAR_BEHIND):
+            other = self._scores[0]
+            is_new = not self._has_decoded_plainly
+            extra_us, once_us = other.step_us * (1.0 - self._speed(other) / self._speed(self.chosen)), 0.0
+        price_us = (LOOK_STEPS + COLD_STEPS) * max(extra_us, 0.02 * other.step_us) + once_us
+        is_cheap = extra_us < FAR_BEHIND * other.step_us
+        if self._saved_us >= price_us or (is_new and is_cheap and once_us < float("inf")):
             self._saved_us = min(self._saved_us - price_us, price_us)
             self._look, self._look_left = other, COLD_STEPS + (1 if is_new else LOOK_STEPS)
 
@@ -179,7 +182,9 @@ class PriceRule:
         curve = self._chain_table(sampled_share(sequences))[0]
         context = self.costs.batch_context([each.num_tokens for each in sequences])
         pruner = self._pruner(score, cohort, context, curve, offsets)
-        if score.floor == 0.0:
+        if score is self._look:
+            lengths, trim = look_lengths(sequences, score.num_draft_tokens), None
+        elif score.floor == 0.0:
             lengths, trim = [score.num_draft_tokens] * size, None
         else:
             lengths = [self._most] * size
@@ -187,7 +192,6 @@ class PriceRule:
         return Decision(lengths, score.mode, score.partition, trim, pruner, scores=self._scores, reason=reason)
 
     def _rule(self, times: BatchTimes, score: Score, curve: MarginCurve, offsets: np.ndarray) -> TrimRule:
-        price = score.tokens_per_us if self._look is score else self._price
         usual = min(max(round(score.num_rows), 1), times.verify_us.size - 1)
         return TrimRule(
             margin_knots=MarginCurve.margin_knots,
@@ -197,9 +201,9 @@ class PriceRule:
             verify_us=times.verify_us,
             column_us=times.column_us,
             draft_us=times.draft_us + times.trim_us,  # a chain that goes on is decided on again
-            tokens_per_us=price,
+            tokens_per_us=self._price,
             draft_round_us=times.draft_round_us,
-            row_price=price * float(times.verify_us[usual] - times.verify_us[0]) / usual,
+            row_price=self._price * float(times.verify_us[usual] - times.verify_us[0]) / usual,
         )
 
     def _pruner(
@@ -246,7 +250,8 @@ class PriceRule:
         has_drafted = bool(record.frontier.num_drafted.any()) or bool(plan.drafts)
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
         self._was_drafting = has_drafted
-        is_first = not self._errors.knows_any(DRAFT if has_drafted else TARGET, decision.partition)
+        self._has_decoded_plainly |= not has_drafted
+        is_first = not self._errors.knows(DRAFT if has_drafted else TARGET, decision.partition)
         if (self._num_alike < COLD_STEPS and not is_first) or record.frontier.is_client is not None:
             return
         self._observe_times(record)
@@ -291,3 +296,14 @@ class PriceRule:
             TARGET, WHOLE, sum(num_rows), len(num_rows), context, max_rows=max(num_rows), num_logit_rows=0
         )
         return record.prefill_us if record.prefill_us > 0.5 * float(us) else float(us)
+
+
+def look_lengths(sequences: Sequence[RunningSequence], num_draft_tokens: int) -> list[int]:
+    """Returns the draft tokens [B] of a look among plain rounds: a few requests draft, those whose draft has the least
+    to catch up with, for a look at all of them could cost more than it tells."""
+    able = [index for index, each in enumerate(sequences) if each.request.max_draft_tokens != 0]
+    able.sort(key=lambda index: sequences[index].num_tokens - sequences[index].draft_len)
+    lengths = [0] * len(sequences)
+    for index in able[: max(len(sequences) // LOOK_PART, 1)]:
+        lengths[index] = num_draft_tokens
+    return lengths

@@ -41,12 +41,7 @@ class TimeErrors:
             logs = self._logs[model, partition] = self._smoothed(model, partition)
         return np.exp(np.interp(log2_rows, np.arange(_NUM_BUCKETS), logs))
 
-    def knows(self, model: str, partition: str, num_rows: float) -> bool:
-        """Tells whether calls of about so many rows were seen lately."""
-        known = self._known.get((model, partition))
-        return known is not None and bool(known[1, _bucket(num_rows)] > 0.5)
-
-    def knows_any(self, model: str, partition: str) -> bool:
+    def knows(self, model: str, partition: str) -> bool:
         """Tells whether calls of the model were seen there at all."""
         return (model, partition) in self._known
 

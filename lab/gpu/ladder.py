@@ -13,7 +13,7 @@ from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.serving.compose import assemble, choose_policy
+from faser_backend.serving.compose import assemble_on, choose_policy
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.bench import accounting
 from lab.bench.accounting import StepLog
@@ -88,7 +88,7 @@ class Ladder:
             config = EngineConfig.from_options(policy=contestant.policy, **self._common, **contestant.options)
             policy = choose_policy(self._port, config, self._load_knowledge)
             self._clocks[name] = OwnClock()
-            self._engines[name] = assemble(self._port, self._models, policy, config, clock=self._clocks[name])
+            self._engines[name] = assemble_on(self._port, self._models, policy, config, clock=self._clocks[name])
             self.logs[name] = StepLog(self._engines[name])
         return self._engines[name]
 
