@@ -82,7 +82,7 @@ def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     """
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
     note = Timer(
-        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: 5 to 15 seconds, the first time only"]
+        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: 5 to 10 seconds, the first time only"]
     )
     note.daemon = True
     note.start()

@@ -15,6 +15,8 @@ compiled when it is called for. Nothing is checked: shapes and offsets that do n
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba.extending import overload
 
 from plugins.host_compile import WITHIN_KERNELS

@@ -198,6 +198,28 @@ def test_close_ends_the_threads_and_may_come_twice(threads: set[threading.Thread
     runner.close()
 
 
+@pytest.mark.parametrize("fails_here", [False, True])
+def test_an_error_on_any_thread_reaches_the_caller_and_the_next_call_is_whole(
+    fails_here: bool, engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the caller's own share fails too, its error goes first and the helper's does not wait for the next call."""
+    runner, rows = open_runner(engines["fp32"]), make_rows([np.arange(4)], [0], [4], np.array([[0]]))
+    expected, caller = run_all(runner, rows), threading.current_thread()
+
+    def fail(*_: object) -> None:
+        if threading.current_thread() is not caller:
+            raise ValueError("on a helper")
+        if fails_here:
+            raise ValueError("on the caller")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_kernel", fail)
+        with pytest.raises(ValueError, match="on the caller" if fails_here else "on a helper"):
+            run_all(runner, rows)
+    np.testing.assert_array_equal(run_all(runner, rows), expected)
+    runner.close()
+
+
 def test_the_file_is_as_large_as_its_format_and_mapped(engines: dict[str, Path]) -> None:
     models = {weights: EngineManifest.load(engines[weights]).target for weights in FORMATS}
     sizes = {weights: model.num_weight_bytes for weights, model in models.items()}
