@@ -138,7 +138,6 @@ def serve(
     prefix_reuse: Annotated[bool, typer.Option(help="Share the KV blocks of equal prompt beginnings.")] = True,
     admission: Annotated[Admission, typer.Option(help="When waiting requests may start.")] = Admission.MAX_UTILIZATION,
     num_threads: Threads = None,
-    spin: Annotated[bool, typer.Option(help="Busy waiting inside model calls: for cores that are free.")] = False,
     out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
     chat_template: ChatTemplate = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
@@ -160,7 +159,6 @@ def serve(
     parameters = {
         "engine_dir": str(directory.resolve()),
         **phases,
-        "can_spin": str(spin).lower(),
         "max_num_seqs": str(max_num_seqs),
         "max_queue_size": str(max_queue_size),
         "enable_kv_cache_reuse": str(prefix_reuse).lower(),

@@ -35,7 +35,6 @@ class EngineConfig(BaseModel):
     enable_prefix_reuse: bool = True
     admission: Literal["max_utilization", "guaranteed_no_evict"] = "max_utilization"
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # None: all cores of the partition
-    can_spin: bool = False  # helper threads of a model call wait busily: faster on free cores, slower on contended ones
 
     @classmethod
     def from_options(cls, **options: object) -> EngineConfig:

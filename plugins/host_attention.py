@@ -26,9 +26,9 @@ import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from plugins.host_compile import Kernel, compile_kernel
+from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, source_stamp
 from plugins.host_rows import LOG2_E, ONE, exp2, inlined, inlined_reassociated, spliced
-from plugins.host_vectors import GROUP, LANES, SOURCE_STAMP, copy_row, mix_group, prefetch, score_group, stamp_of
+from plugins.host_vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
 
 TILE_ROWS = 8  # pairs of a tile
 
@@ -60,7 +60,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
     C-contiguous, writable and, where no type is given, float32: TypeError otherwise. Nothing else is checked:
     shapes and indices that do not fit read and write foreign memory. What a row sees is finite.
     """
-    pool, vector_code = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), SOURCE_STAMP + stamp_of("host_rows.py")
+    pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), source_stamp()
     signature = numba.void(
         f32[3], f32[3], f32[3], pool, pool,  # q, k, v, k_pool, v_pool
         i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
@@ -85,7 +85,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
         scale,
         attends,  # False: keys and values are written and no row attends
     ):
-        _ = vector_code  # numba keeps a kernel by this file and what a kernel refers to, not by the files of its calls
+        _ = stamp
         attend_units(
             q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened,
             first_unit, last_unit, scale, attends, head_dim,
@@ -161,7 +161,7 @@ def readable(block, last, widened, head_dim):
     raise NotImplementedError
 
 
-@overload(readable, inline="always")
+@overload(readable, inline="always", jit_options=WITHIN_KERNELS)
 def _readable(block, last, widened, head_dim):
     if block.dtype == numba.float32:
         return lambda block, last, widened, head_dim: block

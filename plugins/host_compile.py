@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from threading import Timer
 from typing import Any
 
 import numba
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 Kernel = Callable[..., None]
 SECONDS_UNSAID = 1.0  # a kernel from disk is there by then
@@ -16,15 +20,69 @@ logger = logging.getLogger(__name__)
 warn_once = cache(logger.warning)  # per text: a process has a kernel for each head_dim
 
 
+class InnerLibrary(JITCodeLibrary):
+    """The code of a function that kernels alone call. It is handed to them as it is, once its functions have been
+    tidied up one by one: they are optimised as wholes, and machine code is made of them alone.
+
+    numba would optimise and translate every function by itself as well, which takes longer than all that is needed.
+    """
+
+    def finalize(self) -> None:
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Zero, numba's word for a function that Python cannot call."""
+        return 0
+
+    @property
+    def codegen(self) -> InnerLibrary:
+        return self
+
+    def set_env(self, env_name: str, env: Any) -> None:
+        """numba would write Python's globals to where machine code finds them."""
+
+
+class InnerCompiler(Compiler):
+    """numba's compiler with an InnerLibrary in the place of its own."""
+
+    def compile_extra(self, func: Callable) -> Any:
+        if self.state.library is None:
+            self.state.library = InnerLibrary(self.state.targetctx.codegen(), func.__qualname__)
+            self.state.library.enable_object_caching()
+        return super().compile_extra(func)
+
+
+# Options of functions that kernels alone call: no wrappers for others, and arrays whose references nobody counts, which
+# would take as long as the arithmetic of a few rows. What returns an array is spliced in: it cannot be called without
+# counting.
+WITHIN_KERNELS: Any = {
+    "error_model": "numpy",
+    "_nrt": False,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": InnerCompiler,
+}
+
+
+def source_stamp() -> int:
+    """A number that changes with every file of the CPU's kernels: numba keeps a kernel on disk by its own file and by
+    what it refers to, not by the files of what it calls."""
+    room = Path(__file__).parent
+    files = sorted([*room.glob("host_*.py"), *room.glob("row_*.py")])
+    return zlib.crc32(b"".join(file.read_bytes() for file in files)) & 0x7FFFFFFF
+
+
 def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     """The kernel for arguments of this signature: from disk, or compiled now, which is logged where it takes long.
 
-    It runs without the interpreter's lock. numba keeps a kernel by its file and by what it refers to, not by the files
-    of what it calls: it has to refer to a number that changes with those.
+    It runs without the interpreter's lock, and refers to source_stamp().
     """
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
     note = Timer(
-        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: 10 to 20 seconds, the first time only"]
+        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: 5 to 10 seconds, the first time only"]
     )
     note.daemon = True
     note.start()

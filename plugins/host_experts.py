@@ -16,8 +16,9 @@ import numpy as np
 from numba.misc.special import literally
 
 from plugins.host_attention import f32, softmax
+from plugins.host_compile import WITHIN_KERNELS
 from plugins.host_products import NO_BIAS, REPLACES, multiply, share_of
-from plugins.host_rows import ONE, WITHIN_KERNELS, gated_silu, inlined, normalise_rows
+from plugins.host_rows import ONE, gated_silu, inlined, normalise_rows
 from plugins.host_threads import meet
 from plugins.host_vectors import copy_row
 from plugins.row_products import FORMATS, LANES

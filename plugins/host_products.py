@@ -14,9 +14,8 @@ from numba.misc.special import literally
 
 from plugins import row_products
 from plugins.host_attention import f32
-from plugins.host_compile import Kernel, compile_kernel
-from plugins.host_rows import WITHIN_KERNELS, inlined
-from plugins.host_vectors import stamp_of
+from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, source_stamp
+from plugins.host_rows import inlined
 from plugins.row_products import LANES, multiply_rows
 
 STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
@@ -51,7 +50,7 @@ def product_kernel(weight_format: str) -> Kernel:
     Compiled once per CPU and kept on disk. Every thread of a call runs it; as of a segment's, nothing is checked.
     """
     code = row_products.FORMATS.index(weight_format)
-    vector_code = row_products.source_stamp() ^ stamp_of("host_rows.py")
+    stamp = source_stamp()
     signature = numba.void(numba.int64, numba.int64, f32[2], f32[2], STORED, numba.int64, f32[1])
 
     def kernel(
@@ -63,7 +62,7 @@ def product_kernel(weight_format: str) -> Kernel:
         offset,  # of the matrix, bytes into weights
         strip,  # [row_products.scratch_size(num_inputs)]: this thread's own
     ):
-        _ = vector_code
+        _ = stamp
         num_rows = rows.shape[0]
         multiply(code, out, rows, offset, NO_BIAS, REPLACES, thread, num_threads, num_rows, weights, strip, strip)
 

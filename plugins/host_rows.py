@@ -6,25 +6,16 @@ For kernels to take in whole. A row's bits depend on the row alone: every row ru
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 
+from plugins.host_compile import WITHIN_KERNELS
 from plugins.host_vectors import power_of_2
 
 LOG2_E = np.float32(np.log2(np.e))
 HALF, ONE = np.float32(0.5), np.float32(1)
 LARGEST_EXPONENT = np.float32(126)  # where powers of two begin to leave float32
 
-# Functions that kernels alone call: no wrappers for others, and arrays whose references nobody counts, which would take
-# as long as the arithmetic of a few rows. What returns an array is spliced in: it cannot be called without counting.
-WITHIN_KERNELS: dict[str, Any] = {
-    "error_model": "numpy",
-    "_nrt": False,
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}
 inlined = numba.njit(forceinline=True, **WITHIN_KERNELS)
 spliced = numba.njit(inline="always", **WITHIN_KERNELS)
 # Sums of a whole row. Their order is a function of the row's size: their loops exist once.

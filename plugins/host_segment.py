@@ -18,12 +18,12 @@ from numba.misc.special import literally
 
 from plugins import row_products
 from plugins.host_attention import POOL_DTYPES, attend_units, f32, i64
-from plugins.host_compile import Kernel, compile_kernel
+from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, source_stamp
 from plugins.host_experts import ROUTING, mix_experts
 from plugins.host_products import ADDS, NO_BIAS, REPLACES, STORED, multiply, share_of
-from plugins.host_rows import WITHIN_KERNELS, gated_silu, inlined, normalise, normalise_both, normalise_rows, rotate
+from plugins.host_rows import gated_silu, inlined, normalise, normalise_both, normalise_rows, rotate
 from plugins.host_threads import meet
-from plugins.host_vectors import copy_row, stamp_of
+from plugins.host_vectors import copy_row
 from plugins.row_products import LANES, read_column, score_columns
 
 # Places of a layer's matrices and vectors in the kernel's tables of offsets; -1 where a model has no such vector.
@@ -43,20 +43,6 @@ HEAD_INPUTS = numba.types.Tuple([
     STORED,  # the weight file that holds the embedding: the head's, or its target's
 ])  # fmt: skip
 EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPUTS}
-KERNEL_FILES = (  # beside those of products
-    "host_vectors.py",
-    "host_threads.py",
-    "host_attention.py",
-    "host_rows.py",
-    "host_experts.py",
-    "host_products.py",
-)
-
-
-def source_stamp() -> int:
-    """Changes with every file whose code a segment takes in: numba keeps a kernel by its own file alone."""
-    stamps = [row_products.source_stamp(), *map(stamp_of, KERNEL_FILES)]
-    return sum((index + 1) * stamp for index, stamp in enumerate(stamps)) & 0x7FFFFFFF
 
 
 @cache
@@ -70,7 +56,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
     """
     code, embedding_code, head_code = map(row_products.FORMATS.index, weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
-    vector_code = source_stamp()
+    stamp = source_stamp()
     signature = numba.void(
         numba.int64, numba.int64, i64[1],  # thread, num_threads, barrier
         i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
@@ -126,7 +112,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         scale,
         has_scores,
     ):
-        _ = vector_code
+        _ = stamp
         num_rows = hidden.shape[0]
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
         first_layer, num_layers, vocab_size = sizes[FIRST_LAYER], sizes[NUM_LAYERS], sizes[VOCAB_SIZE]

@@ -11,6 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from plugins.host_compile import WITHIN_KERNELS
+
 ARRIVED, GENERATION = 0, 8  # places in a barrier's state, of different cache lines
 STATE_SIZE = 16
 SPINS_BEFORE_YIELD = 4000  # some 20 us
@@ -72,7 +74,7 @@ def yield_core(_typing):
     return numba.void(), emit
 
 
-@numba.njit(nogil=True, error_model="numpy")
+@numba.njit(**WITHIN_KERNELS)
 def meet(state, num_threads):
     """Returns when num_threads threads have called it; what each wrote before, all can read after."""
     if num_threads == 1:

@@ -7,9 +7,6 @@ a row's. Knows nothing of pools, sequences or attention.
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
-
 import numba
 from llvmlite import ir
 from numba.core import cgutils
@@ -19,14 +16,6 @@ GROUP = 4  # columns that the inner loops take at a time
 LANES = 16  # floats of a vector; a narrower CPU splits it, with the same result
 CACHE_LINE = 64  # bytes
 LARGEST_HALF = 65504.0
-
-
-def stamp_of(name: str) -> int:
-    """A number that changes with a file of this room: for kernels that take its code in and are kept on disk."""
-    return zlib.crc32(Path(__file__).with_name(name).read_bytes())
-
-
-SOURCE_STAMP = stamp_of("host_vectors.py")
 
 BYTE, HALF, FLOAT, INT32, INT64 = ir.IntType(8), ir.HalfType(), ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)

@@ -15,9 +15,11 @@ compiled when it is called for. Nothing is checked: shapes and offsets that do n
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba.extending import overload
 
-from plugins.host_vectors import stamp_of
+from plugins.host_compile import WITHIN_KERNELS
 from plugins.row_layouts import (
     COLUMNS_AT_ONCE,
     FORMATS,
@@ -31,7 +33,7 @@ from plugins.row_layouts import (
     store_matrix,
     stored_bytes,
 )
-from plugins.row_tiles import multiply_blocks, sum_groups, weight_at
+from plugins.row_tiles import multiply_block, multiply_blocks, sum_groups, weight_at
 from plugins.row_vectors import TILE_ROWS
 
 __all__ = [
@@ -45,20 +47,14 @@ __all__ = [
     "restore_matrix",
     "score_columns",
     "scratch_size",
-    "source_stamp",
     "store_groups",
     "store_matrix",
     "stored_bytes",
 ]
 
 FLOAT_BYTES = 4
+INLINED: Any = {**WITHIN_KERNELS, "forceinline": True}
 STRIP_BYTES = 1 << 17  # of weights that stay in the second-level cache while many rows go over them
-
-
-def source_stamp() -> int:
-    """Changes with the files of these kernels: numba keeps a caller's code on disk by the caller's file alone."""
-    files = ("host_vectors.py", "row_layouts.py", "row_products.py", "row_tiles.py", "row_vectors.py")
-    return sum((index + 1) * stamp_of(name) for index, name in enumerate(files)) & 0x7FFFFFFF
 
 
 def scratch_size(num_inputs: int) -> int:
@@ -105,7 +101,7 @@ def score_columns(
     raise NotImplementedError
 
 
-@overload(multiply_rows, prefer_literal=True, inline="always")
+@overload(multiply_rows, prefer_literal=True, jit_options=INLINED)
 def _multiply_rows(
     format_code, y, x, weights, offset, num_inputs, num_outputs, first_block, last_block, num_rows, adds, scratch
 ):
@@ -136,7 +132,7 @@ def _multiply_rows(
     return multiply
 
 
-@overload(read_column, prefer_literal=True, inline="always")
+@overload(read_column, prefer_literal=True, jit_options=INLINED)
 def _read_column(format_code, out, weights, offset, num_inputs, num_outputs, column):
     code = format_code.literal_value
     unit_rows, unit_bytes = LAYOUTS[FORMATS[code]].unit_rows, LAYOUTS[FORMATS[code]].unit_bytes
@@ -150,7 +146,7 @@ def _read_column(format_code, out, weights, offset, num_inputs, num_outputs, col
     return read
 
 
-@overload(score_columns, prefer_literal=True, inline="always")
+@overload(score_columns, prefer_literal=True, jit_options=INLINED)
 def _score_columns(format_code, scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch):
     code = format_code.literal_value
     layout = LAYOUTS[FORMATS[code]]
@@ -166,10 +162,7 @@ def _score_columns(format_code, scores, x_row, weights, offset, num_inputs, num_
         for c in range(candidates.shape[0]):
             block, lane = candidates[c] // LANES, candidates[c] % LANES
             if block != held:
-                multiply_blocks(  # pyright: ignore[reportCallIssue]
-                    code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs,
-                    LANES, 1, 1, False, sums,
-                )  # fmt: skip
+                multiply_block(code, products, inputs, stored + block * block_bytes, num_inputs, sums)  # pyright: ignore[reportCallIssue]
                 held = block
             scores[c] = scratch[lane]
 

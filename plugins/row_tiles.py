@@ -12,8 +12,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from plugins.host_vectors import INT64, multiply_add
-from plugins.row_layouts import FORMATS, GROUP_SIZE, LAYOUTS
-from plugins.row_vectors import BYTES, FLOATS, blocks_function, numbers, scale, sums_function
+from plugins.row_layouts import FORMATS, GROUP_SIZE, LANES, LAYOUTS
+from plugins.row_vectors import BIT, BYTES, FLOATS, blocks_function, numbers, scale, sums_function, tile_function
 
 i64 = types.int64
 
@@ -38,6 +38,21 @@ def multiply_blocks(
         return context.get_dummy_value()
 
     return types.void(code, *[i64] * 9, types.boolean, i64), emit
+
+
+@intrinsic(prefer_literal=True)
+def multiply_block(_typing, code, y, x, weights, num_inputs, sums):
+    """y[:LANES] = x[:num_inputs] @ the block at `weights`, with the bits of multiply_blocks; arguments as there."""
+    layout = LAYOUTS[FORMATS[code.literal_value]]
+
+    def emit(context, builder, _signature, arguments):
+        _, y, x, weights, num_inputs, sums = arguments
+        y, x, sums = (builder.inttoptr(address, FLOATS) for address in (y, x, sums))
+        values = [y, INT64(LANES), x, num_inputs, builder.inttoptr(weights, BYTES), num_inputs, INT64(LANES), BIT(0)]
+        builder.call(tile_function(builder.module, layout, num_rows=1), [*values, sums])
+        return context.get_dummy_value()
+
+    return types.void(code, *[i64] * 5), emit
 
 
 @intrinsic

@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_tied_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16}),
-    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe_plain_shares": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
 

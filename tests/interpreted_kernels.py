@@ -24,7 +24,7 @@ from plugins.split_combine import workspace_numel
 from tests.kernel_cases import NAN, SENTINEL, Call, Shape, check, make_call, random_shape, small_tiles
 
 torch.set_num_threads(1)
-CASES = [("fp32", torch.float32, 100), ("fp16", torch.float16, 55), ("bf16", torch.bfloat16, 55)]
+CASES = [("fp32", torch.float32, 50), ("fp16", torch.float16, 26), ("bf16", torch.bfloat16, 26)]
 
 
 @pytest.fixture(autouse=True)

@@ -219,14 +219,11 @@ def test_acceptance_rates_are_the_servers(policy: str):
     learn(policy, forced(SERIAL, pruner=always(exits=())))
 
 
-def test_a_record_that_tells_nobody_apart_fails_the_same_test(monkeypatch: pytest.MonkeyPatch):
+def test_a_record_that_tells_nobody_apart_fails_the_same_checks(monkeypatch: pytest.MonkeyPatch):
     """The control."""
-    learned = learn("gp-lcb")
     monkeypatch.setattr(StepRecord, "server_rows", slice(None))
-    monkeypatch.setattr(Sequence, "server_acceptance", (1, 1))
-    fake = open_forced("gp-lcb", forced(SERIAL), draft_noise=0.0, draft_memory=10**6, max_prefill_tokens=40)
-    drive(fake.engine, misled_requests(), seed=4)
-    assert num_tests_of(fake) > num_tests_of(learned)
+    with pytest.raises(AssertionError):
+        learn("gp-lcb")
 
 
 def offsets_of(fake: FakeEngine) -> list[float]:
@@ -234,12 +231,6 @@ def offsets_of(fake: FakeEngine) -> list[float]:
     policy = inner_policy(fake)
     assert isinstance(policy, PriceRule | GpLcb)
     return [offset for offset, _ in policy._acceptance._requests.values()]
-
-
-def num_tests_of(fake: FakeEngine) -> int:
-    policy = inner_policy(fake)
-    assert isinstance(policy, PriceRule | GpLcb)
-    return policy._acceptance.num_tests
 
 
 @pytest.mark.parametrize("name", ["faser", "gp-lcb"])

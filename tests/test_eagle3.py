@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from engines.build import build_engines
-from faser_backend.manifest import EngineManifest
+from faser_backend.config import EngineConfig
+from faser_backend.core.model import FLOAT32_WEIGHTS
+from faser_backend.device.llvm_head import LlvmHeadRunner
+from faser_backend.device.onnx_runtime import OrtHeadRunner
+from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
+from faser_backend.serving.runtimes import open_runtime
 from tests.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
 from tests.segment_sessions import SegmentSessions
 from tests.tiny_models import VOCAB_SIZE, make_rows, reference_model, write_checkpoint, write_tokenizer
@@ -199,7 +204,21 @@ def test_a_head_on_stale_features_is_noticed(built: Built) -> None:
     assert not same_logits(head.run(1, rows, hidden=hidden)["logits"], wanted)
 
 
-def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
+def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """What the engine's head gives for tokens beside hidden states, on the engine's runtime."""
+    manifest = EngineManifest.load(directory)
+    runtime = open_runtime(directory, manifest, EngineConfig())
+    assert manifest.draft is not None
+    pool = runtime.open_pool(manifest.draft, NUM_BLOCKS)
+    runner = runtime.open_runner(manifest.draft, runtime.menu.whole, pool)
+    assert isinstance(runner, OrtHeadRunner | LlvmHeadRunner)
+    logits = runner.run_layer(make_rows([tokens], [0], [tokens.size], table), hidden)[0].copy()
+    runner.close()
+    return logits
+
+
+@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
+def test_other_published_layouts_give_the_same_head(runtime: str, tmp_path: Path) -> None:
     """The layer under vLLM's name, an embedding of its own, half precision, explicit layers."""
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
     rng = np.random.default_rng(2)
@@ -208,18 +227,17 @@ def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
     tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
     head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
-    manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
+    manifest = build_engines(target, head, tmp_path / "engine", runtime=runtime, kv_block_size=BLOCK_SIZE)
     assert manifest.target.spec.feature_layers == (1, 4, 7)
     assert manifest.draft is not None
     assert manifest.draft.spec.checkpoint_dtype == "BF16"
+    assert manifest.draft.weight_format.name == ("bf16" if runtime == "llvm" else FLOAT32_WEIGHTS.name)
     reference = ReferenceHead(head, own, prefix="layers.0.")
     reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
     reference.embedding = reference.tensors["embed_tokens.weight"]
     tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
-    sessions = SegmentSessions(manifest.draft, tmp_path / "engine", NUM_BLOCKS, BLOCK_SIZE)
-    rows = make_rows([tokens], [0], [9], shuffled_tables(rng, 1))
-    found = sessions.run(1, rows, hidden=hidden)
-    assert same_logits(found["logits"], reference.run(tokens, torch.from_numpy(hidden))[0])
+    found = logits_of_layer(tmp_path / "engine", tokens, hidden, shuffled_tables(rng, 1))
+    assert same_logits(found, reference.run(tokens, torch.from_numpy(hidden))[0])
 
 
 def test_a_shared_embedding_is_read_from_the_target_s_file(built: Built) -> None:
@@ -230,11 +248,12 @@ def test_a_shared_embedding_is_read_from_the_target_s_file(built: Built) -> None
     assert set(files.values()) == {"draft.weights"}
 
 
-def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
+def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(runtime: str, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=104)
     write_tokenizer(target, VOCAB_SIZE)
     head = write_head(tmp_path / "head", vocab_size=104)
-    manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
+    manifest = build_engines(target, head, tmp_path / "engine", runtime=runtime, kv_block_size=BLOCK_SIZE)
     assert manifest.draft is not None
     assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, 104)
     reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
@@ -242,6 +261,5 @@ def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> No
     tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
     wanted, _ = reference.run(tokens, torch.from_numpy(hidden))
     assert np.isfinite(wanted[:, VOCAB_SIZE:]).any(), "the head must know an id that is cut"
-    sessions = SegmentSessions(manifest.draft, tmp_path / "engine", NUM_BLOCKS, BLOCK_SIZE)
-    found = sessions.run(1, make_rows([tokens], [0], [9], shuffled_tables(rng, 1)), hidden=hidden)
-    assert same_logits(found["logits"], wanted[:, :VOCAB_SIZE])
+    found = logits_of_layer(tmp_path / "engine", tokens, hidden, shuffled_tables(rng, 1))
+    assert same_logits(found, wanted[:, :VOCAB_SIZE])

@@ -14,8 +14,8 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.head_runner import OrtHeadRunner
 from faser_backend.device.llvm_head import LlvmHeadRunner
+from faser_backend.device.onnx_runtime import OrtHeadRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import CPU_RUNTIMES
 from faser_backend.pipeline.engine import Engine
@@ -29,8 +29,15 @@ from tests.test_eagle3 import Built
 from tests.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("eagle3"), runtime="llvm", exit_layers=(4,))
+
+
 @pytest.fixture(scope="module", params=CPU_RUNTIMES)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def of_each_runtime(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    if request.param == "llvm":
+        return built
     return Built(tmp_path_factory.mktemp("eagle3"), runtime=request.param, exit_layers=(4,))
 
 
@@ -97,9 +104,9 @@ class ChainChecker:
         ("schedule:2:5,3:0,4:2", {}),  # rounds without drafts: the head lags behind
     ],
 )
-def test_every_chain_is_the_reference_s(built: Built, policy: str, options: dict[str, object]) -> None:
-    engine = open_engine(built, policy, enable_prefix_reuse=False, **options)
-    checker = ChainChecker(built)
+def test_every_chain_is_the_reference_s(of_each_runtime: Built, policy: str, options: dict[str, object]) -> None:
+    engine = open_engine(of_each_runtime, policy, enable_prefix_reuse=False, **options)
+    checker = ChainChecker(of_each_runtime)
     engine.stepper.observers.append(checker.observe)
     requests = make_requests(is_greedy=True)
     drive(engine, requests)
@@ -109,9 +116,9 @@ def test_every_chain_is_the_reference_s(built: Built, policy: str, options: dict
     assert checker.num_equal == checker.num_chains
 
 
-def test_features_of_other_positions_are_noticed(built: Built) -> None:
+def test_features_of_other_positions_are_noticed(of_each_runtime: Built) -> None:
     """Negative control: a head whose features lie one place further on drafts other chains."""
-    engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
+    engine, checker = open_engine(of_each_runtime, "fixed:3", enable_prefix_reuse=False), ChainChecker(of_each_runtime)
     head = engine.stepper.partitions[WHOLE].draft
     assert isinstance(head, OrtHeadRunner | LlvmHeadRunner)
     engine.stepper.observers.append(checker.observe)

@@ -16,9 +16,12 @@ from engines.tensorrt_buckets import CallLimits
 from engines.tensorrt_build import TensorRtOptions
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import RopeScaling
+from faser_backend.device import llvm_runner
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
 from tests.family_models import EXPERTS, VARIANTS, random_model, write_model
 from tests.gathered_runner import GatheredRunner
 from tests.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
@@ -35,11 +38,14 @@ def build(source: Path, directory: Path, exit_layers: tuple[int, ...] = (), **op
     return manifest
 
 
-def open_runner(manifest: EngineManifest, directory: Path) -> OrtRunner:
+def open_runner(manifest: EngineManifest, directory: Path) -> OrtRunner | LlvmRunner:
+    if manifest.runtime == "llvm":
+        pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
+        return LlvmRunner(manifest.target, directory, CorePartition("test", (0, 1)), pool)
     return OrtRunner(manifest.target, directory, NUM_BLOCKS, BLOCK_SIZE, ONE_CORE)
 
 
-def largest_error(runner: OrtRunner | GatheredRunner, reference: PreTrainedModel, seed: int) -> float:
+def largest_error(runner: OrtRunner | LlvmRunner | GatheredRunner, reference: PreTrainedModel, seed: int) -> float:
     """Of three sequences: ragged prefill in chunks, then ragged decoding; every row is compared."""
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.integers(12, 60, 3)]
@@ -60,16 +66,22 @@ def largest_error(runner: OrtRunner | GatheredRunner, reference: PreTrainedModel
 
 @pytest.mark.parametrize("exit_layers", [(), (1, 2)], ids=["whole", "cut"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str, exit_layers: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
+def test_logits_equal_those_of_transformers(
+    runtime: str, variant: str, exit_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llvm_runner, "ONE_THREAD_BYTES", 0)
     model = random_model(variant)
-    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", exit_layers)
+    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", exit_layers, runtime=runtime)
     assert manifest.target.spec.family == VARIANTS[variant][0]
     assert len(manifest.target.segments) == len(exit_layers) + 1
     runner = open_runner(manifest, tmp_path / "engine")
     assert max(largest_error(runner, model, seed) for seed in range(2)) <= MAX_ERROR
     runner.check_integrity()
+    runner.close()
 
 
+@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
 @pytest.mark.parametrize(
     ("variant", "parameter"),
     [
@@ -82,12 +94,13 @@ def test_logits_equal_those_of_transformers(variant: str, exit_layers: tuple[int
         ("qwen3", "layers.1.self_attn.q_norm.weight"),
         ("qwen3", "layers.1.self_attn.k_norm.weight"),
         ("qwen3_moe", "layers.1.mlp.gate.weight"),
+        ("qwen3_moe_plain_shares", "layers.2.mlp.gate.weight"),
     ],
 )
-def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, tmp_path: Path) -> None:
+def test_the_comparison_notices_one_wrong_tensor(runtime: str, variant: str, parameter: str, tmp_path: Path) -> None:
     """Negative control: each part that a variant adds shows in the logits."""
     model = random_model(variant)
-    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine")
+    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", runtime=runtime)
     with torch.no_grad():
         model.get_parameter(f"model.{parameter}").mul_(-0.5)
     assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=0) > 100 * MAX_ERROR

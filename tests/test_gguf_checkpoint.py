@@ -25,7 +25,7 @@ from tests.family_models import LLAMA3_ROPE, random_model, write_model
 from tests.gguf_models import Edit, random_blocks, write_gguf
 from tests.test_families import MAX_ERROR, build, largest_error, open_runner
 
-QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
 K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 LLAMA_31 = {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 

@@ -12,9 +12,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device import host_attention as spreading
 from faser_backend.device.cpu_runtime import OrtRuntime
-from faser_backend.device.host_attention import HostAttention
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
@@ -27,7 +25,7 @@ from tests.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, 
 
 BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 24, 40
 HALF_ULP = 2.0**-11  # the largest relative error of a number that is rounded to a half
-ONE_CORE, TWO_CORES = CorePartition("one", (0,)), CorePartition("two", (0, 1))
+ONE_CORE = CorePartition("one", (0,))
 SEQUENCES = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, LENGTH) for seed in (0, 1)]
 TABLES = np.random.default_rng(2).permutation(NUM_BLOCKS)[: 2 * LENGTH // BLOCK_SIZE].reshape(2, -1)
 
@@ -49,10 +47,10 @@ def open_runtime(directory: Path) -> tuple[OrtRuntime, ModelPair]:
     return OrtRuntime(directory, models, BLOCK_SIZE, kv_cache_dtype=manifest.kv_cache_dtype), models
 
 
-def open_target(directory: Path, partition: CorePartition = ONE_CORE) -> OrtRunner:
+def open_target(directory: Path) -> OrtRunner:
     manifest = EngineManifest.load(directory)
     pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
-    return OrtRunner(manifest.target, directory, NUM_BLOCKS, BLOCK_SIZE, partition, pool=pool)
+    return OrtRunner(manifest.target, directory, NUM_BLOCKS, BLOCK_SIZE, ONE_CORE, pool=pool)
 
 
 def logits_of(runner: OrtRunner, chunk: int, *, is_packed: bool = True) -> np.ndarray:
@@ -117,16 +115,13 @@ def test_halves_are_keys_and_values_that_were_rounded_and_nothing_else(
     engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
     half, rounded = (open_target(engines[dtype]) for dtype in ("fp16", "fp32"))
-    run = HostAttention.run
+    attend = rounded._attend
 
-    def run_rounded(self: HostAttention, layer: int, *arrays: np.ndarray, attends: bool) -> None:
-        q, k, v, out = arrays
-        k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
-        run(self, layer, q, k, v, out, attends=attends)
+    def attend_rounded(q: np.ndarray, k: np.ndarray, v: np.ndarray, *others: object) -> None:
+        attend(q, *(x.astype(np.float16).astype(np.float32) for x in (k, v)), *others)
 
-    found = logits_of(half, 7)
-    monkeypatch.setattr(HostAttention, "run", run_rounded)
-    np.testing.assert_array_equal(found, logits_of(rounded, 7))
+    monkeypatch.setattr(rounded, "_attend", attend_rounded)
+    np.testing.assert_array_equal(logits_of(half, 7), logits_of(rounded, 7))
     np.testing.assert_array_equal(half.pool.storage, rounded.pool.storage)
 
 
@@ -140,20 +135,15 @@ def test_logits_are_near_those_of_float32(engines: dict[str, Path]):
     assert 0 < np.sqrt((error**2).mean()) < num_roundings * HALF_ULP * wanted.std()
 
 
-@pytest.mark.parametrize("partition", [ONE_CORE, TWO_CORES], ids=str)
-def test_chunks_have_the_bits_of_rows_one_by_one(
-    engines: dict[str, Path], partition: CorePartition, monkeypatch: pytest.MonkeyPatch
-):
+def test_chunks_have_the_bits_of_rows_one_by_one(engines: dict[str, Path]):
     """Where products of ONNX Runtime do not depend on how many rows a call has, halves are no reason either."""
-    monkeypatch.setattr(spreading, "FEWEST_NUMBERS_PER_THREAD", 1)
     for dtype in ("fp32", "fp16"):
-        alone = open_target(engines[dtype], ONE_CORE)
+        alone = open_target(engines[dtype])
         expected = logits_of(alone, 1, is_packed=False)
         for chunk in (1, 5, 9, LENGTH):
-            packed = open_target(engines[dtype], partition)
+            packed = open_target(engines[dtype])
             is_equal = np.array_equal(logits_of(packed, chunk), expected)
             is_equal &= np.array_equal(packed.pool.storage, alone.pool.storage)
-            packed.close()
             if dtype == "fp32" and not is_equal:
                 pytest.skip("on this CPU products depend on the number of rows")
             assert is_equal, f"chunks of {chunk}"

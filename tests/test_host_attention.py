@@ -261,7 +261,7 @@ def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(tmp_path: Path, m
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     num_loaded = []
     for stamp in (1, 1, 2):
-        monkeypatch.setattr(host_attention, "SOURCE_STAMP", stamp)
+        monkeypatch.setattr(host_attention, "source_stamp", lambda stamp=stamp: stamp)
         kernel: Any = host_attention.attention_kernel.__wrapped__(8)
         num_loaded.append(sum(kernel.stats.cache_hits.values()))
     assert num_loaded == [0, 1, 0]

@@ -6,19 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
-from faser_backend.device import onnx_runtime
 from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
-from faser_backend.manifest import EngineManifest
-from tests.tiny_models import write_checkpoint
 
 CORES = sorted(os.sched_getaffinity(0))
 DRAFT, TARGET = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
@@ -107,36 +100,3 @@ def test_cores_that_do_not_exist_are_refused_and_leave_no_thread(broken: str) ->
     with pytest.raises(ConfigError, match=rf"partition {broken}: cores \(100000,\)"):
         ThreadLanes(shares["draft"], shares["target"])
     assert threading.active_count() == num_before
-
-
-def thread_affinities() -> dict[int, set[int]]:
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # a thread of another test may end now
-            found[int(task.name)] = os.sched_getaffinity(int(task.name))
-    return found
-
-
-def test_helper_threads_of_a_session_stay_on_the_lane_that_opened_it(
-    lanes: ThreadLanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The core is named twice: two threads to compute with, on one core."""
-    monkeypatch.setattr(onnx_runtime, "ONE_THREAD_BYTES", 0)
-    source = write_checkpoint(tmp_path / "source")
-    build_engines(source, source, tmp_path / "engine")
-    target = EngineManifest.load(tmp_path / "engine").target
-    twice = CorePartition("target", TARGET.cores * 2)
-
-    def helpers_of(opened: OrtRunner, before: dict[int, set[int]]) -> list[set[int]]:
-        helpers = [cores for task, cores in thread_affinities().items() if task not in before]
-        opened.close()
-        return helpers
-
-    before = thread_affinities()
-    runner = lanes.on_target(lambda: OrtRunner(target, tmp_path / "engine", 4, 16, twice))
-    num_sessions = sum(len(segment.files) for segment in target.segments)
-    assert helpers_of(runner, before) == [set(TARGET.cores)] * num_sessions
-    if len(CORES) > 1:  # opened elsewhere, helpers run anywhere
-        before = thread_affinities()
-        runner = OrtRunner(target, tmp_path / "engine", 4, 16, twice)
-        assert helpers_of(runner, before) == [set(CORES)] * num_sessions

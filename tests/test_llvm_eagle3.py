@@ -21,10 +21,10 @@ from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
-from tests.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
+from tests.eagle3_models import FEATURE_LAYERS, NUM_TARGET_LAYERS, write_head
 from tests.test_eagle3 import BLOCK_SIZE, CONFIGS, MAX_ERROR, NUM_BLOCKS, Built, same_logits, shuffled_tables
 from tests.test_eagle3_drafting import make_requests, tokens_of
-from tests.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
+from tests.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -173,42 +173,6 @@ def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> No
     assert same_logits(logits, built.reference.run(tokens[1:], joined)[0])
     sizes = [(built.directory / f"{name}.safetensors").stat().st_size for name in ("target", "draft")]
     assert sizes == [model.num_weight_bytes for model in (built.manifest.target, built.manifest.draft)]
-
-
-def test_sixteen_bits_and_an_embedding_of_its_own(tmp_path: Path) -> None:
-    """The layer under vLLM's name, explicit layers; what the checkpoint holds is kept."""
-    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
-    rng = np.random.default_rng(2)
-    own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
-    tensors = head_tensors(HEAD, prefix="layers.0.") | {"embed_tokens.weight": own}
-    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
-    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
-    head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
-    manifest = build_engines(target, head, tmp_path / "engine", runtime="llvm", kv_block_size=BLOCK_SIZE)
-    assert manifest.target.spec.feature_layers == (1, 4, 7)
-    assert manifest.draft is not None and manifest.draft.weight_format.formats == ("bf16",) * 3
-    reference = ReferenceHead(head, own, prefix="layers.0.")
-    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
-    reference.embedding = reference.tensors["embed_tokens.weight"]
-    tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
-    rows = make_rows([tokens], [0], [9], shuffled_tables(rng, 1))
-    logits, _ = Runners(tmp_path / "engine").head.run_layer(rows, hidden)
-    assert same_logits(logits, reference.run(tokens, torch.from_numpy(hidden))[0])
-
-
-def test_rows_that_pad_a_vocabulary_are_cut(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=104)
-    write_tokenizer(target, VOCAB_SIZE)
-    head = write_head(tmp_path / "head", vocab_size=104)
-    build_engines(target, head, tmp_path / "engine", runtime="llvm", kv_block_size=BLOCK_SIZE)
-    reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
-    rng = np.random.default_rng(4)
-    tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
-    wanted, _ = reference.run(tokens, torch.from_numpy(hidden))
-    assert np.isfinite(wanted[:, VOCAB_SIZE:]).any(), "the head must know an id that is cut"
-    rows = make_rows([tokens], [0], [9], shuffled_tables(rng, 1))
-    logits, _ = Runners(tmp_path / "engine").head.run_layer(rows, hidden)
-    assert same_logits(logits, wanted[:, :VOCAB_SIZE])
 
 
 def test_tokens_equal_plain_decoding_with_a_target_of_integers(tmp_path: Path) -> None:

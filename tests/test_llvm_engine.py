@@ -12,7 +12,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.request import Request
-from faser_backend.device.llvm_runtime import LlvmRuntime
+from faser_backend.device.cpu_runtime import LlvmRuntime
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest

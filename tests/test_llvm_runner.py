@@ -1,4 +1,7 @@
-"""Models whose layers are kernels of ours: logits of every family, and bits that depend on a row's inputs alone."""
+"""Models whose layers are kernels of ours: bits that depend on a row's inputs alone, formats, threads and refusals.
+
+Logits of every family are compared in test_families.py.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,11 @@ from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
-from tests.family_models import VARIANTS, random_model, write_model
-from tests.test_families import MAX_ERROR, largest_error
+from tests.test_families import BLOCK_SIZE, NUM_BLOCKS
+from tests.test_families import build as build_any
 from tests.test_weight_formats import TORCH_TYPES, round_matrices
 from tests.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
 
-NUM_BLOCKS, BLOCK_SIZE = 60, 4
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
@@ -34,9 +36,7 @@ def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(source: Path, directory: Path, **options) -> EngineManifest:
-    manifest = build_engines(source, source, directory, runtime="llvm", kv_block_size=BLOCK_SIZE, **options)
-    assert EngineManifest.load(directory) == manifest
-    return manifest
+    return build_any(source, directory, runtime="llvm", **options)
 
 
 def open_runner(directory: Path, num_threads: int = 2) -> LlvmRunner:
@@ -44,39 +44,6 @@ def open_runner(directory: Path, num_threads: int = 2) -> LlvmRunner:
     pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
     cores = CorePartition("test", tuple(range(num_threads)))
     return LlvmRunner(manifest.target, directory, cores, pool, num_threads=num_threads)
-
-
-@pytest.mark.parametrize("exit_layers", [(), (1, 2)], ids=["whole", "cut"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str, exit_layers: tuple[int, ...], tmp_path: Path) -> None:
-    model = random_model(variant)
-    build(write_model(model, tmp_path / "source"), tmp_path / "engine", exit_layers=exit_layers)
-    runner = open_runner(tmp_path / "engine")
-    assert max(largest_error(runner, model, seed) for seed in range(2)) <= MAX_ERROR
-    runner.check_integrity()
-    runner.close()
-
-
-@pytest.mark.parametrize(
-    ("variant", "parameter"),
-    [
-        ("llama_attention_bias", "layers.0.self_attn.v_proj.bias"),
-        ("llama_attention_bias", "layers.2.self_attn.o_proj.bias"),
-        ("llama_all_biases_tied", "layers.1.mlp.gate_proj.bias"),
-        ("llama_all_biases_tied", "layers.1.mlp.up_proj.bias"),
-        ("llama_all_biases_tied", "layers.2.mlp.down_proj.bias"),
-        ("qwen3", "layers.1.self_attn.q_norm.weight"),
-        ("qwen3", "layers.1.self_attn.k_norm.weight"),
-        ("qwen3_moe", "layers.1.mlp.gate.weight"),
-        ("qwen3_moe_plain_shares", "layers.2.mlp.gate.weight"),
-    ],
-)
-def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, tmp_path: Path) -> None:
-    model = random_model(variant)
-    build(write_model(model, tmp_path / "source"), tmp_path / "engine")
-    with torch.no_grad():
-        model.get_parameter(f"model.{parameter}").mul_(-0.5)
-    assert largest_error(open_runner(tmp_path / "engine"), model, seed=0) > 100 * MAX_ERROR
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +162,28 @@ def test_close_ends_the_threads_and_may_come_twice(threads: set[threading.Thread
     run_all(runner, make_rows([np.arange(4)], [0], [4], np.array([[0]])))
     assert len(set(threading.enumerate()) - threads) == 2
     runner.close()
+    runner.close()
+
+
+@pytest.mark.parametrize("fails_here", [False, True])
+def test_an_error_on_any_thread_reaches_the_caller_and_the_next_call_is_whole(
+    fails_here: bool, engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the caller's own share fails too, its error goes first and the helper's does not wait for the next call."""
+    runner, rows = open_runner(engines["fp32"]), make_rows([np.arange(4)], [0], [4], np.array([[0]]))
+    expected, caller = run_all(runner, rows), threading.current_thread()
+
+    def fail(*_: object) -> None:
+        if threading.current_thread() is not caller:
+            raise ValueError("on a helper")
+        if fails_here:
+            raise ValueError("on the caller")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_kernel", fail)
+        with pytest.raises(ValueError, match="on the caller" if fails_here else "on a helper"):
+            run_all(runner, rows)
+    np.testing.assert_array_equal(run_all(runner, rows), expected)
     runner.close()
 
 

@@ -1,4 +1,4 @@
-"""The runner's own promises: rows written in place, buffers reused, partitions, bad numbers refused."""
+"""The reference runner's own promises: rows written in place, bad numbers refused; and core partitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import MAX_SHAPES
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition, core_partitions
@@ -69,28 +68,6 @@ def test_ragged_and_uniform_batches_agree(runner: OrtRunner) -> None:
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
-def test_calls_of_all_shapes_share_their_large_buffers(runner: OrtRunner) -> None:
-    sequence = [np.arange(10)]
-    table = np.array([[0, 1, 2]])
-    three, two = make_rows(sequence, [0], [3], table), make_rows(sequence, [3], [2], table)
-    hidden = runner.run_segment(0, three, None)
-    first = hidden.copy()
-    second = runner.run_segment(0, two, None).copy()
-    again = runner.run_segment(0, three, None)
-    assert np.shares_memory(again, hidden)
-    np.testing.assert_array_equal(again, first)
-    np.testing.assert_array_equal(runner.run_segment(0, two, None), second)
-
-
-def test_a_buffer_that_was_outgrown_still_serves_its_shape(runner: OrtRunner) -> None:
-    sequence = [np.arange(10)]
-    table = np.array([[0, 1, 2]])
-    one, nine = make_rows(sequence, [0], [1], table), make_rows(sequence, [1], [9], table)
-    first, rest = runner.run_segment(0, one, None).copy(), runner.run_segment(0, nine, None).copy()
-    np.testing.assert_array_equal(runner.run_segment(0, one, None), first)
-    np.testing.assert_array_equal(runner.run_segment(0, nine, None), rest)
-
-
 def test_wider_tables_than_needed_change_nothing(runner: OrtRunner) -> None:
     sequence = [np.arange(6)]
     narrow = run_all(runner, make_rows(sequence, [0], [6], np.array([[3, 4]])))
@@ -99,23 +76,10 @@ def test_wider_tables_than_needed_change_nothing(runner: OrtRunner) -> None:
     np.testing.assert_allclose(run_all(runner, make_rows(sequence, [0], [6], wide)), narrow, atol=1e-6)
 
 
-def test_shapes_are_cached_but_not_without_bound(runner: OrtRunner) -> None:
-    sequence = [np.zeros(90, np.int64)]
-    table = np.arange(NUM_BLOCKS)[None]
-    cache = runner._shapes[0]
-    for count in (1, 2, 1, 2, 1):
-        runner.run_segment(0, make_rows(sequence, [0], [count], table), None)
-    assert len(cache) == 2
-    for num_logits in range(2 * MAX_SHAPES):
-        rows = make_rows(sequence, [0], [1], table, logit_rows=np.zeros(num_logits, np.int64))
-        runner.run_segment(0, rows, None)
-    assert len(cache) == MAX_SHAPES
-
-
 def test_runners_of_one_pool_see_each_others_tokens(engine: Path) -> None:
     cores = core_partitions().whole.cores
     first = open_runner(engine)
-    second = open_runner(engine, pool=first.pool, partition=CorePartition("all", cores), can_spin=True)
+    second = open_runner(engine, pool=first.pool, partition=CorePartition("all", cores))
     alone = open_runner(engine)
     sequence, table = [np.arange(12)], np.array([[8, 3, 11]])
     wanted = run_all(alone, make_rows(sequence, [0], [12], table))
@@ -197,14 +161,3 @@ def test_pinning_binds_the_calling_thread_alone() -> None:
     thread.start()
     thread.join()
     assert inside == {core} and os.sched_getaffinity(0) == before
-
-
-def test_a_ragged_call_gives_each_sequence_what_it_gets_alone(runner: OrtRunner) -> None:
-    sequences = [np.arange(17), np.arange(40, 42)]
-    tables = np.arange(10).reshape(2, 5)
-    wanted = [run_all(runner, make_rows([seq], [0], [len(seq)], tables[[i]])) for i, seq in enumerate(sequences)]
-    runner.pool.storage[:] = 0.0
-    found = run_all(runner, make_rows(sequences, [0, 0], [17, 2], tables))
-    np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-4)
-    is_written = runner.pool.storage.any(axis=(0, 1, 2, 5))  # [NUM_BLOCKS, BLOCK_SIZE]
-    assert is_written.sum() == 17 + 2

@@ -223,6 +223,7 @@ def test_tiles_leave_registers_for_weights_and_inputs():
 
 CACHED = """
 import numba, numpy as np
+from plugins.host_compile import source_stamp
 from plugins.row_products import *
 
 def product(code, stamp):

@@ -1,7 +1,7 @@
-"""`OrtRuntime`: ONNX Runtime on the cores of this machine; implements device.runtime.Runtime.
+"""The runtimes of a CPU, on the cores of this machine; both implement device.runtime.Runtime.
 
-Every split loads the weights again, for ONNX Runtime lays them out anew for each session: `useful_splits` says
-which are worth it.
+`LlvmRuntime` serves: kernels of ours. `OrtRuntime` is the reference: ONNX Runtime runs the graphs that GPUs get, and
+draft and target take turns.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import numpy as np
 
 from faser_backend.core.model import EAGLE3, ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
-from faser_backend.device.head_runner import OrtHeadRunner
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.onnx_runtime import OrtRunner, useful_threads
+from faser_backend.device.llvm_head import LlvmHeadRunner
+from faser_backend.device.llvm_runner import LlvmRunner, useful_threads
+from faser_backend.device.onnx_runtime import OrtHeadRunner, OrtRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import ModelEngine
 
 COMPUTED_BY = {"onnxruntime": ("onnxruntime", "numba"), "llvm": ("numba", "llvmlite")}  # packages, by runtime
-SPLIT_MEMORY_SHARE = 0.25  # of free memory, for the weights that splits load again
+TAKES_TURNS = "none (ONNX Runtime is the reference runtime: draft and target take turns)"
 
 Split = tuple[CorePartition, CorePartition]  # (draft, target)
 
 
-class OrtRuntime:
-    """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's."""
+class LlvmRuntime:
+    """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's, and all
+    runners of a model read one mapped file."""
 
     kv_memory_share = 0.25
-    loads_weights_per_split = True
 
     def __init__(
         self,
@@ -43,24 +44,21 @@ class OrtRuntime:
         *,
         kv_cache_dtype: str = "fp32",
         num_threads: int | None = None,
-        can_spin: bool = False,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """kv_cache_dtype: of kv_pool.DTYPES. num_threads, can_spin: as of OrtRunner.
-
-        menu: the cores to use, by default all of this process.
-        """
+        """kv_cache_dtype: of kv_pool.DTYPES. num_threads: as of LlvmRunner. menu: the cores to use, by default all of
+        this process."""
         self.kv_block_size = kv_block_size
-        self._kv_cache_dtype = kv_cache_dtype
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
-        splits, self.splits_note = useful_splits(
-            self.menu, models, num_threads, self.free_bytes(), loads_weights=self.loads_weights_per_split
-        )
+        self._engine_dir, self._models = engine_dir, models
+        self._kv_cache_dtype, self._num_threads = kv_cache_dtype, num_threads
+        splits, self.splits_note = self.useful_splits()
         self.splits = tuple(splits)
-        self._engine_dir = engine_dir
-        self._num_threads = num_threads
-        self._can_spin = can_spin
+
+    def useful_splits(self) -> tuple[list[Split], str]:
+        """The splits that are worth opening, and in words how many of how many and why."""
+        return useful_splits(self.menu, self._models, self._num_threads)
 
     def free_bytes(self) -> int:
         """Weights are not counted: they are small beside what a share of free memory leaves."""
@@ -79,18 +77,11 @@ class OrtRuntime:
         """Pages that were never written would all be one page in the cache."""
         pool.storage[:] = numbers
 
-    def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OrtRunner:
-        runner = OrtHeadRunner if model.spec.family == EAGLE3 else OrtRunner
-        return runner(
-            model,
-            self._engine_dir,
-            pool.num_blocks,
-            self.kv_block_size,
-            share,
-            num_threads=self._num_threads,
-            can_spin=self._can_spin,
-            pool=pool,
-        )
+    def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
+        arguments = (model, self._engine_dir, share, pool)
+        if model.spec.family == EAGLE3:
+            return LlvmHeadRunner(*arguments, self._models.target, num_threads=self._num_threads)
+        return LlvmRunner(*arguments, num_threads=self._num_threads)
 
     def open_lanes(self, draft: CorePartition, target: CorePartition) -> ThreadLanes:
         return ThreadLanes(draft, target)
@@ -108,18 +99,22 @@ class OrtRuntime:
         """Nothing is held."""
 
 
-def useful_splits(
-    menu: PartitionMenu[CorePartition],
-    models: ModelPair,
-    num_threads: int | None,
-    free_bytes: int,
-    *,
-    loads_weights: bool = True,
-) -> tuple[list[Split], str]:
-    """The splits of the menu that are worth their memory, and in words how many of how many and why.
+class OrtRuntime(LlvmRuntime):
+    """The same with graphs in the place of kernels, and without splits."""
 
-    loads_weights: whether each split loads them again.
-    """
+    def useful_splits(self) -> tuple[list[Split], str]:
+        return [], TAKES_TURNS
+
+    def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
+        runner = OrtHeadRunner if model.spec.family == EAGLE3 else OrtRunner
+        arguments = (model, self._engine_dir, pool.num_blocks, self.kv_block_size, share)
+        return runner(*arguments, num_threads=self._num_threads, pool=pool)
+
+
+def useful_splits(
+    menu: PartitionMenu[CorePartition], models: ModelPair, num_threads: int | None
+) -> tuple[list[Split], str]:
+    """The splits of the menu on which both models use all their cores, and in words how many of how many and why."""
     num_cores, draft = menu.whole.size, models.draft
     if draft is None:
         return [], "none (no draft model: there is nothing to overlap)"
@@ -129,23 +124,16 @@ def useful_splits(
         return [], f"none ({menu.note})"
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
-    filled = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]
-    copy_bytes = sum(model.num_weight_bytes for model in models.present) if loads_weights else 0
-    num_fitting = int(free_bytes * SPLIT_MEMORY_SHARE) // copy_bytes if copy_bytes else len(filled)
-    splits = filled[:num_fitting]
+    splits = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]
     reason = f"{len(splits)} of {len(menu.splits)}"
     if splits:
         reason += f" ({', '.join(split_name(*split) for split in splits)})"
-    if copy_bytes:
-        reason += f"; each loads {copy_bytes >> 20} MiB of weights again"
-    if len(filled) < len(menu.splits):
-        reason += f"; the draft cannot use more than {filled[-1][0].size} core(s)"
-    if len(splits) < len(filled):
-        reason += f"; {SPLIT_MEMORY_SHARE:.0%} of {free_bytes >> 20} MiB of free memory hold no more"
+    if len(splits) < len(menu.splits):
+        reason += f"; the draft cannot use more than {splits[-1][0].size} core(s)"
     return splits, reason
 
 
-def identity(runtime: str = "onnxruntime") -> dict[str, str | int]:
+def identity(runtime: str = "llvm") -> dict[str, str | int]:
     """What decides how long calls take here, by name: the processor, the cores in use, who compiles and computes."""
     versions = {name: version(name) for name in COMPUTED_BY[runtime]}
     return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}

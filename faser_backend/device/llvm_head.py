@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.device.head_runner import LAYER
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner, places_of
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
+
+LAYER = 1  # segment of a head; segment 0 joins features
 
 
 class LlvmHeadRunner(LlvmRunner):

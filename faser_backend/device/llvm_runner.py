@@ -14,11 +14,11 @@ import numpy as np
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import EAGLE3, ModelSpec, rotary_tables
-from faser_backend.device.call_shapes import Workspace
-from faser_backend.device.host_attention import Helper, check_blocks, numbers_read, unit_bounds
+from faser_backend.device.host_threads import Helper, check_blocks, numbers_read, unit_bounds
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_weights import WeightFile, segment_tables
 from faser_backend.device.partition import CorePartition
+from faser_backend.device.workspace import Workspace
 from faser_backend.manifest import ModelEngine
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LlvmRunner:
         assert model.weights is not None, "an engine of this runtime has one weight file"
         spec = model.spec
         self.spec, self.partition = spec, partition
-        most_threads = 1 if model.weights.num_bytes <= ONE_THREAD_BYTES else partition.size
+        most_threads = useful_threads(model, partition)
         self.num_threads = min(num_threads or most_threads, most_threads)
         self.pool = pool
         self.num_segments = len(model.segments)
@@ -248,18 +248,30 @@ class LlvmRunner:
                 raise error
 
 
-def _kernel(spec: ModelSpec, pool: KvPool, weight_formats: tuple[str, str, str]) -> Kernel:
-    """Raises ConfigError where this CPU has no instructions for the pool's dtype."""
-    from plugins import host_attention  # not above: it loads numba, which other runtimes do without
-    from plugins.host_segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
+def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
+    """Threads that calls of the model gain from on this partition."""
+    return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size
 
-    has_halves = pool.storage.dtype == np.float16
-    if has_halves and not host_attention.has_halves():
+
+def readable_dtype(pool: KvPool) -> str:
+    """The pool's dtype in the words of kernels. Raises ConfigError where this CPU has no instructions for it."""
+    from plugins.host_attention import has_halves  # not above: it loads numba, which other runtimes do without
+
+    if pool.storage.dtype != np.float16:
+        return "fp32"
+    if not has_halves():
         raise ConfigError(
             "kv_cache_dtype = fp16: this CPU cannot convert halves; build the engine with --kv-cache-dtype fp32"
         )
+    return "fp16"
+
+
+def _kernel(spec: ModelSpec, pool: KvPool, weight_formats: tuple[str, str, str]) -> Kernel:
+    """Raises ConfigError where this CPU has no instructions for the pool's dtype."""
+    from plugins.host_segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
+
     kind = EAGLE3_HEAD if spec.family == EAGLE3 else EXPERTS if spec.num_experts else DENSE
-    return segment_kernel(spec.head_dim, "fp16" if has_halves else "fp32", weight_formats, kind)
+    return segment_kernel(spec.head_dim, readable_dtype(pool), weight_formats, kind)
 
 
 def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,13 +1,12 @@
-"""`OrtRunner`: a compiled model on ONNX Runtime with its KV pool; implements core.ports.ModelRunner.
+"""`OrtRunner`: a model's graphs on ONNX Runtime, the reference for kernels; implements core.ports.ModelRunner.
 
-A call copies a few small integers into buffers that ONNX Runtime already holds and runs the graph part by part;
-between two parts a layer's attention is computed by a kernel of ours, which reads and writes the pool in place.
-Buffers and bindings of a call shape are kept, so that a steady state allocates nothing.
+A graph is run part by part on one thread; between two parts a layer's attention is a call of our kernel, which reads
+and writes the KV pool in place. `OrtHeadRunner` is the same of an EAGLE-3 head, which reads hidden states that the
+target's runner left in its pool.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +14,17 @@ import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.call_shapes import BoundSegment, CallShape, ShapeCache, ShapeKey
-from faser_backend.device.host_attention import HostAttention
+from faser_backend.device.host_threads import check_blocks
 from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.llvm_head import LAYER
+from faser_backend.device.llvm_runner import places_of, readable_dtype, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
 ERRORS_ONLY = 3
-# A model this small is done before a second thread has woken: the demo draft takes 82 us a call on one
-# thread and 122 us on two.
-ONE_THREAD_BYTES = 8 << 20
-SPIN_US = 100
+FEATURE = "aux_hidden."  # begins the name of a hidden state that a draft head reads; its layer follows
+
+Arrays = dict[str, np.ndarray]
 
 
 class OrtRunner:
@@ -40,22 +39,14 @@ class OrtRunner:
         partition: CorePartition,
         *,
         num_threads: int | None = None,
-        can_spin: bool = False,
         pool: KvPool | None = None,
     ) -> None:
-        """pool: shared with another runner of the model; None makes one of num_blocks blocks.
-
-        num_threads: at most that many threads, None = one per core of the partition. A model of up to
-        ONE_THREAD_BYTES runs on one thread in any case.
-        can_spin: helper threads of a call wait busily, up to SPIN_US and never between calls. With
-        cores to spare small parallel ops finish in up to half the time; where others want the cores
-        calls can take several times as long. Raises ConfigError for numbers out of range or where
-        ONNX Runtime refuses a segment.
-        """
+        """pool: shared with another runner of the model; None makes one of num_blocks blocks. num_threads: at most this
+        many of the partition's cores multiply matrices; a small model's are multiplied on one. Raises ConfigError for
+        numbers out of range and where ONNX Runtime refuses a segment."""
         if num_threads is not None and num_threads < 1:
             raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
-        self.spec = model.spec
-        self.partition = partition
+        self.spec, self.partition = model.spec, partition
         most_threads = useful_threads(model, partition)
         self.num_threads = min(num_threads or most_threads, most_threads)
         self.pool = pool or KvPool(model.spec, num_blocks, block_size)
@@ -64,30 +55,33 @@ class OrtRunner:
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
         self.max_logit_rows: int | None = None  # graphs take any shape
-        # Matrices of a small model are too small for a second thread, keys and values of a large batch are not.
-        self._attention = HostAttention(model.spec, self.pool, min(num_threads or partition.size, partition.size))
-        self._shapes: list[ShapeCache] = []
-        for segment in model.segments:
-            sessions = [_open_session(engine_dir / file.name, self.num_threads, can_spin) for file in segment.files]
-            self._shapes.append(ShapeCache(BoundSegment(sessions, segment, model.spec, self.pool)))
+        from plugins.host_attention import attention_kernel  # not above: it loads numba
+
+        dtype = readable_dtype(self.pool)
+        self._attend = attention_kernel(model.spec.head_dim, dtype)
+        self._bits = np.uint16 if dtype == "fp16" else np.float32
+        self._segments = model.segments
+        self._sessions = [
+            [_open_session(engine_dir / file.name, self.num_threads) for file in segment.files]
+            for segment in model.segments
+        ]
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        """See core.ports.ModelRunner. The result is a buffer that the segment's next call overwrites."""
-        shape = self._run(segment, rows, hidden, None)
-        return shape.result[: rows.logit_rows.shape[0] if shape.is_last else rows.token_ids.shape[0]]
+        """See core.ports.ModelRunner."""
+        values = self._run(segment, rows, hidden)
+        return values["logits"] if segment == self.num_segments - 1 else values["hidden_out"]
 
     def run_segment_with_scores(
         self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """As run_segment, for a segment that ends at an exit layer.
 
-        exit_candidates: [T, K] int64 token ids. Returns (hidden [T, hidden_size], scores [T, K]): the
-        logits that the head would give the candidates if the model ended here.
+        exit_candidates: [T, K] int64 token ids. Returns (hidden [T, hidden_size], scores [T, K]): the logits that the
+        head would give the candidates if the model ended here.
         """
-        assert self._shapes[segment].bound.segment.has_exit_scores, f"segment {segment} has no exit scores"
-        shape = self._run(segment, rows, hidden, exit_candidates)
-        num_rows = rows.token_ids.shape[0]
-        return shape.result[:num_rows], shape.exit_scores[:num_rows]
+        assert segment in self.exits, f"segment {segment} has no exit scores"
+        values = self._run(segment, rows, hidden, exit_candidates)
+        return values["hidden_out"], values["exit_scores"]
 
     def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """See core.ports.ModelRunner."""
@@ -97,53 +91,97 @@ class OrtRunner:
         self.pool.check_integrity()
 
     def close(self) -> None:
-        """Frees sessions, buffers and threads; the runner cannot be used afterwards."""
-        self._shapes.clear()
-        self._attention.close()
+        """Frees the sessions; the runner cannot be used afterwards."""
+        self._sessions.clear()
 
-    def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None) -> CallShape:
-        counts = rows.rows_per_sequence
-        num_logits = rows.logit_rows.shape[0]
-        cache = self._shapes[segment]
-        bound = cache.bound
-        shape = cache.get(ShapeKey(rows.num_rows, num_logits, 0 if candidates is None else candidates.shape[1]))
-        shape.fill(rows, counts, hidden, candidates)
-        self._attention.begin(rows, counts)
-        shape.run_part(0)
-        for part, layer in enumerate(bound.layers, 1):
-            is_wanted = num_logits > 0 or layer < self.spec.num_layers - 1
-            self._attention.run(layer, shape.q, shape.k, shape.v, shape.attended, attends=is_wanted)
-            shape.run_part(part)
-        shape.keep_features(rows, counts, self.pool.kv_block_size)
-        return shape
+    def _run(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None = None
+    ) -> Arrays:
+        """All that the segment's parts were given and gave, by the names of their graphs."""
+        counts, spec = rows.rows_per_sequence, self.spec
+        check_blocks(self.pool, rows.block_tables, int((rows.context_lens + counts).max()))
+        nobody = np.zeros((rows.num_rows, 0), np.int64)
+        values: Arrays = {
+            "token_ids": rows.token_ids,
+            "positions": np.repeat(rows.context_lens - rows.cu_rows[:-1], counts) + np.arange(rows.num_rows),
+            "logit_rows": rows.logit_rows,
+            "exit_candidates": nobody if candidates is None else candidates,
+        }
+        if hidden is not None:
+            values["hidden"] = hidden
+        first, *later = self._sessions[segment]
+        _run_part(first, values)
+        for layer, session in enumerate(later, self._segments[segment].first_layer):
+            is_wanted = rows.logit_rows.size > 0 or layer < spec.num_layers - 1
+            values[f"attended.{layer}"] = self._attended(layer, rows, values, attends=is_wanted)
+            _run_part(session, values)
+        self._keep_features(rows, values)
+        return values
+
+    def _attended(self, layer: int, rows: RowBatch, values: Arrays, *, attends: bool) -> np.ndarray:
+        """[T, H * head_dim] of the layer's queries; its keys and values go to the pool. Zeros unless somebody wants
+        them."""
+        from plugins.host_attention import TILE_ROWS, scratch_width
+
+        spec, block_size = self.spec, self.pool.kv_block_size
+        heads = ((name, spec.num_heads if name == "q" else spec.num_kv_heads) for name in "qkv")
+        q, k, v = (values[f"{name}.{layer}"].reshape(-1, num_heads, spec.head_dim) for name, num_heads in heads)
+        out = np.zeros_like(q)
+        self._attend(
+            *map(np.ascontiguousarray, (q, k, v)),
+            self.pool.keys(layer).view(self._bits),
+            self.pool.values(layer).view(self._bits),
+            *map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens)),
+            out,
+            np.empty((TILE_ROWS, scratch_width(rows.block_tables.shape[1] * block_size)), np.float32),
+            np.empty((block_size, spec.head_dim), np.float32),
+            0,
+            rows.context_lens.size * spec.num_kv_heads,
+            np.float32(spec.head_dim**-0.5),
+            attends,
+        )
+        return out.reshape(-1, spec.num_heads * spec.head_dim)
+
+    def _keep_features(self, rows: RowBatch, values: Arrays) -> None:
+        """What a draft head reads of each row goes to where the row's keys and values lie."""
+        if names := [name for name in values if name.startswith(FEATURE)]:
+            places = places_of(rows, self.pool.kv_block_size)
+            for name in names:
+                self.pool.features[int(name.removeprefix(FEATURE))][places] = values[name]
 
 
-def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
-    """Threads that calls of the model gain from on this partition."""
-    return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size
+class OrtHeadRunner(OrtRunner):
+    """As OrtRunner, for a pool whose `features` are those of the target's pool."""
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        """Segment 0 joins the features that lie at the rows' positions, [T, hidden_size]; segment 1 gives logits."""
+        if segment == LAYER:
+            assert hidden is not None
+            return self.run_layer(rows, hidden)[0]
+        places = places_of(rows, self.pool.kv_block_size)
+        values = {f"{FEATURE}{layer}": array[places] for layer, array in self.pool.features.items()}
+        _run_part(self._sessions[0][0], values)
+        return values["hidden_out"]
+
+    def run_layer(self, rows: RowBatch, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See core.ports.HeadRunner."""
+        values = self._run(LAYER, rows, hidden)
+        return values["logits"], values["hidden_out"]
 
 
-@cache
-def _register_shared_arena() -> None:
-    """One arena for the intermediate tensors of all sessions: segments that run in turn then work in the same,
-    cached memory. With an arena each, a cut costs 7 to 8 % at 16 sequences; with this one 0 to 4 %."""
-    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    ort.create_and_register_allocator(memory, None)
+def _run_part(session: ort.InferenceSession, values: Arrays) -> None:
+    """Adds the part's outputs to the values, of which it takes its inputs."""
+    inputs = {tensor.name: values[tensor.name] for tensor in session.get_inputs()}
+    names = [tensor.name for tensor in session.get_outputs()]
+    values |= zip(names, map(np.asarray, session.run(names, inputs)), strict=True)
 
 
-def _open_session(path: Path, num_threads: int, can_spin: bool) -> ort.InferenceSession:
+def _open_session(path: Path, num_threads: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = ERRORS_ONLY
-    options.enable_mem_pattern = False  # it keeps a plan per shape for ever, and gains nothing here
-    _register_shared_arena()
-    options.add_session_config_entry("session.use_env_allocators", "1")
-    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")  # freed with the session
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(can_spin)))
-    if can_spin:
-        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-        options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # else threads keep cores between calls
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's own exceptions share no base class

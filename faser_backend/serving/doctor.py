@@ -88,7 +88,7 @@ def _python() -> str:
 def _onnx_runtime() -> str:
     import onnxruntime
 
-    return f"{onnxruntime.__version__}, providers {', '.join(onnxruntime.get_available_providers())}"
+    return f"{onnxruntime.__version__}, the reference for CPU kernels and for graphs of GPUs"
 
 
 def _host_kernels() -> str:

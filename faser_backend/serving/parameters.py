@@ -68,7 +68,6 @@ def read_engine_config(parameters: Parameters) -> EngineConfig:
     options: dict[str, object] = {name: parameters.integer(name) for name in ENGINE_INTEGERS}
     options |= {name: parameters.text(name) for name in ENGINE_STRINGS}
     options["admission"] = parameters.text("batch_scheduler_policy")
-    options["can_spin"] = parameters.boolean("can_spin")
     options["enable_prefix_reuse"] = parameters.boolean("enable_kv_cache_reuse")
     return EngineConfig.from_options(**{name: value for name, value in options.items() if value is not None})
 

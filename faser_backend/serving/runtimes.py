@@ -10,7 +10,7 @@ from typing import Any
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.device import cpu_runtime, llvm_runtime
+from faser_backend.device import cpu_runtime
 from faser_backend.device.runtime import ModelPair, Runtime
 from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
 
@@ -23,14 +23,13 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
     models = ModelPair(manifest.target, manifest.draft)
     if manifest.runtime in CPU_RUNTIMES:
-        opened = cpu_runtime.OrtRuntime if manifest.runtime == "onnxruntime" else llvm_runtime.LlvmRuntime
+        opened = cpu_runtime.OrtRuntime if manifest.runtime == "onnxruntime" else cpu_runtime.LlvmRuntime
         return opened(
             engine_dir,
             models,
             manifest.kv_block_size,
             kv_cache_dtype=manifest.kv_cache_dtype,
             num_threads=config.num_threads,
-            can_spin=config.can_spin,
         )
     try:
         from faser_backend.device.cuda.runtime import open_cuda_runtime
