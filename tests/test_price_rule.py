@@ -167,7 +167,7 @@ def test_chains_come_to_what_drawing_them_does(offset: float):
         has_row = is_drafted & (survival >= floor)
         np.testing.assert_allclose(chains.drafting[index], is_drafted.mean(axis=0), atol=0.12)
         np.testing.assert_allclose(chains.verified[index], has_row.mean(axis=0), atol=0.12)
-        np.testing.assert_allclose(chains.kept[index], (survival * has_row).mean(axis=0), atol=0.05)
+        np.testing.assert_allclose(chains.kept[index], (survival * has_row).mean(axis=0), atol=0.07)
 
 
 def test_serial_score_is_the_best_uniform_round_by_hand():
