@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -86,8 +87,10 @@ def generate(
     pipeline: PipelineMode = Pipeline.AUTO,
     num_threads: Threads = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    explain: Annotated[bool, typer.Option(help="Print to stderr what the policy weighed, and when.")] = False,
 ) -> None:
     """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
+    from faser_backend.serving.explain import Explainer
     from faser_backend.serving.one_shot import OneShotOptions, generate_once, report_line
 
     options = OneShotOptions(
@@ -111,7 +114,9 @@ def generate(
         pipeline=pipeline.value,
         num_threads=num_threads,
     )
-    result = generate_once(options, on_text=_ignore if is_json else _print_text, progress=print_progress)
+    on_step = Explainer(partial(print, file=sys.stderr)).observe if explain else None
+    on_text = _ignore if is_json else _print_text
+    result = generate_once(options, on_text=on_text, progress=print_progress, on_step=on_step)
     if is_json:
         print(json.dumps(result))
     else:

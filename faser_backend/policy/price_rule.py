@@ -69,6 +69,7 @@ class PriceRule:
         self._num_decided = 0  # since the last weighing
         self._look: Score | None = None  # that is being taken
         self._look_left = 0  # steps
+        self._looks_at_longer = False  # next time, while speculating
         self._saved_us = 0.0
         self._was_drafting = self._has_decoded_plainly = False
         self._num_alike = 0  # steps since plain and speculative decoding changed over
@@ -149,7 +150,8 @@ class PriceRule:
         return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context)) if lags else float("inf")
 
     def _consider_look(self, sequences: Sequence[RunningSequence], context: int) -> None:
-        """Looks at plain decoding while speculating, and the reverse, once enough time is saved up for it."""
+        """Looks at speculation while decoding plainly, and at plain decoding and chains of twice the length in turn
+        while speculating, once enough time is saved up for it."""
         if self._look is not None or self.chosen is None:
             return
         times = self._corrected(len(sequences), context, WHOLE)
@@ -160,6 +162,12 @@ class PriceRule:
             drafting = [each for each, length in zip(sequences, lengths, strict=True) if length]
             rows_us = times.step_us(int(lengths.sum()), int(lengths.max())) - times.step_us(0, 0)
             extra_us, once_us = rows_us + times.chains_us(lengths, is_trimmed=False), self._catch_up_us(drafting)
+        elif self._looks_at_longer and self.chosen.mode is PipelineMode.SERIAL:
+            length = min(2 * self.chosen.num_draft_tokens, self._most)
+            other, is_new = self.chosen._replace(num_draft_tokens=length, floor=0.0), False
+            lengths = np.full(len(sequences), length)
+            longer_us = times.step_us(int(lengths.sum()), length) + times.chains_us(lengths, is_trimmed=False)
+            extra_us, once_us = longer_us - self.chosen.step_us, 0.0
         else:
             other = self._scores[0]
             is_new = not self._has_decoded_plainly
@@ -169,6 +177,7 @@ class PriceRule:
         if self._saved_us >= price_us or (is_new and is_cheap and once_us < float("inf")):
             self._saved_us = min(self._saved_us - price_us, price_us)
             self._look, self._look_left = other, COLD_STEPS + (1 if is_new else LOOK_STEPS)
+            self._looks_at_longer = not self._looks_at_longer
 
     def _decision_for(self, score: Score, sequences: Sequence[RunningSequence]) -> Decision:
         """A step of that kind for these sequences."""
@@ -182,7 +191,7 @@ class PriceRule:
         curve = self._chain_table(sampled_share(sequences))[0]
         context = self.costs.batch_context([each.num_tokens for each in sequences])
         pruner = self._pruner(score, cohort, context, curve, offsets)
-        if score is self._look:
+        if score is self._look and self.chosen is not None and self.chosen.mode is None:
             lengths, trim = look_lengths(sequences, score.num_draft_tokens), None
         elif score.floor == 0.0:
             lengths, trim = [score.num_draft_tokens] * size, None
@@ -257,10 +266,11 @@ class PriceRule:
         self._observe_times(record)
         if is_first:  # what was believed until now may be far off
             self._num_decided = WEIGH_EVERY
-        score, size = self._look or self.chosen, record.num_tokens.size
-        if score is None or score.mode is not decision.mode or size != self._weighed[0] or plan.draft_prefills:
-            return  # not as it was predicted
-        if has_drafted and decision.mode is not PipelineMode.RUN_AHEAD:
+        score = self.chosen
+        if score is None or self._look is not None or plan.draft_prefills:
+            return
+        is_as_predicted = score.mode is decision.mode and record.num_tokens.size == self._weighed[0]
+        if has_drafted and is_as_predicted and decision.mode is not PipelineMode.RUN_AHEAD:
             self._yield.observe(record, score)
 
     def _observe_times(self, record: StepRecord) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
@@ -98,6 +99,21 @@ def _parse_gp_lcb(spec: str, argument: str, load_knowledge: LoadKnowledge) -> Sp
     return GpLcb(load_knowledge())
 
 
+def _parse_file(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
+    """A policy of the user's own: a Python file that defines make_policy(load_knowledge)."""
+    module_spec = spec_from_file_location("faser_user_policy", argument) if argument.endswith(".py") else None
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"policy = {spec!r}: file:PATH needs the path of a Python file")
+    module = module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        return module.make_policy(load_knowledge)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"policy = {spec!r}: {type(error).__name__}: {error}") from error
+
+
 def _refuse_argument(spec: str, argument: str) -> None:
     if argument:
         raise ConfigError(f"policy = {spec!r}: takes no argument")
@@ -111,6 +127,7 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "survival": ("survival", _parse_survival),
     "gp-lcb": ("gp-lcb", _parse_gp_lcb),
     "faser": ("faser", _parse_faser),
+    "file": ("file:PATH", _parse_file),
 }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
@@ -52,7 +53,11 @@ class OneShotOptions:
 
 
 def generate_once(
-    options: OneShotOptions, *, on_text: Callable[[str], None], progress: Progress | None = None
+    options: OneShotOptions,
+    *,
+    on_text: Callable[[str], None],
+    progress: Progress | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
 ) -> dict[str, Any]:
     """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, num_pruned,
     tokens_per_s, finish_reason and seed. Raises FaserError.
@@ -76,6 +81,8 @@ def generate_once(
         num_threads=options.num_threads,
     )
     engine = build_engine(engine_dir, config)
+    if on_step is not None:
+        engine.stepper.observers.append(on_step)
     try:
         stream = TextStream(tokenizer, context_ids=request.prompt_ids.tolist(), stop_strings=options.stop_strings)
         return _run(engine, request, stream, on_text)
