@@ -22,9 +22,8 @@ from faser_backend.policy.pricing import Pricer
 from faser_backend.policy.probing import PROBE_STEPS, Prober
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 from lab.simulation.acceptance import demo_process
-from lab.simulation.drive import run_open_loop
-from lab.simulation.engine import World, build_sim_engine
-from lab.simulation.trace import Trace
+from lab.simulation.engine import World, build_sim_engine, run_open_loop
+from lab.traces import Trace
 from tests.harness import request
 
 OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0, trim_us=15.0, trim_sequence_us=3.0)
@@ -68,7 +67,7 @@ def tokens_per_us(
         sim.observers.append(observer)
     lengths = np.full(num_requests, 4), np.full(num_requests, num_tokens)
     outcome = run_open_loop(sim, Trace(np.zeros(num_requests), *lengths, "made up"))
-    return num_tokens * num_requests / ((outcome.end_ns - outcome.start_ns) / 1e3)
+    return num_tokens * num_requests / (outcome.seconds * 1e6)
 
 
 def knowledge_of(model: CostModel) -> Knowledge:

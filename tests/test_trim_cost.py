@@ -39,9 +39,8 @@ from lab.profiling.overhead import LOADS
 from lab.profiling.tables import overhead_line
 from lab.profiling.trim_cost import LENGTHS, STOPS_NOTHING, measure_trim, records_of_steps
 from lab.simulation.acceptance import demo_process
-from lab.simulation.drive import run_open_loop
-from lab.simulation.engine import World, build_sim_engine
-from lab.simulation.trace import Trace
+from lab.simulation.engine import World, build_sim_engine, run_open_loop
+from lab.traces import Trace
 from tests.forcing import rule as rule_of
 from tests.harness import request
 from tests.tiny_models import write_checkpoint, write_draft
