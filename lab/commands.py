@@ -58,7 +58,7 @@ def bench(
 ) -> None:
     """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
     from lab.bench.command import BenchOptions, run_bench
-    from lab.bench.ladder import Sizing
+    from lab.contestants import Sizing
 
     options = BenchOptions(
         output, engine_dir, policies, trace, prompts, seed, num_threads, draft.value, is_chat, max_prompt_tokens
@@ -75,11 +75,20 @@ def simulate(
     policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
     requests: Annotated[int, typer.Option(help="From the start of the trace.")] = 1000,
     rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="the trace's")] = None,
+    loads: Annotated[
+        str | None, typer.Option(help="Shares of the best static length's capacity, 0.5,0.9,1.2.", show_default=False)
+    ] = None,
     peak_trough: Annotated[float | None, typer.Option(help="Rate curve.", show_default="the trace's arrivals")] = None,
     arrivals: Annotated[Path | None, typer.Option(help="Trace to arrive as.", show_default=False)] = None,
     lengths: Annotated[str | None, typer.Option(help="Mean tokens, e.g. 755/200.", show_default="the trace's")] = None,
     acceptance: Annotated[float | None, typer.Option(help="Positions at which the pair agrees.")] = None,
+    spread: Annotated[
+        float | None, typer.Option(help="Of requests' acceptance: deviation.", show_default=False)
+    ] = None,
+    mix: Annotated[str | None, typer.Option(help="Half of requests at either, 0.9/0.6.", show_default=False)] = None,
     exit_auc: Annotated[float | None, typer.Option(help="Separability at the exit.", show_default=False)] = None,
+    draft_call_ms: Annotated[float | None, typer.Option(help="Least time of a draft call.", show_default=False)] = None,
+    host_step_ms: Annotated[float | None, typer.Option(help="Host's time of a step.", show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 256,
     max_prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 2048,
     seed: Annotated[int, typer.Option(help="Of arrivals and acceptance.")] = 0,
@@ -88,10 +97,12 @@ def simulate(
     """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
     from lab.simulation.command import SimulateOptions, run_simulate
 
-    load, limits = (requests, rate, peak_trough, arrivals, lengths), (max_num_seqs, max_prefill_tokens)
     options = SimulateOptions(
-        trace, hardware, pair, profile, policies, *load, acceptance, exit_auc, *limits, seed, output
-    )
+        trace=trace, hardware=hardware, pair=pair, profile=profile, policies=policies, num_requests=requests, rate=rate,
+        loads=loads, peak_trough=peak_trough, arrivals=arrivals, lengths=lengths, acceptance=acceptance, spread=spread,
+        mix=mix, exit_auc=exit_auc, draft_call_ms=draft_call_ms, host_step_ms=host_step_ms, max_num_seqs=max_num_seqs,
+        max_prefill_tokens=max_prefill_tokens, seed=seed, output=output,
+    )  # fmt: skip
     run_simulate(options, command=shlex.join(["faser", *sys.argv[1:]]))
 
 

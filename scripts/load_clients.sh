@@ -4,7 +4,7 @@
 #   perf_analyzer  NVIDIA's; streaming gRPC on `ensemble`, a sweep of requests in flight and one of rates
 #   aiperf         NVIDIA's; its template endpoint against `generate_stream`
 #   sglang         its bench_serving with the backend for TensorRT-LLM, against `generate_stream`
-# Writes benchmarks/results/load_clients.{md,png} and perf_analyzer's CSV files; with --quick, for a look at
+# Writes benchmarks/results/load_clients.{md,png}; with --quick, for a look at
 # whether they run, into build/load_clients.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -101,7 +101,7 @@ work="$(mktemp -d -t faser-load.XXXXXX)" noted=
 trap 'stop_server; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
-"$VENV/bin/python" -m lab.bench.load_clients_report inputs "$work" --max-tokens "$MAX_TOKENS"
+"$VENV/bin/python" -m lab.bench.load_clients inputs "$work" --max-tokens "$MAX_TOKENS"
 say "starting Triton"
 start_server "$work/server.log"
 versions=()
@@ -111,5 +111,5 @@ for client in "${clients[@]}"; do
   "run_$client"
 done
 stop_server
-"$VENV/bin/python" -m lab.bench.load_clients_report table "$work" --output "$OUTPUT" --max-tokens "$MAX_TOKENS" \
+"$VENV/bin/python" -m lab.bench.load_clients table "$work" --output "$OUTPUT" --max-tokens "$MAX_TOKENS" \
   --command "$title" --versions "${versions[@]}"

@@ -16,10 +16,10 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.policy import registry
 from faser_backend.policy.speculation import FixedLength
 from lab.bench import command
-from lab.bench.accounting import StepLog, StepNote, count_lost, figures
 from lab.bench.command import BenchOptions, run_bench
-from lab.bench.ladder import POLICIES, Contestant, Sizing, choose_contestants, split_names
 from lab.bench.timeline import LANES
+from lab.contestants import POLICIES, Contestant, Sizing, choose_contestants, split_names
+from lab.steps import StepLog, StepNote, count_lost, figures
 from tests.harness import drive, fake_engine, request
 from tests.serving_pair import write_pair
 

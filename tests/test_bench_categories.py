@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from faser_backend.config import EngineConfig
-from lab.bench import environment
-from lab.bench.categories import add_category_speedups, merge_categories, summarise_categories
+from lab import environment
+from lab.answers import Answer, Job, add_category_speedups, jobs_of, merge_categories, summarise_categories
 from lab.bench.command import BenchOptions, run_bench
-from lab.bench.in_process import InProcess
-from lab.bench.ladder import Sizing
 from lab.bench.peers import llama_body
 from lab.bench.servers import OverTriton
-from lab.bench.side_by_side import add_prompt_options, asked_prompts, markdown, measure_loads
-from lab.bench.stream_requests import make_request
-from lab.bench.workload import Job, Trace, jobs_of
+from lab.bench.side_by_side import measure_loads, tables
+from lab.bench.wire import make_request
+from lab.contestants import Sizing
+from lab.drive import InProcess
+from lab.options import add_prompt_options, asked_prompts
 from tests import test_prompt_files
 from tests.serving_pair import END_ID
 from tests.test_prompt_files import load
@@ -70,9 +70,9 @@ def test_a_server_answers_messages_as_the_engines_in_process(engine_dir: Path, q
         alone.close()
 
 
-def answer(seconds: float, num_tokens: int, num_accepted: int) -> Trace:
+def answer(seconds: float, num_tokens: int, num_accepted: int) -> Answer:
     responses = [1.0 + seconds * (step + 1) / 2 for step in range(2)]
-    return Trace(1.0, responses, num_tokens, num_tokens, num_accepted, "")
+    return Answer(1.0, responses, num_tokens, num_tokens, num_accepted, "")
 
 
 def test_what_was_accepted_behind_the_end_does_not_count():
@@ -135,8 +135,8 @@ def test_bench_serving_tells_results_by_category(engine_dir: Path, questions: Pa
     for row in rows:
         assert {name: each["num_answers"] for name, each in row["categories"].items()} == {"math": 11, "writing": 5}
     meta = environment.describe(0) | {"repeats": 2, "max_tokens": 6, "prompts": asked.as_dict()}
-    table = markdown("Serving speed", meta, [], rows)
+    table = "\n".join(tables(meta, [], rows))
     assert "answers to question.jsonl as messages under the engines' chat template" in table
     assert "| 2 | writing | `fixed:2` | 5 | " in table and "tokens per verification" in table
     plain = [row | {"categories": {}} for row in rows]
-    assert "category" not in markdown("Serving speed", meta, [], plain).replace("categories", "")
+    assert "category" not in "\n".join(tables(meta, [], plain)).replace("categories", "")

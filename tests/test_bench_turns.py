@@ -9,11 +9,10 @@ import pytest
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
-from lab.bench import turns
-from lab.bench.in_process import ClosedLoop, InProcess, OpenLoop
-from lab.bench.prompt_files import Prompt
-from lab.bench.turns import OwnClock, take_turns, turn_orders
-from lab.bench.workload import jobs_of
+from lab import drive
+from lab.answers import jobs_of
+from lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns, turn_orders
+from lab.prompts import Prompt
 from tests.serving_pair import write_pair
 
 
@@ -30,7 +29,7 @@ class MachineTime:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> MachineTime:
     machine = MachineTime()
-    monkeypatch.setattr(turns, "time", machine)
+    monkeypatch.setattr(drive, "time", machine)
     return machine
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lab.answers import merge_repeats
 from lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
-from lab.bench.in_process import ClosedLoop, OpenLoop
-from lab.bench.ladder import split_names
-from lab.bench.workload import merge_repeats
+from lab.contestants import split_names
+from lab.drive import ClosedLoop, OpenLoop
 
 
 def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e2e: float = 10.0, **fields) -> dict:

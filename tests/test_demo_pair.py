@@ -15,8 +15,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
-from lab.bench.check_equality import make_requests
-from lab.bench.equality import Reference, run_alone, run_mixed
+from lab.bench.equality import Reference, make_requests, run_alone, run_mixed
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,7 +14,7 @@ from faser_backend.device.cuda.green_contexts import DriverError
 from faser_backend.device.cuda.identity import GpuFacts, gpu_facts, identity
 from faser_backend.serving import doctor
 from faser_backend.serving.doctor import Finding, examine
-from lab.bench import environment
+from lab import environment
 from plugins import host_attention
 from tests.fake_cuda import FakeDriver, Status
 
@@ -114,7 +114,7 @@ class TestCpuKernels:
 
 def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.describe(0)["gpu"] is None or "SMs" in str(environment.describe(0)["gpu"])
-    monkeypatch.setattr(environment, "load_driver", lambda: FakeDriver(132))
+    monkeypatch.setattr("faser_backend.device.cuda.identity.load_driver", lambda: FakeDriver(132))
     meta = environment.describe(0)
     assert meta["gpu"] == "Faked GPU, 132 SMs, CUDA driver 13000" and "torch" in meta["versions"]  # type: ignore[operator]
     assert ", Faked GPU, 132 SMs, CUDA driver 13000 (load" in environment.as_lines(meta)[0]

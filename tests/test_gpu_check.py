@@ -1,4 +1,4 @@
-"""The tables and the pure parts of scripts/gpu_check.py, and a dry run of it on the CPU."""
+"""The GPU check: its report, goals and pure parts, the harness around its parts, and a dry run on the CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.gpu import byte_model
-from lab.gpu.byte_model import AttentionShape
+from lab import shapes
+from lab.environment import parse_gpu, without_places
+from lab.gpu import kernels
+from lab.gpu.command import PARTS, chosen_parts
 from lab.gpu.economics import (
     chance_whole,
-    common_us,
     expected_accepted,
     overlap_share,
     ping_pong_round,
@@ -28,12 +29,11 @@ from lab.gpu.economics import (
     serial_round,
 )
 from lab.gpu.goals import GOALS, judged
-from lab.gpu.harness import Outcome, Setting
-from lab.gpu.parts import PARTS
-from lab.gpu.report import Report, parse_gpu, slug, without_places
-from lab.gpu.sections import table
-from lab.gpu.sm_part import check_split, histogram, overlap_of
-from lab.gpu.table import render
+from lab.gpu.harness import Harness, Outcome, Part, Setting
+from lab.gpu.lent_runtime import overlap_figures
+from lab.gpu.report import Report, render, slug
+from lab.gpu.sms import check_split, common_us, histogram, overlap_of
+from lab.gpu.worker import Context
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Setting("cpu", is_tiny=True)
@@ -55,16 +55,8 @@ def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path):
         assert list(content["parts"])[-1] == name
         assert content["parts"][name]["error"] == 'File "nn.py", line 3, in f at 8/124 GB/s'
     assert without_places("8/124 and a/b and 3 / 4") == "8/124 and a/b and 3 / 4"
-
-
-def test_names_of_gpus():
     assert slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
     assert parse_gpu("NVIDIA H100, 580.1, 81559 MiB, 345 MHz")["clocks.sm"] == "345 MHz"
-
-
-def test_a_table_reads_as_text():
-    lines = table(["name", "us"], [["a", 1.23456], ["bc", 1234.5]])
-    assert lines == ["| name |   us |", "|------|-----:|", "| a    | 1.23 |", "| bc   | 1234 |"]
 
 
 def ladder_rows() -> list[dict]:
@@ -118,36 +110,9 @@ def test_the_report_shows_failed_parts_and_does_not_judge_tiny_runs():
     }
     parts = {"latency": asdict(Outcome("title", "failed", error="Traceback\nValueError: why"))}
     text = render({"meta": meta, "parts": parts})
-    assert "| latency | failed" in text and "ValueError: why" in text and "Goals" not in text
+    assert re.search(r"\| latency +\| failed", text) and "ValueError: why" in text and "Goals" not in text
     assert "triton" in re.search(r"Not installed.*", text)[0]
     assert "Goals" in render({"meta": meta | {"is_tiny": False}, "parts": {}})
-
-
-def test_bytes_of_attention_by_hand():
-    shape = AttentionShape(2, 32, 1, num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=16)
-    pool, chunk, queries, indices = 2 * 2 * 32 * 2 * 8, 4 * 2 * 2 * 8, 2 * 2 * 4 * 8, 2 * 3 + 5 + 2
-    assert byte_model.attention_bytes(shape, 2) == 2 * (pool + chunk + queries) + 4 * indices
-    assert byte_model.attention_flops(shape) == 4 * 2 * 4 * 8 * (32 + 1)
-
-
-def test_sizes_of_the_models_are_those_that_their_names_say():
-    from lab.gpu.pairs import PAIRS
-
-    billions = {name: byte_model.stored_count(pair.target) / 1e9 for name, pair in PAIRS.items()}
-    assert billions["qwen3-8b/0.6b"] == pytest.approx(8.19, abs=0.01)
-    assert billions["qwen3-32b/0.6b"] == pytest.approx(32.76, abs=0.01)
-    assert byte_model.stored_count(PAIRS["qwen3-8b/0.6b"].draft) / 1e9 == pytest.approx(0.596, abs=0.001)
-    assert byte_model.kv_bytes_per_token(PAIRS["qwen3-8b/0.6b"].target, 2) == 36 * 2 * 8 * 128 * 2
-
-
-def test_a_floor_is_bytes_for_one_row_and_arithmetic_for_many():
-    from lab.gpu.pairs import PAIRS
-
-    spec = PAIRS["qwen3-8b/0.6b"].target
-    speed = {"bytes_per_s": 3e12, "flops_per_s": 8e14}
-    one, many = (byte_model.call_floor_us(spec, rows, 1, 0, 2, **speed) for rows in (1, 4096))
-    assert one == pytest.approx(2 * byte_model.weight_count(spec) / 3e12 * 1e6)
-    assert many == pytest.approx(2 * 4096 * byte_model.weight_count(spec) / 8e14 * 1e6)
 
 
 def test_rounds_of_the_formula():
@@ -161,8 +126,6 @@ def test_rounds_of_the_formula():
 
 
 def test_overlap_figures():
-    from lab.gpu.lent_runtime import overlap_figures
-
     assert overlap_share(2.0, 6.0, 6.0) == 1.0
     assert overlap_share(2.0, 6.0, 8.0) == 0.0
     assert common_us(np.array([[0.0, 2.0], [4.0, 6.0]]), np.array([[1.0, 5.0]])) == 2.0
@@ -184,7 +147,7 @@ def test_histograms_show_shares_that_leak():
 
 def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
     code = (
-        "from lab.gpu.sm_probe import sm_probe_kernel as k\n"
+        "from lab.gpu.sms import sm_probe_kernel as k\n"
         "from plugins.compile import compile_kernel\n"
         "types = {'sms': '*i32', 'starts': '*i64', 'ends': '*i64', 'spin_ns': 'i32'}\n"
         "ptx = compile_kernel(k, types, {}, 90, num_warps=8).ptx\n"
@@ -224,17 +187,67 @@ def test_a_dry_run_on_the_cpu_ends_every_part_well(tmp_path):
 
 
 def test_a_sweep_times_every_launch_and_every_split():
-    from lab.gpu import sweep_part
-    from lab.gpu.worker import Context
-
-    found = sweep_part.run(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
+    found = kernels.sweep(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
     (row,) = found["shapes"]
     assert row["launches"][0]["choice"] == str(row["table"]), "the table's own launch is the first"
-    assert len(row["launches"]) > 5 and len(row["splits"]) == len(sweep_part.SPLITS)
+    assert len(row["launches"]) > 5 and len(row["splits"]) == len(kernels.SPLITS)
     assert all(each["us"] > 0 for each in row["launches"] + row["splits"])
 
 
+def test_bytes_and_floors_by_hand():
+    shape = shapes.AttentionShape(2, 32, 1, num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=16)
+    pool, chunk, queries, indices = 2 * 2 * 32 * 2 * 8, 4 * 2 * 2 * 8, 2 * 2 * 4 * 8, 2 * 3 + 5 + 2
+    assert shapes.attention_bytes(shape, 2) == 2 * (pool + chunk + queries) + 4 * indices
+    spec, speed = shapes.PAIRS["qwen3-8b/0.6b"].target, {"bytes_per_s": 3e12, "flops_per_s": 8e14}
+    one, many = (shapes.call_floor_us(spec, rows, 1, 0, 2, **speed) for rows in (1, 4096))
+    assert one == pytest.approx(2 * shapes.weight_count(spec) / 3e12 * 1e6)
+    assert many == pytest.approx(2 * 4096 * shapes.weight_count(spec) / 8e14 * 1e6)
+
+
 def test_an_unknown_part_is_refused_by_name():
-    command = [sys.executable, "scripts/gpu_check.py", "--parts", "kernels,nonsense"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "--parts = 'nonsense': unknown; known are device" in done.stderr
+    with pytest.raises(ValueError, match="--parts = 'nonsense': unknown; known are device"):
+        chosen_parts("kernels,nonsense")
+
+
+# -- the harness ----------------------------------------------------------------------------------------
+
+
+def run_parts(*names: str, budget_s: float = 60.0, **changes) -> dict[str, Outcome]:
+    """Parts of gpu_check_parts by name, with limits of a second; the last of their outcomes."""
+    outcomes: dict[str, Outcome] = {}
+    parts = [Part(name, name, f"tests.gpu_check_parts:{name}", **({"limit_s": 1.0} | changes)) for name in names]
+    Harness(CPU, budget_s, 60.0, outcomes.__setitem__).run(parts)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "result", "error"),
+    [
+        ("raises", "failed", {"known": 1}, "ValueError: as it had to"),
+        ("hangs", "timed out", {"known": 2}, "killed"),
+        ("dies", "died", {}, "SIGKILL"),
+        ("prints", "done", {"printed": True}, ""),
+        ("holds_no_json", "failed", {}, "item"),
+    ],
+)
+def test_what_a_part_does_is_recorded_and_the_next_runs(name, status, result, error):
+    outcomes = run_parts(name, "well")
+    assert (outcomes[name].status, outcomes[name].result) == (status, result) and error in outcomes[name].error
+    assert outcomes["well"].status == "done" and outcomes["well"].result["earlier"] == [name]
+
+
+def test_children_are_kept_between_parts_unless_a_part_wants_a_fresh_one():
+    def processes(**changes) -> set[int]:
+        found = []
+        harness = Harness(CPU, 60.0, 60.0, lambda _, outcome: found.append(outcome.result["process"]))
+        part = Part("well", "", "tests.gpu_check_parts:well", 5.0, **changes)
+        harness.run([part, part])
+        return set(found)
+
+    assert len(processes()) == 1
+    assert len(processes(is_fresh=True)) == 2
+
+
+def test_parts_past_the_budget_or_without_a_gpu_are_skipped():
+    assert "out of budget" in run_parts("well", budget_s=0.0)["well"].error
+    assert run_parts("well", needs_gpu=True)["well"].error == "needs a GPU"

@@ -13,21 +13,22 @@ from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from lab.gpu import kernel_checks, kernels_part, ladder_part, latency_part, parity_part
+from lab.gpu import kernel_checks, kernels, ladder, latency, parity
 from lab.gpu.costs import fit_costs, fit_error, with_overhead
+from lab.gpu.economics import predicted_round, with_prediction
 from lab.gpu.kernel_cases import DTYPES, GEOMETRIES, random_call, timed_calls
-from lab.gpu.kernels_part import AttentionShape
-from lab.gpu.pairs import PAIRS, model_pair, random_tensors
-from lab.gpu.planted import Outcomes, PlantedDraftLoop, PlantedSampler, auc, planted_process, process_in_words
-from lab.gpu.predictions import predicted_round, with_prediction
+from lab.gpu.pairs import model_pair, random_tensors
+from lab.gpu.planted import PlantedDraftLoop, PlantedSampler, planted_process, process_in_words
 from lab.gpu.worker import Context
+from lab.shapes import TINY_PAIR, AttentionShape
+from lab.simulation.acceptance import Outcomes
 
 torch.set_num_threads(1)
 VOCAB_SIZE, SLOTS, POSITIONS = 50, 3, 40
 
 
 def outcomes(acceptance: float = 0.75) -> Outcomes:
-    planted = Outcomes(planted_process(acceptance), VOCAB_SIZE, SLOTS, POSITIONS, seed=1)
+    planted = Outcomes(planted_process(acceptance), 1, SLOTS, POSITIONS, VOCAB_SIZE)
     for slot in range(SLOTS):
         planted.plant(slot, 100 + slot, 10)
     return planted
@@ -41,7 +42,7 @@ def rows_at(slots: np.ndarray, positions: np.ndarray) -> SamplingRows:
 @pytest.mark.parametrize("acceptance", [0.5, 0.75, 0.9])
 def test_draft_and_target_agree_as_often_as_asked(acceptance):
     process = planted_process(acceptance)
-    planted = Outcomes(process, VOCAB_SIZE, 1, 200, seed=0)
+    planted = Outcomes(process, 0, 1, 200, VOCAB_SIZE)
     matches = []
     for request in range(300):
         planted.plant(0, request, 5)
@@ -58,27 +59,6 @@ def test_margins_and_exits_tell_as_much_as_documented():
     assert found["margin_auc"] == pytest.approx(0.80, abs=0.02)
     assert found["exit_auc"] == pytest.approx(0.80, abs=0.02)
     assert 2.0 < found["mean_accepted_4"] < 2.3
-
-
-def test_auc_by_hand():
-    labels = np.array([True, True, False, False])
-    assert auc(np.array([4.0, 3.0, 2.0, 1.0]), labels) == 1.0
-    assert auc(np.array([1.0, 2.0, 3.0, 4.0]), labels) == 0.0
-    assert auc(np.array([1.0, 1.0, 1.0, 1.0]), labels) == 0.5
-    assert auc(np.array([3.0, 1.0, 2.0, 1.0]), labels) == 0.625  # three pairs of four, one of them a tie
-
-
-def test_outcomes_are_a_pure_function_of_request_and_position():
-    first, second = outcomes(), outcomes()
-    second.plant(0, 999, 3)
-    second.plant(0, 100, 10)  # the slot comes back to its first request
-    slots, positions = np.repeat(np.arange(SLOTS), 20), np.tile(np.arange(10, 30), SLOTS)
-    for one, other in zip(first.draft(slots, positions), second.draft(slots, positions), strict=True):
-        assert np.array_equal(one, other)
-    assert np.array_equal(first.target(slots, positions), second.target(slots, positions))
-    tokens = first.target(slots, positions)
-    assert tokens.min() >= 0 and tokens.max() < VOCAB_SIZE
-    assert not np.array_equal(tokens[:20], tokens[20:40])
 
 
 def test_a_planted_sampler_hands_on_planted_tokens_whatever_the_logits():
@@ -149,13 +129,13 @@ def test_copies_of_a_timed_call_share_no_block():
 
 
 def test_synthetic_weights_keep_hidden_states_near_one():
-    spec = PAIRS["tiny"].target
+    spec = TINY_PAIR.target
     weights = random_tensors(spec, "fp32", torch.device("cpu"), 0)
     assert weights.embedding.std().item() == pytest.approx(1.0, abs=0.05)
     assert weights.layers[0].qkv.shape == ((4 + 2 * 2) * 16, 64)
     again = random_tensors(spec, "fp32", torch.device("cpu"), 0)
     assert torch.equal(weights.layers[2].down, again.layers[2].down)
-    pair = model_pair(PAIRS["tiny"], "fp32")
+    pair = model_pair(TINY_PAIR, "fp32")
     assert [(each.first_layer, each.last_layer) for each in pair.target.segments] == [(0, 1), (1, 3)]
     assert pair.target.segments[0].has_exit_scores and not pair.draft.segments[0].has_exit_scores
 
@@ -217,13 +197,13 @@ def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch
 
     monkeypatch.setattr(kernel_checks, "compact_rows", wrong)
     monkeypatch.setattr(kernel_checks, "gated_silu", lambda gate_up, out: None)
-    found = kernels_part.correctness(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
+    found = kernels.correctness(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
     wrong_ones = {case["kernel"] for case in found["cases"] if not case["is_right"]}
     assert wrong_ones == {"compact_rows", "gated_silu"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("part", [parity_part.torch_runtime, latency_part.run, ladder_part.demo, ladder_part.pair_8b])
+@pytest.mark.parametrize("part", [parity.torch_runtime, latency.run, ladder.demo, ladder.pair_8b])
 def test_parts_refuse_another_device_than_was_asked_for(part):
     with pytest.raises(RuntimeError, match=r"device = 'cuda': torch .* would compute on 'cpu'"):
         part(Context("cuda", is_tiny=True, seed=0, end_s=time.monotonic() + 60))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.load_clients_report import AIPERF_SUMMARY, Row, read_rows, write_inputs, write_report
+from lab.bench.load_clients import AIPERF_SUMMARY, COLUMNS, read_rows, write_inputs, write_report
 
 MAX_TOKENS = 5
 MS = 1_000_000  # ns
@@ -82,24 +82,23 @@ def test_every_client_is_read(folder: Path) -> None:
     aiperf = (1055.4, 46.8, 93.8, 2.77, 220.9)
     sglang = (1161.5, 36.05, 102.2, 2.7, 208.6)
     expected = [
-        Row("perf_analyzer", "1 in flight", 2, 0, 10.0 * MAX_TOKENS, 10.0, 10.0, 10.0, 100.0),
-        Row("perf_analyzer", "4 in flight", 4, 0, 20.5 * MAX_TOKENS, 10.0, 10.0, 10.0, 200.0),
-        Row("aiperf", "4 in flight", 22, 2, *aiperf),
-        Row("aiperf", "8 requests/s", 22, 0, *aiperf),
-        Row("sglang", "4 in flight", 2, 1, *sglang),
-        Row("sglang", "8 requests/s, random-ids", 2, 1, *sglang),
+        ("perf_analyzer", "1 in flight", 2, 0, 10.0 * MAX_TOKENS, 10.0, 10.0, 10.0, 100.0),
+        ("perf_analyzer", "4 in flight", 4, 0, 20.5 * MAX_TOKENS, 10.0, 10.0, 10.0, 200.0),
+        ("aiperf", "4 in flight", 22, 2, *aiperf),
+        ("aiperf", "8 requests/s", 22, 0, *aiperf),
+        ("sglang", "4 in flight", 2, 1, *sglang),
+        ("sglang", "8 requests/s, random-ids", 2, 1, *sglang),
     ]
-    assert rows == expected
+    assert [tuple(row[str(column.key)] for column in COLUMNS) for row in rows] == expected
 
 
 def test_a_report_of_some_clients_alone(folder: Path, tmp_path: Path) -> None:
     (folder / "sglang-results.jsonl").unlink()
     write_inputs(folder, MAX_TOKENS)
-    write_report(folder, tmp_path / "out", MAX_TOKENS, "bash it --quick", ["aiperf 1.0"])
+    write_report(tmp_path / "out" / "load_clients", folder, MAX_TOKENS, "bash it --quick", ["aiperf 1.0"])
     text = (tmp_path / "out" / "load_clients.md").read_text()
     assert "| aiperf | 4 in flight | 22 | 2 | 1055 | 46.8 | 93.8 | 2.77 | 221 |" in text
     assert "`bash it --quick`: aiperf 1.0." in text and "perf_analyzer -m ensemble" in text and "sglang" not in text
-    assert (tmp_path / "out" / "load_clients_concurrency.csv").read_text() == CSV
     assert 1000 < (tmp_path / "out" / "load_clients.png").stat().st_size < 100_000
 
 

@@ -27,11 +27,10 @@ from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.serving.launch import check_engine
 from faser_backend.serving.parameters import Parameters, read_engine_config
 from faser_backend.serving.profile_store import load_profile
-from lab.bench.ladder import choose_contestants
+from lab.contestants import simulated_contestants
 from lab.profiling import profile as profiling
 from lab.profiling.profile import profile_engine
-from lab.simulation.command import simulated
-from lab.simulation.profiled import profile_world
+from lab.simulation.worlds import profile_world
 from tests.harness import drive, guessed, request
 from tests.serving_pair import build_pair, write_pair
 from tests.test_engine import random_requests
@@ -122,7 +121,7 @@ def test_options_out_of_range():
 
 
 def test_a_simulated_ladder_says_that_it_leaves_n_grams_out():
-    contestants, missing = simulated(*choose_contestants(None), is_named=False)
+    contestants, missing = simulated_contestants(None)
     assert {"faser", "faser (no exit)"} <= {contestant.name for contestant in contestants}
     assert all("draft" not in contestant.options for contestant in contestants)
     assert [line.rpartition(":")[0] for line in missing] == ["fixed:4 (n-grams)", "faser (n-grams)"]

@@ -13,9 +13,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
-from lab.bench.prompt_files import Prompt, interleaved, read_prompts
-from lab.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
-from lab.bench.workload import load_jobs
+from lab.answers import jobs_of
+from lab.prompts import Prompt, PromptLimits, PromptSet, interleaved, load_prompt_set, read_prompts
 from tests.serving_pair import MAX_CONTEXT, build_pair
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +102,7 @@ def test_categories_are_asked_in_turn(tmp_path: Path):
     path = write_lines(
         tmp_path / "p.jsonl", *({"text": prompt.text, "category": prompt.category} for prompt in prompts("aab"))
     )
-    jobs = load_jobs(path, 5, max_tokens=4, temperature=0.5, seed=7, max_prompt_chars=100)
+    jobs = jobs_of(interleaved(read_prompts(path)), 5, 4, 0.5, 7)
     assert [job.prompt for job in jobs] == ["a0", "b2", "a1", "a0", "b2"]
     assert [(job.category, job.seed) for job in jobs] == list(zip("abaab", range(7, 12), strict=True))
 

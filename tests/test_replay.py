@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.server import LaunchOptions
 from lab.bench import replay
-from lab.bench.prompts import PromptMaker
 from lab.bench.replay import ReplayOptions, run_replay
 from lab.bench.servers import free_ports
+from lab.prompts import PromptMaker
 from tests import test_server
 from tests.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
 

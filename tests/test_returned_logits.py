@@ -23,7 +23,7 @@ from faser_backend.pipeline import prefill
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import policy_usages
 from faser_backend.serving.compose import build_engine
-from lab.simulation.sampler import SimSampler
+from lab.simulation.ports import SimSampler
 from tests.fakes import HashRunner
 from tests.forced_engine import open_forced
 from tests.forcing import ADMITS_NOTHING, always, by_parity, forced, random_everything

@@ -13,9 +13,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from lab.simulation.acceptance import AcceptanceProcess, demo_process
-from lab.simulation.drive import Outcome, run_closed_loop, run_open_loop
-from lab.simulation.engine import World, build_sim_engine
-from lab.simulation.trace import Trace
+from lab.simulation.engine import Outcome, World, build_sim_engine, run_closed_loop, run_open_loop
+from lab.traces import Trace
 from tests.forcing import ADMITS_ALL
 
 FREE = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -75,7 +74,11 @@ def run(
 
 
 def makespan_us(outcome: Outcome) -> float:
-    return (outcome.end_ns - outcome.start_ns) / 1e3
+    return round(outcome.seconds * 1e6, 2)
+
+
+def tokens_of(outcome: Outcome) -> list[list[int]]:
+    return [answer.token_ids for answer in outcome.answers]
 
 
 PROMPT_US = (100 + 4 * 10) + 20  # four tokens before the anchor, through both models
@@ -173,15 +176,15 @@ def test_time_of_a_whole_ping_pong_run():
 
 def test_an_arrival_waits_for_the_step_that_runs():
     outcome = run(world(certain(ALWAYS)), trace_of((5, 9), (1, 1), gap_s=1e-6), "none")
-    waited_us = (outcome.stats[1].first_token_ns - outcome.start_ns) / 1e3 - 1
+    waited_us = (outcome.answers[1].response_s[0] - outcome.answers[0].start_s) * 1e6 - 1
     # The first prompt (no draft: it is plain decoding), a step in which it decodes alone while the second is
     # admitted, and one in which both decode.
-    assert waited_us == 140 + 110 + 120 - 1
+    assert waited_us == pytest.approx(140 + 110 + 120 - 1, abs=0.01)
 
 
 def test_an_idle_engine_waits_for_the_next_arrival():
     outcome = run(world(certain(ALWAYS)), trace_of((1, 1), (1, 1), gap_s=1.0), "none")
-    assert makespan_us(outcome) == 1e6 + 110
+    assert makespan_us(outcome) == pytest.approx(1e6 + 110, abs=0.01)
 
 
 def lengths(count: int, seed: int) -> Trace:
@@ -198,8 +201,8 @@ def test_every_policy_meets_the_same_texts(policy):
     trace = lengths(30, 1)
     reference = run(world(exits=1), trace, "none")
     outcome = run(world(exits=1), trace, policy)
-    assert outcome.tokens == reference.tokens
-    assert [len(tokens) for tokens in outcome.tokens] == trace.num_output_tokens.tolist()
+    assert tokens_of(outcome) == tokens_of(reference)
+    assert [len(tokens) for tokens in tokens_of(outcome)] == trace.num_output_tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,7 @@ def test_every_policy_meets_the_same_texts(policy):
 def test_the_texts_do_not_depend_on_how_they_are_scheduled(options):
     trace = lengths(30, 2)
     outcome = run(world(exits=1), trace, "fixed:4", **options)
-    assert outcome.tokens == run(world(exits=1), trace, "none").tokens
+    assert tokens_of(outcome) == tokens_of(run(world(exits=1), trace, "none"))
     summary = outcome.summary()
     assert ("pipeline" in options) == (summary["overlap_share"] > 0)
     assert ("early_exit" in options) == (summary["pruned_share"] > 0)
@@ -227,7 +230,7 @@ def test_the_texts_do_not_depend_on_how_they_are_scheduled(options):
 def test_a_run_repeats_exactly_and_a_seed_changes_it():
     first, again, other = (run(world(), lengths(20, 3), seed=seed) for seed in (0, 0, 1))
     assert first.summary() == again.summary()
-    assert first.tokens == again.tokens != other.tokens
+    assert tokens_of(first) == tokens_of(again) != tokens_of(other)
 
 
 def test_counts_add_up():
@@ -240,19 +243,19 @@ def test_counts_add_up():
     assert summary["tokens_per_s"] * summary["makespan_s"] == pytest.approx(summary["num_tokens"])
     assert sum(summary["batch_shares"].values()) == pytest.approx(1.0)
     assert summary["num_steps"] == len(records)
-    for stats, arrival_s in zip(outcome.stats, trace.arrivals_s, strict=True):
-        assert stats.first_token_ns - outcome.start_ns >= arrival_s * 1e9
-        assert stats.last_token_ns >= stats.first_token_ns
+    for answer, arrival_s in zip(outcome.answers, trace.arrivals_s, strict=True):
+        assert answer.start_s - outcome.answers[0].start_s == pytest.approx(arrival_s - trace.arrivals_s[0])
+        assert answer.start_s < answer.response_s[0] <= answer.response_s[-1]
 
 
 def test_one_server_with_constant_service_waits_as_queueing_theory_says():
     # M/D/1 (Pollaczek and Khinchine): the mean wait is load / (2 (1 - load)) services.
-    count, load, service_s = 20_000, 0.5, 110e-6
+    count, load, service_s = 5_000, 0.5, 110e-6
     arrivals = np.cumsum(np.random.default_rng(5).exponential(service_s / load, count))
     ones = np.ones(count, np.int64)
     outcome = run(world(), Trace(arrivals - arrivals[0], ones, ones, "Poisson"), "none", max_num_seqs=1)
     waits_s = outcome.summary()["e2e_ms_mean"] / 1e3 - service_s
-    assert waits_s / service_s == pytest.approx(load / (2 * (1 - load)), rel=0.06)
+    assert waits_s / service_s == pytest.approx(load / (2 * (1 - load)), rel=0.1)
 
 
 def test_a_closed_loop_keeps_its_clients_busy():

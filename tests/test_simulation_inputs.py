@@ -14,130 +14,14 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import logits
+from lab.shapes import MACHINES, PAIRS, layer_weights, stored_count
 from lab.simulation.acceptance import VOCAB_SIZE, demo_process, fitted_fits
-from lab.simulation.hardware import MACHINES, PAIRS
+from lab.simulation.costs import kv_capacity_tokens, roofline, with_host
 from lab.simulation.knowledge import RETENTION
-from lab.simulation.roofline import kv_capacity_tokens, roofline
-from lab.simulation.trace import (
-    Trace,
-    arriving_as,
-    fitted_to,
-    read_trace,
-    scaled,
-    with_mean_lengths,
-    with_rate_curve,
-)
-from lab.simulation.worlds import roofline_world
+from lab.simulation.worlds import roofline_world, spread_levels
+from tests.test_traces import HEADER, csv
 
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-LINES = [f"2023-11-16 18:15:{46 + i}.6805900,{374 + i},{44 + i}\n" for i in range(6)]
-
-
-@pytest.fixture
-def csv(tmp_path):
-    def write(text: str = HEADER + "".join(LINES), name: str = "trace.csv"):
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def many(count: int = 4000) -> Trace:
-    return Trace(np.arange(count) * 0.5, np.full(count, 100), np.full(count, 20), "made up")
-
-
-# -- traces ------------------------------------------------------------------------------------------
-
-
-def test_a_trace_is_read_as_it_is(csv):
-    trace = read_trace(csv(), 4)
-    assert trace.arrivals_s == pytest.approx([0, 1, 2, 3])
-    assert trace.num_prompt_tokens.tolist() == [374, 375, 376, 377]
-    assert trace.num_output_tokens.tolist() == [44, 45, 46, 47]
-    assert trace.longest == 377 + 47
-    assert trace.rate == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "column TIMESTAMP is missing"),
-        ("TIMESTAMP,ContextTokens\n", "column GeneratedTokens is missing"),
-        (HEADER, "holds no requests"),
-        (HEADER + "yesterday,1,2\n", "line 2: TIMESTAMP = 'yesterday'"),
-        (HEADER + LINES[0] + LINES[1].replace("375", "-3"), "line 3: ContextTokens = '-3': must be a positive"),
-        (HEADER + LINES[0].replace(",44", ",0"), "line 2: GeneratedTokens = '0': must be a positive"),
-        (HEADER + LINES[0].replace(",44", ""), "line 2: GeneratedTokens = None"),
-        (HEADER + LINES[1] + LINES[0], "line 3: TIMESTAMP is earlier"),
-    ],
-)
-def test_a_broken_trace_is_refused_by_line_and_column(csv, text, message):
-    with pytest.raises(ConfigError, match=message):
-        read_trace(csv(text))
-
-
-def test_a_missing_file_and_too_few_requests_are_refused(csv, tmp_path):
-    with pytest.raises(ConfigError, match="not readable as a trace"):
-        read_trace(tmp_path / "nowhere.csv")
-    with pytest.raises(ConfigError, match=r"requests = 7: .* holds 6"):
-        read_trace(csv(), 7)
-
-
-def test_scaling_keeps_the_shape_of_arrivals(csv):
-    trace = read_trace(csv())
-    faster = scaled(trace, 4.0)
-    assert faster.rate == pytest.approx(4.0)
-    assert faster.arrivals_s * 4 == pytest.approx(trace.arrivals_s)
-    assert "4 requests/s" in faster.description
-
-
-def test_a_rate_curve_has_its_mean_and_its_swing():
-    trace = with_rate_curve(many(), 8.0, 35.0, seed=3)
-    assert trace.rate == pytest.approx(8.0, rel=0.02)
-    span = trace.arrivals_s[-1]
-    # Over the twentieth around the peak and the two halves of it at the ends, the rate is near its extremes.
-    at_peak = np.count_nonzero(np.abs(trace.arrivals_s / span - 0.5) < 0.025)
-    at_trough = np.count_nonzero(np.abs(trace.arrivals_s / span - 0.5) > 0.475)
-    assert 22 < at_peak / at_trough < 50
-    assert (np.diff(trace.arrivals_s) >= 0).all()
-    again, other = with_rate_curve(many(), 8.0, 35.0, seed=3), with_rate_curve(many(), 8.0, 35.0, seed=4)
-    assert (trace.arrivals_s == again.arrivals_s).all() and (trace.arrivals_s != other.arrivals_s).any()
-
-
-def test_a_constant_rate_is_poisson():
-    gaps = np.diff(with_rate_curve(many(), 5.0, 1.0, seed=0).arrivals_s)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.05)
-
-
-@pytest.mark.parametrize(("rate", "ratio"), [(0.0, 35.0), (-1.0, 35.0), (5.0, 0.5), (5.0, 2000.0)])
-def test_impossible_curves_are_refused(rate, ratio):
-    with pytest.raises(ConfigError, match=r"rate = |peak-trough = "):
-        with_rate_curve(many(10), rate, ratio, seed=0)
-
-
-def test_lengths_can_arrive_as_another_trace(csv):
-    other = read_trace(csv())
-    trace = arriving_as(many(6), other)
-    assert (trace.arrivals_s == other.arrivals_s).all() and (trace.num_prompt_tokens == 100).all()
-    with pytest.raises(ConfigError, match="6 requests are too few for 7"):
-        arriving_as(many(7), other)
-
-
-def test_lengths_are_fitted_to_a_context_and_the_report_says_so():
-    fitted = fitted_to(many(), 60)
-    assert fitted.longest <= 60 and fitted.num_output_tokens.min() >= 1
-    assert "lengths scaled by 0.5" in fitted.description
-    assert fitted_to(many(), 500).description == "made up"
-
-
-def test_lengths_can_be_given_the_means_of_another_data_set(csv):
-    trace = with_mean_lengths(read_trace(csv()), 755, 200)
-    assert trace.num_prompt_tokens.mean() == pytest.approx(755, abs=1)
-    assert trace.num_output_tokens.mean() == pytest.approx(200, abs=1)
-    assert trace.num_prompt_tokens.std() > 1
-    with pytest.raises(ConfigError, match="lengths = 0/200"):
-        with_mean_lengths(trace, 0, 200)
+__all__ = ["csv"]  # a fixture
 
 
 # -- machines and pairs --------------------------------------------------------------------------------
@@ -148,7 +32,7 @@ def test_lengths_can_be_given_the_means_of_another_data_set(csv):
 def test_no_prediction_beats_the_data_sheet(machine, pair):
     costs = roofline(machine, pair)
     for name, model, ways in ((TARGET, pair.target, machine.num_gpus), (DRAFT, pair.draft, 1)):
-        weights = model.num_layers * model.layer_weights
+        weights = model.num_layers * layer_weights(model)
         for partition in costs.partitions:
             for rows in (1, 16, 512, 8192):
                 bytes_us = 2 * weights / (ways * machine.bytes_per_s) * 1e6
@@ -168,16 +52,15 @@ def test_a_small_batch_is_bound_by_memory_and_a_large_one_by_arithmetic():
 
 
 def test_sizes_of_known_models():
-    sizes = {pair.target.name: pair.target.weight_bytes / 2e9 for pair in PAIRS.values()}
-    sizes |= {pair.draft.name: pair.draft.weight_bytes / 2e9 for pair in PAIRS.values()}
-    known = {"Qwen3-32B": 32.8, "Qwen3-8B": 8.2, "Qwen3-0.6B": 0.6, "Llama-3.3-70B": 70.6, "Llama-3.2-1B": 1.24}
-    assert sizes == pytest.approx(known, rel=0.01)
+    sizes = {name: (stored_count(pair.target) / 1e9, stored_count(pair.draft) / 1e9) for name, pair in PAIRS.items()}
+    known = {"qwen3-32b/0.6b": (32.8, 0.6), "qwen3-8b/0.6b": (8.2, 0.6), "llama3.3-70b/3.2-1b": (70.6, 1.24)}
+    assert sizes.keys() == known.keys()
+    for name, size in sizes.items():
+        assert size == pytest.approx(known[name], rel=0.01)
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_both_sizes():
-    with pytest.raises(
-        ConfigError, match=r"Llama-3.3-70B and Llama-3.2-1B need 144 GB of weights, .* more than 1 x 96"
-    ):
+    with pytest.raises(ConfigError, match=r"llama3.3-70b/3.2-1b need 144 GB of weights, .* more than 1 x 96"):
         kv_capacity_tokens(MACHINES["h100"], PAIRS["llama3.3-70b/3.2-1b"])
 
 
@@ -248,6 +131,29 @@ def _curve(process, margins, is_match):
     return [flat[part].mean() for part in parts], [match[part].mean() for part in parts]
 
 
+@pytest.mark.parametrize("levels", [[0.9, 0.6], spread_levels(0.7, 0.15)], ids=["mix", "spread"])
+def test_requests_differ_as_planted_and_in_nothing_else(levels):
+    process = demo_process("sampled").with_levels(levels)
+    paths = [process.path((7, text), 400) for text in range(300)]
+    rates = np.array([np.mean(path.tokens == path.drafted) for path in paths])
+    assert rates.mean() == pytest.approx(np.mean(levels), abs=0.02)
+    assert rates.std() == pytest.approx(np.std(levels), abs=0.03)
+    if len(levels) == 2:
+        assert np.mean(rates > 0.75) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_slow_host_makes_small_calls_dear_and_leaves_large_ones():
+    costs = roofline(MACHINES["h100"], PAIRS["qwen3-32b/0.6b"])
+    slow = with_host(costs, 6.6, 2.0)
+    for partition in costs.partitions:
+        few, many = (slow.call_us(DRAFT, partition, rows, rows, 0) for rows in (1, 8192))
+        assert few == pytest.approx(6600, rel=0.01)
+        assert many == pytest.approx(costs.call_us(DRAFT, partition, 8192, 8192, 0), rel=0.02)
+    assert slow.call_us(TARGET, WHOLE, 1, 1, 0) == costs.call_us(TARGET, WHOLE, 1, 1, 0)
+    assert slow.overhead.step(4, 8) - costs.overhead.step(4, 8) == pytest.approx(2000 - 60)
+    assert {name.partition("/")[0] for name in costs.partitions} == {WHOLE, "8", "16", "24", "32", "48", "64"}
+
+
 # -- the command ---------------------------------------------------------------------------------------
 
 
@@ -271,6 +177,25 @@ def test_the_command_writes_figures_and_every_assumption(csv, tmp_path):
     assert "gaps scaled by 0.3333 to 3 requests/s" in text
 
 
+def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
+    path = csv(HEADER + "".join(f"2023-11-16 18:15:{index:02d}.0000000,200,60\n" for index in range(48)))
+    named = ("--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "fixed:4,survival,oracle")
+    more = ("--loads", "0.5,1.2", "--mix", "0.9/0.5", "--draft-call-ms", 2.7, "--host-step-ms", 1)
+    done = simulate("--trace", path, *named, *more, "--requests", 48, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "simulation.json").read_text())
+    assert content["meta"]["capacity"]["policy"].startswith("fixed:")
+    loads = list(dict.fromkeys(row["load"] for row in content["rows"]))
+    assert [load.partition(",")[0] for load in loads] == ["Load 0.5", "Load 1.2"]
+    for load in loads:
+        rows = {row["policy"]: row for row in content["rows"] if row["load"] == load}
+        assert set(rows) == {"none", "fixed:4", "survival", "oracle"}
+        assert rows["fixed:4"]["headroom_share"] == 0.0 and rows["oracle"]["headroom_share"] == 1.0
+        assert rows["oracle"]["e2e_ms_mean"] < min(rows[name]["e2e_ms_mean"] for name in ("fixed:4", "survival"))
+        assert rows["oracle"]["rows_verified"] * 36 == rows["oracle"]["row_layers_accepted"], "no row is rejected"
+    assert "half of them agree at 90%" in (tmp_path / "simulation.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -281,6 +206,10 @@ def test_the_command_writes_figures_and_every_assumption(csv, tmp_path):
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--exit-auc", 0.4], "must lie in"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--policies", "x"], "known are none"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "faser (n-grams)"], "n-grams need texts"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--loads", "0.5", "--rate", 2], "at most one of --rate and"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--loads", "half"], "--loads = 'half': must be shares"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--mix", "0.9"], "--mix = '0.9': must be"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--spread", 0.7], "--spread = 0.7"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(csv, arguments, message):

@@ -23,7 +23,7 @@ from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
-from lab.bench.check_equality import make_requests
+from lab.bench.equality import make_requests
 from tests.fakes import CountingClock, SequentialLanes
 from tests.forced_engine import both_partitions
 from tests.forcing import Change, Forced, at_random, random_rule

@@ -21,7 +21,7 @@ from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
-from lab.bench.check_equality import make_requests
+from lab.bench.equality import make_requests
 from tests.forcing import Forced, at_random, forced
 from tests.harness import Driven, drive, guessed
 from tests.torch_engines import CPU

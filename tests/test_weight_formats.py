@@ -22,7 +22,7 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.weight_cost import TextRunner, measure_weights
-from lab.bench.check_equality import make_requests
+from lab.bench.equality import make_requests
 from plugins import host_attention
 from tests.family_models import random_model, write_model
 from tests.tiny_models import make_rows, run_all, write_checkpoint

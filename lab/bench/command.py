@@ -19,17 +19,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from faser_backend.cli_options import print_progress
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import load_profile
-from lab.bench import environment
-from lab.bench.accounting import StepLog
+from lab import environment
+from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
-from lab.bench.in_process import ClosedLoop, InProcess
-from lab.bench.ladder import (
+from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
+from lab.bench.report import render
+from lab.bench.roofline import roofline
+from lab.bench.timeline import trace_events
+from lab.contestants import (
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
     Contestant,
@@ -37,15 +41,11 @@ from lab.bench.ladder import (
     choose_contestants,
     split_names,
 )
-from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
-from lab.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
-from lab.bench.prompts import PromptMaker
-from lab.bench.report import render
-from lab.bench.roofline import roofline
-from lab.bench.timeline import trace_events
-from lab.bench.workload import jobs_of
+from lab.drive import ClosedLoop, InProcess
 from lab.profiling.profile import run_profile
-from lab.simulation.trace import read_trace
+from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
+from lab.steps import StepLog
+from lab.traces import read_trace
 
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
 MODES = ("serial", "run_ahead", "ping_pong")
@@ -82,7 +82,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     contestants, missing = choose_contestants(names)
     check_output(options.output)
     warnings: list[str] = []
-    engine_dir = options.engine_dir or demo_engine_dir(_print_progress)
+    engine_dir = options.engine_dir or demo_engine_dir(print_progress)
     manifest = EngineManifest.load(engine_dir)
     # Before anything that takes time: a file that cannot be asked is told at once.
     prompts = _prompts(options, sizing, engine_dir, manifest)
@@ -269,7 +269,3 @@ def _bar(console: Console) -> Progress:
         console=console,
         refresh_per_second=2,  # drawing competes with what is measured
     )
-
-
-def _print_progress(what: str, steps_done: int, steps_total: int) -> None:
-    print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from lab.bench.ladder import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+from lab.contestants import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
 
 CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # in the median of several repeats, in a single one
 
@@ -99,8 +99,8 @@ def in_words(rows: list[Row]) -> list[str]:
     sentences = []
     for (load, temperature), group in groups(rows).items():
         parts = [_winner(group), _whole(group), *_mechanisms(group)]
-        text = " ".join(part for part in parts if part)
-        sentences.append(f"{load.capitalize()} load, {_law(temperature)}: {text}")
+        law = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        sentences.append(f"{load.capitalize()} load, {law}: {' '.join(filter(None, parts))}")
     different = sum(row["num_different"] for row in rows)
     compared = sum(row["num_jobs"] for row in rows if row["policy"] != REFERENCE)
     sentences.append(
@@ -113,10 +113,6 @@ def in_words(rows: list[Row]) -> list[str]:
     return sentences
 
 
-def _law(temperature: float) -> str:
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
-
-
 def _winner(group: list[Row]) -> str:
     ladder = [row for row in group if not row["options"]]
     reference = next(row for row in ladder if row["policy"] == REFERENCE)
@@ -124,39 +120,40 @@ def _winner(group: list[Row]) -> str:
     best = ranked[0]
     if best is reference:
         return f"no policy beats `{REFERENCE}`: speculation does not pay here."
-    slower = [f"`{row['policy']}`" for row in ladder if gain(row, reference) < 1 and is_clear(row, reference)]
-    text = f"`{best['policy']}` leads with {_shown(best)}, {gain(best, reference):.2f}x of `{REFERENCE}`"
+    shown = f"{best['tokens_per_s']:.0f} tokens/s"
+    if best["load"] == BURSTY.name:
+        shown = f"{best['e2e_ms_p50']:.0f} ms for a whole answer (median)"
+    text = f"`{best['policy']}` leads with {shown}, {gain(best, reference):.2f}x of `{REFERENCE}`"
     close = [f"`{row['policy']}`" for row in ranked[1:] if row is not reference and not is_clear(best, row)]
-    if close:
-        text += f" (within the spread of it: {', '.join(close)})"
+    slower = [f"`{row['policy']}`" for row in ladder if gain(row, reference) < 1 and is_clear(row, reference)]
+    text += f" (within the spread of it: {', '.join(close)})" if close else ""
     return text + (f"; slower than `{REFERENCE}`: {', '.join(slower)}." if slower else ".")
 
 
-def _shown(row: Row) -> str:
-    if row["load"] == BURSTY.name:
-        return f"{row['e2e_ms_p50']:.0f} ms for a whole answer (median)"
-    return f"{row['tokens_per_s']:.0f} tokens/s"
-
-
 def _whole(group: list[Row]) -> str:
-    row = next((row for row in group if row["policy"] == WHOLE), None)
-    static = best_static(group)
-    if row is None:
+    """`faser` against the reference, the usual length and the best one."""
+    by_name, static = {row["policy"]: row for row in group}, best_static(group)
+    if WHOLE not in by_name:
         return ""
-    references = [(next(r for r in group if r["policy"] == REFERENCE), f"`{REFERENCE}`")]
-    fixed = next((r for r in group if r["policy"] == FIXED_REFERENCE), None)
-    if fixed is not None:
-        references.append((fixed, f"`{FIXED_REFERENCE}`"))
-    if static is not None and static is not fixed:
-        references.append((static, f"the best static length (`{static['policy']}`)"))
-    told = ", ".join(f"{_with_range(gains(row, reference))} of {name}" for reference, name in references)
-    return f"`{WHOLE}` is at {told}."
+    references = {f"`{name}`": by_name[name] for name in (REFERENCE, FIXED_REFERENCE) if name in by_name}
+    if static is not None and static["policy"] != FIXED_REFERENCE:
+        references[f"the best static length (`{static['policy']}`)"] = static
+    told = []
+    for name, reference in references.items():
+        ratios = gains(by_name[WHOLE], reference)
+        spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        told.append(f"{median(ratios):.2f}x{spread} of {name}")
+    return f"`{WHOLE}` is at {', '.join(told)}."
 
 
-def _with_range(ratios: list[float]) -> str:
-    """The median, and lowest and highest where there are several."""
-    shown = f"{median(ratios):.2f}x"
-    return shown if len(ratios) == 1 else f"{shown} ({min(ratios):.2f} to {max(ratios):.2f})"
+MECHANISMS = {
+    ("early_exit", "off"): "Early exit",
+    ("early_exit", "on"): "Early exit, forced,",
+    ("draft", "ngram"): "Drafting by n-grams",
+    ("pipeline", "serial"): "The pipeline",
+    ("pipeline", "run_ahead"): "Running ahead",
+    ("pipeline", "ping_pong"): "Ping-pong",
+}
 
 
 def _mechanisms(group: list[Row]) -> list[str]:
@@ -168,35 +165,22 @@ def _mechanisms(group: list[Row]) -> list[str]:
         if not row["options"] or plain is None:
             continue
         (field, value), *_ = row["options"].items()
-        if not _took_effect(row, field, value):
-            told.append(f"`{row['policy']}` was asked for, but nothing of it came to run.")
-            continue
         takes_out = value in ("off", "serial")
-        change = gain(plain, row) if takes_out else gain(row, plain)
-        if takes_out and not _took_effect(plain, field, "auto"):
-            told.append(f"{_mechanism(field, value)} was never chosen by `{row['spec']}`.")
-            continue
-        verdict = "makes no clear difference" if not is_clear(row, plain) else "pays" if change > 1 else "costs"
-        told.append(f"{_mechanism(field, value)} {verdict} on `{row['spec']}` ({change:.2f}x).")
+        if not takes_out and not _took_effect(row, field, value):
+            told.append(f"`{row['policy']}` was asked for, but nothing of it came to run.")
+        elif takes_out and not _took_effect(plain, field, "auto"):
+            told.append(f"{MECHANISMS[field, value]} was never chosen by `{row['spec']}`.")
+        else:
+            change = gain(plain, row) if takes_out else gain(row, plain)
+            verdict = "makes no clear difference" if not is_clear(row, plain) else "pays" if change > 1 else "costs"
+            told.append(f"{MECHANISMS[field, value]} {verdict} on `{row['spec']}` ({change:.2f}x).")
     return told
 
 
-def _mechanism(field: str, value: str) -> str:
-    if field == "early_exit":
-        return "Early exit" if value == "off" else "Early exit, forced,"
-    if field == "draft":
-        return "Drafting by n-grams"
-    return {"serial": "The pipeline", "run_ahead": "Running ahead", "ping_pong": "Ping-pong"}[value]
-
-
 def _took_effect(row: Row, field: str, value: str) -> bool:
-    """Whether the mechanism ran at all (value: what was asked for); taking it out always takes effect."""
-    if value in ("off", "serial"):
-        return True
+    """Whether the mechanism ran at all."""
     if field == "early_exit":
         return row["rows_pruned"] > 0
     if field == "draft":
         return row["rows_drafted"] > 0
-    if value == "auto":
-        return row["share_serial"] < 1
-    return row[f"share_{value}"] > 0
+    return row["share_serial"] < 1 if value == "auto" else row[f"share_{value}"] > 0

@@ -1,25 +1,56 @@
-"""Do tokens depend on how they are decoded? Runs the same requests in many ways and explains differences.
+"""Do tokens depend on how they are decoded? Every policy, mode and exit against plain decoding, over held-out prompts.
 
-Float rounding depends on the shape of a call, so two scores that are almost equal may change places:
-a difference is explained when the reference's scores of the two tokens there are a near-tie. The rest
-of such an answer follows from another prefix and is not compared.
+Greedy and at temperature 1 with seeds; alone, and in continuous batches of 1-16 with random arrivals, cancellations and
+forced preemptions. Early exit needs an engine with calibrated exits (`faser profile`). Float rounding depends on the
+shape of a call, so two scores that are almost equal may change places: a difference is explained when the reference's
+scores of the two tokens there are a near-tie. The rest of such an answer follows from another prefix: not compared.
+`scripts/check_equality.py` exits with 1 if a difference is not a near-tie.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason, Request
+from faser_backend.core.request import FinishReason, Request, SamplingParams
 from faser_backend.device.noise import GumbelNoise
+from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.model_call import run_model
+from faser_backend.serving.compose import build_engine
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profile_store import load_knowledge
+from faser_backend.serving.runtimes import open_runtime
+from lab import environment
+from lab.answers import jobs_of
+from lab.drive import write_all
+from lab.options import make_parser
+from lab.prompts import DEMO_PROMPTS, interleaved, read_prompts
+from lab.tables import Column, markdown_table, write_results
 
+COLUMNS = (
+    Column("way", "name"),
+    Column("answers", "num_answers"),
+    Column("cancelled", "num_cancelled"),
+    Column("preemptions so far", "num_preemptions"),
+    Column("overlapped steps", "overlapped_share", "{:.0%}"),
+    Column("pruned rows", "num_pruned"),
+    Column("tokens compared", "num_tokens"),
+    Column("near-ties", "num_near_ties"),
+    Column("largest margin", "largest_margin", "{:.1e}"),
+    Column("unexplained", lambda row: len(row["unexplained"])),
+)
+SEED = 20
 POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "schedule:2:6,8:2", "goodput", "gp-lcb", "survival", "faser")
 NEAR_TIE = 1e-3  # in units of scaled logits; logits of two call shapes differ by about 1e-5
 
@@ -63,14 +94,7 @@ class Comparison:
 
 def run_alone(engine: Engine, requests: Iterable[Request]) -> dict[str, list[int]]:
     """Each request by itself, one after the other."""
-    tokens: dict[str, list[int]] = {}
-    for request in requests:
-        engine.submit(request)
-        tokens[request.request_id] = []
-        while engine.has_work:
-            for output in engine.step():
-                tokens[request.request_id] += output.token_ids
-    return tokens
+    return {request.request_id: write_all(engine, [request])[request.request_id] for request in requests}
 
 
 def run_mixed(
@@ -179,3 +203,90 @@ class Reference:
             seeds = np.array([sampling.seed], np.uint64)
             scores = scores / sampling.temperature + self._noise.gumbel(seeds, np.array([token_ids.size]))[0]
         return float(abs(scores[token_a] - scores[token_b]))
+
+
+def main() -> int:
+    parser = make_parser(__doc__, "engine-dir", "output", max_tokens=64, name="equality")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--ways", default="", help="only ways whose name contains this")
+    args = parser.parse_args()
+    engine_dir = args.engine_dir or demo_engine_dir()
+    has_exits = bool(load_knowledge(engine_dir, EngineManifest.load(engine_dir)).exits)
+    if not has_exits:
+        print(f"{engine_dir} has no calibrated exits: early exit is left out", file=sys.stderr)
+    chosen = [way for way in ways(has_exits=has_exits) if args.ways in way.name]
+    results = []
+    for temperature in (0.0, 1.0):
+        requests = make_requests(engine_dir, args.num_prompts, args.max_tokens, temperature)
+        results += check(engine_dir, requests, f"T={temperature:g}", chosen)
+    meta = environment.describe(SEED) | {"num_prompts": args.num_prompts, "max_tokens": args.max_tokens}
+    lines = [f"{args.num_prompts} held-out prompts x {args.max_tokens} tokens.", ""]
+    lines += markdown_table(COLUMNS, rows := [asdict(result) for result in results])
+    write_results(args.output / args.name, "Equality with plain decoding", meta, lines, rows)
+    print("\n".join(lines))
+    for result in results:
+        for line in result.unexplained:
+            print(f"{result.name}: {line}")
+    return 1 if any(result.unexplained for result in results) else 0
+
+
+def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperature: float) -> list[Request]:
+    prompts = interleaved(read_prompts(DEMO_PROMPTS))
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    return [
+        Request(
+            f"p{index}",
+            np.array(tokenizer.encode(job.prompt).ids, np.int64),
+            job.max_tokens,
+            SamplingParams(temperature=job.temperature, seed=job.seed),
+        )
+        for index, job in enumerate(jobs_of(prompts, num_prompts, max_tokens, temperature, SEED))
+    ]
+
+
+def check(engine_dir: Path, requests: list[Request], label: str, chosen: list[Way]) -> list[Comparison]:
+    """Every way alone, mixed, and mixed on a pool so small that it must preempt."""
+    manifest = EngineManifest.load(engine_dir)
+    size = manifest.kv_block_size
+    one_context = -(-manifest.target.spec.max_context // size)
+    # Room for about two requests: more than one context, far less than 16 of these requests need.
+    longest = max(-(-(r.prompt_ids.size + r.max_tokens) // size) for r in requests)
+    small_pool = max(one_context, 2 * longest + 2)
+    runtime = open_runtime(engine_dir, manifest, EngineConfig())
+    pool = runtime.open_pool(manifest.target, one_context)
+    runner = runtime.open_runner(manifest.target, runtime.menu.whole, pool)
+    plain = build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))
+    expected = run_alone(plain, tqdm(requests, f"{label} reference", leave=False))
+    plain.close()
+    reference = Reference(requests, expected, runner, size)
+    results = []
+    for way in chosen:
+        for name, num_blocks in (("", None), (", preempting", small_pool)):
+            config = EngineConfig.from_options(max_num_seqs=16, num_kv_blocks=num_blocks, **way.options)
+            results += check_engine(engine_dir, config, reference, requests, f"{label} {way.name}", pool=name)
+    runner.close()
+    return results
+
+
+def check_engine(
+    engine_dir: Path, config: EngineConfig, reference: Reference, requests: list[Request], label: str, *, pool: str
+) -> list[Comparison]:
+    """One engine: each request alone (where the pool is large), then in batches of 1, 4 and 16."""
+    engine = build_engine(engine_dir, config)
+    counts, results = StepCounts(engine), []
+
+    def add(name: str, tokens: dict[str, list[int]], cancelled: set[str]) -> None:
+        result = reference.compare(name, tokens, cancelled)
+        result.num_preemptions = engine.metrics().num_preemptions
+        counts.take(result)
+        results.append(result)
+
+    if config.policy != "none" and not pool:
+        add(f"{label} alone", run_alone(engine, tqdm(requests, f"{label} alone", leave=False)), set())
+    for concurrency in tqdm((1, 4, 16), f"{label} mixed{pool}", leave=False):
+        drawn = run_mixed(engine, requests, seed=concurrency, max_concurrency=concurrency, cancelled_share=0.15)
+        add(f"{label} mixed{pool} <= {concurrency}", *drawn)
+    metrics = engine.metrics()
+    assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
+    engine.close()
+    return results

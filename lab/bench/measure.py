@@ -1,45 +1,79 @@
-"""Runs the ladder: every contestant under every load, at once and in turns, over the same jobs.
+"""Contestants under a load, in turns over the same jobs; and the ladder of `faser bench`, load after load.
 
-Gives a row of figures per contestant, load and temperature, and the course of its last repeat.
+Knows nothing of what a contestant is: an engine of ours in this process, a server, or a program of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lab.bench import accounting
-from lab.bench.accounting import StepLog
-from lab.bench.categories import (
+from lab.answers import (
+    Answer,
     Categories,
-    add_category_speedups,
-    merge_categories,
-    summarise_categories,
-)
-from lab.bench.in_process import ClosedLoop, Feed, InProcess, OpenLoop
-from lab.bench.ladder import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing
-from lab.bench.prompt_files import Prompt
-from lab.bench.prompts import PromptMaker, make_lengths, picked
-from lab.bench.turns import turn_orders
-from lab.bench.workload import (
     Job,
-    Trace,
+    add_category_speedups,
     count_different,
     jobs_of,
+    merge_categories,
     merge_repeats,
     summarise,
+    summarise_categories,
 )
-from lab.simulation.trace import Trace as RequestTrace
-from lab.simulation.trace import fitted_to, with_rate_curve
+from lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing
+from lab.drive import ClosedLoop, Feed, InProcess, OpenLoop, turn_orders
+from lab.prompts import Prompt, PromptMaker
+from lab.steps import StepLog, figures, series
+from lab.traces import Trace, fitted_to, make_lengths, picked, with_rate_curve
 
 PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated
 NUM_SERIES_BINS = 40
 
 Report = Callable[[str, float], None]  # what is running; how many runs more are done, in whole or in part
+Served = tuple[list[Answer], float]  # an answer per job, and seconds
+Serve = Callable[[Sequence[str]], Iterable[tuple[str, Served]]]  # has contestants answer the jobs, in this order
+
+
+def measure(
+    serve: Serve,
+    names: Sequence[str],
+    jobs: Sequence[Any],
+    repeats: int,
+    *,
+    more: Callable[[str], dict[str, float]] = lambda name: {},
+    before: Callable[[str], None] = lambda name: None,
+) -> list[dict[str, Any]]:
+    """A row per contestant, medians over the repeats, each of which another one begins. The first one's answers and
+    speed are what the others' are held against.
+
+    before, more: what is done before a contestant's run, and figures of the run that just ended. One that is not
+    served in any repeat has no row.
+    """
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    categories: dict[str, list[Categories]] = {name: [] for name in names}
+    answers: dict[str, list[Answer]] = {}
+    for order in turn_orders(names, repeats):
+        for name in order:
+            before(name)
+        for name, (answers[name], seconds) in serve(order):
+            found[name].append(summarise(answers[name], seconds) | more(name))
+            if isinstance(jobs[0], Job):
+                categories[name].append(summarise_categories(jobs, answers[name]))
+    rows = []
+    for name in filter(found.__getitem__, names):
+        row = {"policy": name, **merge_repeats(found[name])}
+        row["num_different"] = count_different(answers[name], answers[names[0]]) if names[0] in answers else None
+        row["categories"] = merge_categories(categories[name]) if categories[name] else {}
+        first = rows[0] if rows else row
+        row["speedup"] = row["tokens_per_s"] / first["tokens_per_s"]
+        rows.append(row)
+    for row in reversed(rows):
+        add_category_speedups(row["categories"], rows[0]["categories"])
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +82,7 @@ class Workload:
 
     prompts: list[Prompt]
     maker: PromptMaker
-    lengths: RequestTrace | None  # None: made up
+    lengths: Trace | None  # None: made up
     max_context: int
     seed: int
 
@@ -60,29 +94,6 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
     series: list[dict[str, Any]] = field(default_factory=list)
     bursty: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What is run in turns: contestants, and the jobs that each of them gets."""
-
-    load: Load
-    temperature: float
-    contestants: list[Contestant]
-    jobs: list[Job]
-    feed: Feed
-
-
-class _Progress:
-    """Of runs in turns, passed on as it grows."""
-
-    def __init__(self, report: Report, what: str, num_runs: int) -> None:
-        self._report, self._what, self._num_runs = report, what, num_runs
-        self._share = 0.0
-
-    def __call__(self, share: float) -> None:
-        self._report(self._what, (share - self._share) * self._num_runs)
-        self._share = share
 
 
 class Ladder:
@@ -109,57 +120,54 @@ class Ladder:
         results = Results()
         for temperature in sizing.temperatures:
             for load in LOADS:
-                present = taking_part(self._contestants, load, sizing)
                 if load.is_open:
                     jobs, feed, described = self._bursty(sizing, temperature)
                     results.bursty.append({"temperature": temperature, **described})
                 else:
                     jobs, feed = self._closed(load, sizing, temperature)
-                results.rows += self._measure(
-                    Cell(load, temperature, present, jobs, feed), sizing.repeats_of(load), results
-                )
+                where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients}
+                present = taking_part(self._contestants, load, sizing)
+                self._measure(present, jobs, feed, sizing.repeats_of(load), where=where, results=results)
         return results
 
-    def _measure(self, cell: Cell, repeats: int, results: Results) -> list[dict[str, Any]]:
-        load, temperature, contestants, jobs = cell.load, cell.temperature, cell.contestants, cell.jobs
-        where = {"load": load.name, "temperature": temperature}
-        shown = f"{load.name}, T={temperature:g}"
-        names = [contestant.name for contestant in contestants]
-        # Allocations, first calls of shapes, and what adaptive policies have to find out are not measured.
-        self._place.serve_in_turns(names, jobs, cell.feed, _Progress(self._report, f"{shown}: warming up", len(names)))
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        categories: dict[str, list[Categories]] = {name: [] for name in names}
-        answers: dict[str, list[Trace]] = {}
-        for repeat, order in enumerate(turn_orders(names, repeats), 1):
-            for name in names:
-                self._logs[name].start()
-            progress = _Progress(self._report, f"{shown}: {repeat} of {repeats}", len(names))
-            for name, (traces, seconds) in self._place.serve_in_turns(order, jobs, cell.feed, progress).items():
-                answers[name] = traces
-                found[name].append(summarise(traces, seconds) | accounting.figures(self._logs[name], self._num_layers))
-                categories[name].append(summarise_categories(jobs, traces))
-        rows = []
-        for contestant in contestants:
-            name = contestant.name
-            rows.append(
-                {
-                    "policy": name,
-                    **where,
-                    "num_clients": load.num_clients,
-                    "num_jobs": len(jobs),
-                    "spec": contestant.policy,
-                    "options": contestant.options,
-                    **merge_repeats(found[name]),
-                    "num_different": count_different(answers[name], answers[REFERENCE]),
-                    "categories": merge_categories(categories[name]),
-                }
-            )
-            course = accounting.series(self._logs[name].notes, NUM_SERIES_BINS)
-            results.series.append({"policy": name, **where, **course})
-        reference = next(row for row in rows if row["policy"] == REFERENCE)
-        for row in rows:
-            add_category_speedups(row["categories"], reference["categories"])
-        return rows
+    def _measure(
+        self,
+        present: list[Contestant],
+        jobs: list[Job],
+        feed: Feed,
+        repeats: int,
+        *,
+        where: dict[str, Any],
+        results: Results,
+    ) -> None:
+        shown, by_name = f"{where['load']}, T={where['temperature']:g}", {each.name: each for each in present}
+
+        def serve(order: Sequence[str]) -> Iterable[tuple[str, Served]]:
+            told = 0.0
+
+            def on_turn(share: float) -> None:
+                nonlocal told
+                self._report(shown, (share - told) * len(order))
+                told = share
+
+            return self._place.serve_in_turns(order, jobs, feed, on_turn).items()
+
+        serve(
+            list(by_name)
+        )  # allocations, first calls of shapes, and what adaptive policies find out, are not measured
+        for row in measure(
+            serve,
+            list(by_name),
+            jobs,
+            repeats,
+            more=lambda name: figures(self._logs[name], self._num_layers),
+            before=lambda name: self._logs[name].start(),
+        ):
+            contestant = by_name[row["policy"]]
+            own = {"num_jobs": len(jobs), "spec": contestant.policy, "options": contestant.options}
+            results.rows.append(row | where | own)
+            course = series(self._logs[contestant.name].notes, NUM_SERIES_BINS)
+            results.series.append({"policy": contestant.name, **where, **course})
 
     def _closed(self, load: Load, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed]:
         """As many whole waves of jobs as keep the reference busy for sizing.cell_s; min_waves at least, and enough to
@@ -194,7 +202,7 @@ class Ladder:
         }
         return self._jobs_of(trace, temperature), OpenLoop(trace.arrivals_s.tolist()), described
 
-    def _jobs_of(self, trace: RequestTrace, temperature: float) -> list[Job]:
+    def _jobs_of(self, trace: Trace, temperature: float) -> list[Job]:
         workload = self._workload
         pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
         return [

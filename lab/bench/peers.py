@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
+from lab.answers import Answer, Job
 from lab.bench.servers import free_ports
-from lab.bench.workload import Job, Trace
 
 START_TIMEOUT_S = 60.0
 MIN_SLOT_CONTEXT, SPARE_TOKENS = 512, 16
@@ -68,21 +68,21 @@ class LlamaServer:
         self.close()
         raise RuntimeError("llama-server did not come up; run it by hand with the same options to see why")
 
-    def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
+    def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         return asyncio.run(self._run(jobs, num_clients))
 
-    async def _run(self, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
-        traces = [Trace(0.0, [], 0, 0, 0, "") for _ in jobs]
-        work = iter([(llama_body(job), trace) for job, trace in zip(jobs, traces, strict=True)])
+    async def _run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+        answers = [Answer(0.0, [], 0, 0, 0, "") for _ in jobs]
+        work = iter([(llama_body(job), answer) for job, answer in zip(jobs, answers, strict=True)])
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
             start = time.perf_counter()
             await asyncio.gather(*(self._client(session, work) for _ in range(num_clients)))
-            return traces, time.perf_counter() - start
+            return answers, time.perf_counter() - start
 
-    async def _client(self, session: aiohttp.ClientSession, work: Iterator[tuple[dict[str, Any], Trace]]) -> None:
-        for body, trace in work:
+    async def _client(self, session: aiohttp.ClientSession, work: Iterator[tuple[dict[str, Any], Answer]]) -> None:
+        for body, answer in work:
             text = hashlib.sha256()
-            trace.start_s = time.perf_counter()
+            answer.start_s = time.perf_counter()
             async with session.post(self._url + "/completion", json=body) as response:
                 response.raise_for_status()
                 async for line in response.content:
@@ -90,15 +90,15 @@ class LlamaServer:
                         continue
                     event = json.loads(line[6:])
                     # An answer may be nothing but the token that ends it: its end is its response then.
-                    if event["content"] or (event.get("stop") and not trace.response_s):
-                        trace.response_s.append(time.perf_counter())
+                    if event["content"] or (event.get("stop") and not answer.response_s):
+                        answer.response_s.append(time.perf_counter())
                         text.update(event["content"].encode())
                     if event.get("stop"):
                         timings = event["timings"]
-                        trace.num_tokens = timings["predicted_n"]
-                        trace.num_drafted = timings.get("draft_n", 0)
-                        trace.num_accepted = timings.get("draft_n_accepted", 0)
-            trace.digest = text.hexdigest()
+                        answer.num_tokens = timings["predicted_n"]
+                        answer.num_drafted = timings.get("draft_n", 0)
+                        answer.num_accepted = timings.get("draft_n_accepted", 0)
+            answer.digest = text.hexdigest()
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -133,12 +133,12 @@ class TransformersPeer:
         self._target: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._draft = None if draft is None else LlamaForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
 
-    def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
+    def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """Raises ValueError for more than one client: generate() answers one at a time."""
         if num_clients != 1:
             raise ValueError(f"num_clients = {num_clients}: transformers is measured with 1")
         torch = self._torch
-        traces = []
+        answers = []
         begin = time.perf_counter()
         for job in jobs:
             ids = torch.tensor([job.prompt_ids])
@@ -156,5 +156,5 @@ class TransformersPeer:
             end = time.perf_counter()
             text = self._tokenizer.decode(answer[0, ids.shape[1] :].tolist(), skip_special_tokens=False)
             digest = hashlib.sha256(text.encode()).hexdigest()
-            traces.append(Trace(start, [end], answer.shape[1] - ids.shape[1], 0, 0, digest))
-        return traces, time.perf_counter() - begin
+            answers.append(Answer(start, [end], answer.shape[1] - ids.shape[1], 0, 0, digest))
+        return answers, time.perf_counter() - begin

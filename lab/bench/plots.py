@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from lab.bench import compare
 from lab.bench.compare import gain, groups
-from lab.bench.ladder import BURSTY, REFERENCE
+from lab.contestants import BURSTY, REFERENCE
 
 Row = dict[str, Any]
 STYLE: dict[Any, Any] = {

@@ -27,12 +27,10 @@ from tritonclient.grpc import service_pb2_grpc
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import DEMO_PAIR
-from lab.bench.prompt_files import read_prompts
-from lab.bench.prompts import PromptMaker
-from lab.bench.stream_requests import RefusedError, ask, make_request, read_answer
-from lab.bench.workload import Job, Trace, summarise
-from lab.simulation.trace import Trace as RequestTrace
-from lab.simulation.trace import fitted_to, read_trace, scaled
+from lab.answers import Answer, Job, summarise
+from lab.bench.wire import RefusedError, ask, make_request, read_answer
+from lab.prompts import DEMO_PROMPTS, PromptMaker, read_prompts
+from lab.traces import Trace, fitted_to, read_trace, scaled
 
 CONNECT_TIMEOUT_S = 10.0
 SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
@@ -61,7 +59,7 @@ class ReplayOptions:
 class Replayed:
     """What was measured so far, at any time."""
 
-    answers: list[Trace] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     lateness_ms: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     start_s: float = 0.0
@@ -118,7 +116,7 @@ def _check(options: ReplayOptions) -> None:
         raise ConfigError(f"--output = {str(options.output)!r}: its directory does not exist")
 
 
-def _timed(options: ReplayOptions) -> RequestTrace:
+def _timed(options: ReplayOptions) -> Trace:
     trace = read_trace(options.trace, options.num_requests)
     if len(trace) == 1:
         return trace
@@ -127,11 +125,11 @@ def _timed(options: ReplayOptions) -> RequestTrace:
     return trace if options.rate is None else scaled(trace, options.rate)
 
 
-def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
+def _jobs(options: ReplayOptions, trace: Trace) -> Iterator[Job]:
     path = options.tokenizer or DEMO_PAIR / "target" / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
-    texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PAIR / "prompts.jsonl")]
+    texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PROMPTS)]
     maker = PromptMaker(Tokenizer.from_file(str(path)), texts)
     pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     for index, (num_prompt, num_output) in enumerate(pairs):
@@ -139,7 +137,7 @@ def _jobs(options: ReplayOptions, trace: RequestTrace) -> Iterator[Job]:
 
 
 async def _replay(
-    options: ReplayOptions, trace: RequestTrace, jobs: list[Job], replayed: Replayed, advance: Callable[[], None]
+    options: ReplayOptions, trace: Trace, jobs: list[Job], replayed: Replayed, advance: Callable[[], None]
 ) -> None:
     requests = [make_request(job, number, options.model) for number, job in enumerate(jobs)]
     gate = asyncio.Semaphore(options.max_concurrency or len(jobs))
@@ -178,7 +176,7 @@ def kind_of(error: Exception) -> str:
     return re.sub(r"\d+", "N", str(error))[:120]
 
 
-def figures(replayed: Replayed, trace: RequestTrace) -> dict[str, Any]:
+def figures(replayed: Replayed, trace: Trace) -> dict[str, Any]:
     """Plain values: counts, lateness, and the percentiles where anything was answered."""
     seconds = replayed.end_s - replayed.start_s
     found: dict[str, Any] = {

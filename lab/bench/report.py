@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from lab.bench.categories import category_rows
+from lab.answers import category_rows
 from lab.bench.compare import groups, in_words
-from lab.bench.ladder import MAX_NUM_SEQS
 from lab.bench.plots import draw_all
+from lab.contestants import MAX_NUM_SEQS
+from lab.tables import Column
 
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One column of the tables."""
-
-    heading: str
-    unit: str
-    key: str | Callable[[Row], float | str | None]
-    form: str
-    meaning: str
-
-    def show(self, row: Row) -> str:
-        value = self.key(row) if callable(self.key) else row[self.key]
-        return "" if value is None else self.form.format(value)
+def _columns(*fields: tuple[str, str, str | Callable[[Row], Any], str, str]) -> tuple[Column, ...]:
+    """Heading, unit, key, form and meaning of each."""
+    return tuple(Column(heading, key, form, unit, meaning) for heading, unit, key, form, meaning in fields)
 
 
 def _share(part: str) -> Callable[[Row], float]:
@@ -46,77 +36,77 @@ def _range(key: str) -> Callable[[Row], str | None]:
     return lambda row: row[f"{key}_range"] and "{:.2f}-{:.2f}".format(*row[f"{key}_range"])
 
 
-SPEED = (
-    Column("throughput", "tokens/s", "tokens_per_s", "{:.0f}", "Output tokens per second of the whole run."),
-    Column("lowest", "tokens/s", "tokens_per_s_min", "{:.0f}", "Throughput of the slowest repeat."),
-    Column("highest", "tokens/s", "tokens_per_s_max", "{:.0f}", "Throughput of the fastest repeat."),
-    Column("of none", "x", "speedup_none", "{:.2f}", "Throughput over that of plain decoding, median of repeats."),
-    Column("of none", "lowest-highest", _range("speedup_none"), "{}", "The same, in the worst and the best repeat."),
-    Column("of fixed:4", "x", "speedup_fixed4", "{:.2f}", "Throughput over that of four draft tokens, always."),
-    Column(
+SPEED = _columns(
+    ("throughput", "tokens/s", "tokens_per_s", "{:.0f}", "Output tokens per second of the whole run."),
+    ("lowest", "tokens/s", "tokens_per_s_min", "{:.0f}", "Throughput of the slowest repeat."),
+    ("highest", "tokens/s", "tokens_per_s_max", "{:.0f}", "Throughput of the fastest repeat."),
+    ("of none", "x", "speedup_none", "{:.2f}", "Throughput over that of plain decoding, median of repeats."),
+    ("of none", "lowest-highest", _range("speedup_none"), "{}", "The same, in the worst and the best repeat."),
+    ("of fixed:4", "x", "speedup_fixed4", "{:.2f}", "Throughput over that of four draft tokens, always."),
+    (
         "of best static", "x", "speedup_best_static", "{:.2f}",
         "Throughput over that of the fixed length that did best under this load, known only afterwards.",
     ),
-    Column("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token, from when the request was due."),
-    Column("p99", "ms", "ttft_ms_p99", "{:.1f}", "The same, 99th percentile."),
-    Column("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
-    Column("ITL p50", "ms", "itl_ms_p50", "{:.2f}", "Gap between two responses, which may carry several tokens."),
-    Column("p99", "ms", "itl_ms_p99", "{:.2f}", "The same, 99th percentile."),
-    Column("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
-    Column("p99", "ms", "e2e_ms_p99", "{:.0f}", "The same, 99th percentile."),
-    Column("differ", "answers", "num_different", "{}", "Answers unlike plain decoding's."),
+    ("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token, from when the request was due."),
+    ("p99", "ms", "ttft_ms_p99", "{:.1f}", "The same, 99th percentile."),
+    ("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
+    ("ITL p50", "ms", "itl_ms_p50", "{:.2f}", "Gap between two responses, which may carry several tokens."),
+    ("p99", "ms", "itl_ms_p99", "{:.2f}", "The same, 99th percentile."),
+    ("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
+    ("p99", "ms", "e2e_ms_p99", "{:.0f}", "The same, 99th percentile."),
+    ("differ", "answers", "num_different", "{}", "Answers unlike plain decoding's."),
 )  # fmt: skip
-WORK = (
-    Column("batch", "requests", "mean_batch_size", "{:.1f}", "Requests verified in a step, mean."),
-    Column("length", "tokens", "mean_length", "{:.2f}", "Draft tokens per request and verification, mean."),
-    Column(
+WORK = _columns(
+    ("batch", "requests", "mean_batch_size", "{:.1f}", "Requests verified in a step, mean."),
+    ("length", "tokens", "mean_length", "{:.2f}", "Draft tokens per request and verification, mean."),
+    (
         "accepted", "tokens", "mean_accepted", "{:.2f}",
         "Draft tokens kept per verification, without the recovered or bonus token.",
     ),
-    Column("drafted", "tokens", "rows_drafted", "{:.0f}", "Draft tokens that reached a verification."),
-    Column("verified", "rows", "rows_verified", "{:.0f}", "Rows that entered the target's verifications."),
-    Column("trimmed", "rows", "rows_trimmed", "{:.0f}", "Rows that confidence left out before verification."),
-    Column("pruned", "rows", "rows_pruned", "{:.0f}", "Rows that left at an exit layer."),
-    Column("work accepted", "%", _share("accepted"), "{:.1f}", "Row-layers whose row gave a token."),
-    Column("rejected", "%", _share("rejected"), "{:.1f}", "Row-layers of rows run whole, behind a rejection."),
-    Column("pruned", "%", _share("pruned"), "{:.1f}", "Row-layers that pruned rows ran before they left."),
-    Column(
+    ("drafted", "tokens", "rows_drafted", "{:.0f}", "Draft tokens that reached a verification."),
+    ("verified", "rows", "rows_verified", "{:.0f}", "Rows that entered the target's verifications."),
+    ("trimmed", "rows", "rows_trimmed", "{:.0f}", "Rows that confidence left out before verification."),
+    ("pruned", "rows", "rows_pruned", "{:.0f}", "Rows that left at an exit layer."),
+    ("work accepted", "%", _share("accepted"), "{:.1f}", "Row-layers whose row gave a token."),
+    ("rejected", "%", _share("rejected"), "{:.1f}", "Row-layers of rows run whole, behind a rejection."),
+    ("pruned", "%", _share("pruned"), "{:.1f}", "Row-layers that pruned rows ran before they left."),
+    (
         "saved by trim", "row-layers", "row_layers_saved_by_trim", "{:.0f}", "Layers that trimmed rows did not run.",
     ),
-    Column("by exit", "row-layers", "row_layers_saved_by_exit", "{:.0f}", "Layers that pruned rows did not run."),
-    Column(
+    ("by exit", "row-layers", "row_layers_saved_by_exit", "{:.0f}", "Layers that pruned rows did not run."),
+    (
         "retention", "%", _percent("retention"), "{:.1f}",
         "Accepted draft tokens, of those that would have been accepted had nothing been trimmed or pruned: exact, "
         "as dropped tokens are compared with the answer.",
     ),
-    Column("overlap", "%", _percent("overlap_share"), "{:.1f}", "Of drafting and verifying time, both at once."),
-    Column(
+    ("overlap", "%", _percent("overlap_share"), "{:.1f}", "Of drafting and verifying time, both at once."),
+    (
         "ahead lost", "%", lambda row: 100 * row["chains_ahead_discarded"] / row["chains_ahead"] if row["chains_ahead"]
         else None, "{:.0f}", "Chains drafted ahead that fell with the chain before them.",
     ),
-    Column("plan p50", "us", "plan_us_p50", "{:.0f}", "Scheduler and policy per step, what it learns included."),
-    Column("p99", "us", "plan_us_p99", "{:.0f}", "The same, 99th percentile."),
-    Column("plan", "%", _percent("plan_share"), "{:.1f}", "The same, of all time spent in steps."),
-    Column(
+    ("plan p50", "us", "plan_us_p50", "{:.0f}", "Scheduler and policy per step, what it learns included."),
+    ("p99", "us", "plan_us_p99", "{:.0f}", "The same, 99th percentile."),
+    ("plan", "%", _percent("plan_share"), "{:.1f}", "The same, of all time spent in steps."),
+    (
         "overhead", "%", _percent("step_overhead_share"), "{:.1f}", "Time in steps in which no model call was running.",
     ),
 )  # fmt: skip
 
-CATEGORIES = (
-    Column("answers", "", "num_answers", "{}", "Answers to prompts of the category, in a repeat."),
-    Column("output", "tokens", "num_tokens", "{}", "Tokens of these answers."),
-    Column(
+CATEGORIES = _columns(
+    ("answers", "", "num_answers", "{}", "Answers to prompts of the category, in a repeat."),
+    ("output", "tokens", "num_tokens", "{}", "Tokens of these answers."),
+    (
         "of a request", "tokens/s", "request_tokens_per_s", "{:.0f}",
         "Tokens of the answers over the time for which their requests were in flight.",
     ),
-    Column("of none", "x", "speedup", "{:.2f}", "The same over that of plain decoding, median of repeats."),
-    Column(
+    ("of none", "x", "speedup", "{:.2f}", "The same over that of plain decoding, median of repeats."),
+    (
         "emitted", "tokens", "mean_emitted", "{:.2f}",
         "Tokens per verification, the recovered or bonus token included.",
     ),
-    Column("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token."),
-    Column("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
-    Column("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
+    ("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token."),
+    ("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
+    ("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
 )  # fmt: skip
 
 

@@ -1,114 +1,155 @@
-"""What calls of few rows cost, beside what the machine could do: `bench_rows.py ENGINE_DIR --json FILE`.
+"""What single calls cost on a CPU, beside what the machine could do: behind bench_rows.py.
 
-A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
-a large product of matrices, so that all are of the same minutes. Prints a table and writes
-{"bandwidth_gb_s", "peak_gflops", "weight_bytes", "rows_ms": {"1": ..}} and the spreads.
+Numpy's library must run on one thread (OPENBLAS_NUM_THREADS = 1 before numpy is loaded, as the scripts set it), for
+threads here are callers of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.serving.runtimes import open_runtime
-from lab.bench.machine_limits import MachineLimits
+from lab.options import integers, make_parser
+from lab.profiling.cases import Case, make_batch
+
+READ_BYTES = 1 << 28  # of a thread: no cache holds them
+MATRIX_SIZE = 1024
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine_dir", type=Path)
-    parser.add_argument("--rows", default="1,6,16")
-    parser.add_argument("--threads", type=int, help="default: all cores of this process")
-    parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
-    parser.add_argument(
-        "--logits", choices=["all", "last"], default="all", help="rows with logits: a verification's, or a prompt's"
-    )
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _sum_of(words):
+    total = 0
+    for i in range(words.size):
+        total += words[i]
+    return total
 
 
-def sequence_rows(num_rows: int, context: int, block_size: int, vocab_size: int, logits: str) -> RowBatch:
-    """Rows of random tokens behind a context whose keys and values are whatever the pool holds."""
-    num_blocks = -(-(context + num_rows) // block_size)
-    return RowBatch(
-        token_ids=np.random.default_rng(0).integers(vocab_size, size=num_rows),
-        cu_rows=np.array([0, num_rows]),
-        context_lens=np.array([context]),
-        block_tables=np.arange(num_blocks)[None],
-        logit_rows=np.arange(num_rows) if logits == "all" else np.array([num_rows - 1]),
-    )
+class MachineLimits:
+    """What a machine can do at most: bytes read from memory and float32 operations a second, on num_threads threads,
+    which wait in between."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads)
+        self._words = [np.ones(READ_BYTES // 8, np.int64) for _ in range(num_threads)]
+        self._matrices = [np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32) for _ in range(num_threads)]
+        _sum_of(self._words[0])
+
+    def bandwidth(self) -> float:
+        """Bytes a second that all threads together read."""
+        return self._rate(lambda thread: _sum_of(self._words[thread]), READ_BYTES)
+
+    def peak(self) -> float:
+        """Operations a second of a large product of matrices; a multiplication and an addition are two."""
+        return self._rate(lambda thread: self._matrices[thread] @ self._matrices[thread], 2 * MATRIX_SIZE**3)
+
+    def seconds(self, work: Callable[[int], object]) -> float:
+        """Of the work of all threads, each told its number."""
+        began = time.perf_counter()
+        list(self._threads.map(work, range(self._num_threads)))
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _rate(self, work: Callable[[int], object], amount: int) -> float:
+        return amount * self._num_threads / self.seconds(work)
 
 
-def call_ms(runner: ModelRunner, rows: RowBatch) -> float:
-    began = time.perf_counter()
-    run_model(runner, rows)
-    return 1e3 * (time.perf_counter() - began)
+class OpenModel:
+    """A model on so many threads, with a filled pool for its largest case. Pages that were never written are all one
+    page, which stays in the cache: attention then looks far too fast."""
+
+    def __init__(self, engine_dir: Path, name: str, num_threads: int, cases: list[Case], stack: ExitStack) -> None:
+        manifest = EngineManifest.load(engine_dir)
+        self.model: ModelEngine = getattr(manifest, name)
+        self._rng, self._size = np.random.default_rng(0), manifest.kv_block_size
+        runtime = open_runtime(engine_dir, manifest, EngineConfig(num_threads=num_threads))
+        stack.callback(runtime.close)
+        self._num_blocks = max(len(case.counts) * -(-case.num_tokens // self._size) for case in cases)
+        pool = runtime.open_pool(self.model, self._num_blocks)
+        runtime.fill_pool(pool, self._rng.standard_normal(self.model.spec.head_dim).astype(np.float32))
+        self.runner: ModelRunner = runtime.open_runner(self.model, runtime.menu.whole, pool)
+
+    def batch(self, case: Case) -> RowBatch:
+        return make_batch(case, self.model.spec.vocab_size, self._size, self._num_blocks, self._rng)
+
+    def call_ms(self, batch: RowBatch) -> float:
+        began = time.perf_counter()
+        run_model(self.runner, batch)
+        return 1e3 * (time.perf_counter() - began)
 
 
 def main() -> None:
-    args = parse_args()
-    manifest = EngineManifest.load(args.engine_dir)
-    num_threads = args.threads or len(os.sched_getaffinity(0))
-    runtime = open_runtime(args.engine_dir, manifest, EngineConfig(num_threads=num_threads))
-    counts = [int(count) for count in args.rows.split(",")]
-    num_blocks = -(-(args.context + max(counts)) // manifest.kv_block_size)
-    runner = runtime.open_runner(manifest.target, runtime.menu.whole, runtime.open_pool(manifest.target, num_blocks))
-    vocab_size = manifest.target.spec.vocab_size
-    batches = {n: sequence_rows(n, args.context, manifest.kv_block_size, vocab_size, args.logits) for n in counts}
-    limits = MachineLimits(num_threads)
+    """What calls of few rows cost, beside what the machine could do: `bench_rows.py ENGINE_DIR --json FILE`.
+
+    A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and
+    with a large product of matrices, so that all are of the same minutes. Prints a table and writes
+    {"bandwidth_gb_s", "peak_gflops", "weight_bytes", "rows_ms": {"1": ..}} and the quartiles.
+    """
+    parser = make_parser(main.__doc__, "json", rows="1,6,16", repeats=30)
+    parser.add_argument("engine_dir", type=Path)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
+    help_text = "rows with logits: a verification's, or a prompt's"
+    parser.add_argument("--logits", choices=["all", "last"], default="all", help=help_text)
+    args = parser.parse_args()
+    counts = integers(args.rows)
+    cases = [Case((count,), args.context, count if args.logits == "all" else 1) for count in counts]
+    manifest, limits = EngineManifest.load(args.engine_dir), MachineLimits(args.threads)
     bytes_per_s, operations_per_s = [], []
     milliseconds: dict[int, list[float]] = {count: [] for count in counts}
-    for batch in batches.values():
-        call_ms(runner, batch)
-    for _ in range(args.repeats):
-        bytes_per_s.append(limits.bandwidth())
-        operations_per_s.append(limits.peak())
-        for count, batch in batches.items():
-            call_ms(runner, batch)  # weights and rows of the limits leave the caches
-            milliseconds[count].append(call_ms(runner, batch))
-    limits.close()
-    weight_bytes = manifest.target.num_weight_bytes
-    result = {
+    with ExitStack() as stack:
+        stack.callback(limits.close)
+        opened = OpenModel(args.engine_dir, "target", args.threads, cases, stack)
+        batches = {count: opened.batch(case) for count, case in zip(counts, cases, strict=True)}
+        for batch in batches.values():
+            opened.call_ms(batch)
+        for _ in range(args.repeats):
+            bytes_per_s.append(limits.bandwidth())
+            operations_per_s.append(limits.peak())
+            for count, batch in batches.items():
+                opened.call_ms(batch)  # weights and rows of the limits leave the caches
+                milliseconds[count].append(opened.call_ms(batch))
+    weight_bytes, bandwidth = manifest.target.num_weight_bytes, statistics.median(bytes_per_s)
+    quartiles = {count: statistics.quantiles(times, n=4) for count, times in milliseconds.items()}
+    result: dict[str, Any] = {
         "runtime": manifest.runtime,
         "weights": manifest.target.weight_format.title,
-        "threads": num_threads,
+        "threads": args.threads,
         "context": args.context,
         "logits": args.logits,
-        "bandwidth_gb_s": statistics.median(bytes_per_s) / 1e9,
+        "bandwidth_gb_s": bandwidth / 1e9,
         "peak_gflops": statistics.median(operations_per_s) / 1e9,
         "weight_bytes": weight_bytes,
-        "rows_ms": {str(count): statistics.median(times) for count, times in milliseconds.items()},
-        "rows_ms_quartiles": {
-            str(count): statistics.quantiles(times, n=4)[::2] for count, times in milliseconds.items()
-        },
+        "rows_ms": {str(count): middle for count, (_, middle, _) in quartiles.items()},
+        "rows_ms_quartiles": {str(count): [low, high] for count, (low, _, high) in quartiles.items()},
     }
-    floor_ms = 1e3 * weight_bytes / statistics.median(bytes_per_s)
+    floor_ms = 1e3 * weight_bytes / bandwidth
     print(
-        f"{manifest.runtime}, weights {result['weights']}, {num_threads} threads: {weight_bytes / 1e6:.0f} MB at "
+        f"{manifest.runtime}, weights {result['weights']}, {args.threads} threads: {weight_bytes / 1e6:.0f} MB at "
         f"{result['bandwidth_gb_s']:.1f} GB/s take {floor_ms:.2f} ms; products: {result['peak_gflops']:.0f} GFLOP/s"
     )
-    base_ms = statistics.median(milliseconds[counts[0]])
-    for count, times in milliseconds.items():
-        first, median, last = statistics.quantiles(times, n=4)
+    for count, (low, middle, high) in quartiles.items():
         print(
-            f"{count:5d} rows {median:8.2f} ms ({first:.2f} to {last:.2f}), {median / floor_ms:.2f}x reading the "
-            f"weights, {median / base_ms:.2f}x the call of {counts[0]}"
+            f"{count:5d} rows {middle:8.2f} ms ({low:.2f} to {high:.2f}), {middle / floor_ms:.2f}x reading the "
+            f"weights, {middle / quartiles[counts[0]][1]:.2f}x the call of {counts[0]}"
         )
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

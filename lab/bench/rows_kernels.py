@@ -9,16 +9,14 @@ work on the machine only ever adds time.
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
 
-from lab.bench.machine_limits import MachineLimits
+from lab.bench.rows import MachineLimits
+from lab.options import integers, make_parser
 from plugins.row_products import FORMATS, multiply_rows, num_blocks, scratch_size, store_matrix, stored_bytes
 
 LAYER = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
@@ -35,9 +33,12 @@ class Products:
 
         @numba.njit(nogil=True)
         def multiply(y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, scratch):  # noqa: PLR0917
-            multiply_rows(
-                code, y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, False, scratch
-            )  # fmt: skip
+            # fmt: off
+            multiply_rows(  # pyright: ignore[reportCallIssue]
+                code, y, x, weights, offset, num_inputs, num_outputs,
+                first, last, num_rows, False, scratch,
+            )
+            # fmt: on
 
         sizes = [-(-stored_bytes(*shape, weight_format) // 64) * 64 for shape in SHAPES]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -46,7 +47,8 @@ class Products:
         stored = {s: store_matrix(rng.standard_normal(s, np.float32), weight_format) for s in (*LAYER, HEAD)}
         for offset, shape in zip(self._offsets, SHAPES, strict=False):
             self.weights[offset : offset + len(stored[shape])] = stored[shape]
-        self._multiply, self._num_threads = multiply, num_threads
+        self._multiply: Any = multiply
+        self._num_threads = num_threads
         self._scratch = [np.empty(scratch_size(1536), np.float32) for _ in range(num_threads)]
 
     def share(self, thread: int, num_rows: int, inputs: dict, outputs: dict) -> None:
@@ -59,21 +61,12 @@ class Products:
             )  # fmt: skip
 
 
-def seconds(threads: ThreadPoolExecutor, num_threads: int, work: Callable[[int], None]) -> float:
-    began = time.perf_counter()
-    list(threads.map(work, range(num_threads)))
-    return time.perf_counter() - began
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rows="1,2,4,6,8,12,16,128", threads=len(os.sched_getaffinity(0)), repeats=20)
     parser.add_argument("--formats", default="fp32,fp16,bf16,int8,int4")
-    parser.add_argument("--rows", default="1,2,4,6,8,12,16,128")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    counts, formats = [int(count) for count in args.rows.split(",")], args.formats.split(",")
-    threads, limits = ThreadPoolExecutor(args.threads), MachineLimits(args.threads)
+    counts, formats = integers(args.rows), args.formats.split(",")
+    limits = MachineLimits(args.threads)
     models = {name: Products(name, args.threads) for name in formats}
     inputs = {n: np.random.default_rng(1).standard_normal((max(counts), n), np.float32) for n in (576, 1536)}
     outputs = {n: np.zeros((max(counts), n), np.float32) for _, n in LAYER}
@@ -83,8 +76,8 @@ def main() -> None:
     for repeat in range(args.repeats + 1):
         bandwidth, peak = max(bandwidth, limits.bandwidth()), max(peak, limits.peak())
         for name, count in cases:
-            taken = seconds(
-                threads, args.threads, lambda i, n=name, c=count: models[n].share(i, c, inputs, outputs)
+            taken = limits.seconds(
+                lambda i, n=name, c=count: models[n].share(i, c, inputs, outputs)
             )  # fmt: skip
             if repeat:  # the first compiles
                 best[name, count] = min(best[name, count], taken)

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab.bench.workload import Job, Trace
+from lab.answers import Answer, Job
 from lab.places import ROOT
 
 PLACE = "Triton, gRPC streaming"
@@ -89,7 +89,7 @@ class OverTriton:
                 self._servers[policy] = server
                 server.wait_ready()
             self._client = subprocess.Popen(
-                [sys.executable, "-m", "lab.bench.stream_client"],
+                [sys.executable, "-m", "lab.bench.wire"],
                 cwd=ROOT,
                 env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
                 # Linux shares cores between sessions first: in one with other busy programs the client
@@ -104,8 +104,8 @@ class OverTriton:
             self._stack.close()
             raise
 
-    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
-        """num_clients streams until all jobs are answered. Returns traces and seconds."""
+    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+        """num_clients streams until all jobs are answered. Returns answers and seconds."""
         assert self._client.stdin is not None and self._client.stdout is not None
         order: dict[str, Any] = {
             "url": self._servers[policy].url,
@@ -119,7 +119,7 @@ class OverTriton:
             log = self._servers[policy].log_tail()
             raise RuntimeError(f"the load client ended; policy {policy}, {num_clients} clients; server log:\n{log}")
         found = json.loads(answer)
-        return [Trace(**trace) for trace in found["traces"]], found["seconds"]
+        return [Answer(**answer) for answer in found["answers"]], found["seconds"]
 
     def close(self) -> None:
         self._stack.close()

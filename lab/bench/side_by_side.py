@@ -1,125 +1,83 @@
-"""Contestants take turns over the same jobs; their figures become rows and a table.
+"""Serving speed side by side, behind three scripts: policies of ours, engine directories, and programs of others.
 
-Knows nothing of what a contestant is: a policy of ours, or a peer. `run` answers jobs, see `Place`.
+For each temperature and number of clients the contestants take turns over the same jobs, and the whole round is
+repeated. Writes NAME.json and NAME.md; tables show medians over repeats.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from faser_backend.core.errors import FaserError
+from faser_backend.cli_options import print_progress
+from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
-from lab.bench import environment
-from lab.bench.categories import (
-    Categories,
-    add_category_speedups,
-    category_rows,
-    merge_categories,
-    summarise_categories,
-)
-from lab.bench.prompt_files import Prompt
-from lab.bench.prompt_sets import PromptLimits, PromptSet, load_prompt_set
-from lab.bench.turns import turn_orders
-from lab.bench.workload import (
-    Job,
-    Trace,
-    count_different,
-    jobs_of,
-    merge_repeats,
-    summarise,
-)
+from faser_backend.serving.demo_engine import demo_engine_dir
+from lab import drive, environment
+from lab.answers import Answer, Job, category_rows, jobs_of
+from lab.bench import servers
+from lab.bench.measure import Served, measure
+from lab.bench.peers import LlamaServer, TransformersPeer
+from lab.bench.servers import OverTriton
+from lab.drive import InProcess
+from lab.options import LOOPS, add_prompt_options, asked_prompts, integers, make_parser
+from lab.places import ANCHORS, DEMO
+from lab.prompts import Prompt, PromptSet
+from lab.tables import Column, markdown_table, write_results
 
+OWN_SERVERS = "own servers"
+NO_REUSE = "--no-prefix-reuse"  # prompts come again in every repeat: without reuse each answer pays for its own prefill
 COLUMNS = (
-    ("tokens/s", "tokens_per_s", "{:.0f}"),
-    ("lowest", "tokens_per_s_min", "{:.0f}"),
-    ("highest", "tokens_per_s_max", "{:.0f}"),
-    ("of the first", "speedup", "{:.2f}x"),
-    ("ttft p50 ms", "ttft_ms_p50", "{:.1f}"),
-    ("p99", "ttft_ms_p99", "{:.1f}"),
-    ("itl p50 ms", "itl_ms_p50", "{:.2f}"),
-    ("p99", "itl_ms_p99", "{:.2f}"),
-    ("tpot p50 ms", "tpot_ms_p50", "{:.2f}"),
-    ("mean accepted", "mean_accepted", "{:.2f}"),
-    ("answers that differ", "num_different", "{}"),
+    Column("clients", "num_clients"),
+    Column("policy", lambda row: f"`{row['policy']}`"),
+    Column("tokens/s", "tokens_per_s", "{:.0f}"),
+    Column("lowest", "tokens_per_s_min", "{:.0f}"),
+    Column("highest", "tokens_per_s_max", "{:.0f}"),
+    Column("of the first", "speedup", "{:.2f}x"),
+    Column("ttft p50 ms", "ttft_ms_p50", "{:.1f}"),
+    Column("p99", "ttft_ms_p99", "{:.1f}"),
+    Column("itl p50 ms", "itl_ms_p50", "{:.2f}"),
+    Column("p99", "itl_ms_p99", "{:.2f}"),
+    Column("tpot p50 ms", "tpot_ms_p50", "{:.2f}"),
+    Column("mean accepted", "mean_accepted", "{:.2f}"),
+    Column("answers that differ", "num_different"),
 )
 CATEGORY_COLUMNS = (
-    ("answers", "num_answers", "{}"),
-    ("output tokens", "num_tokens", "{}"),
-    ("tokens/s of a request", "request_tokens_per_s", "{:.0f}"),
-    ("of the first", "speedup", "{:.2f}x"),
-    ("tokens per verification", "mean_emitted", "{:.2f}"),
-    ("ttft p50 ms", "ttft_ms_p50", "{:.1f}"),
-    ("tpot p50 ms", "tpot_ms_p50", "{:.2f}"),
-    ("whole p50 ms", "e2e_ms_p50", "{:.0f}"),
+    Column("clients", "num_clients"),
+    Column("category", "category"),
+    Column("policy", lambda row: f"`{row['policy']}`"),
+    Column("answers", "num_answers"),
+    Column("output tokens", "num_tokens"),
+    Column("tokens/s of a request", "request_tokens_per_s", "{:.0f}"),
+    Column("of the first", "speedup", "{:.2f}x"),
+    Column("tokens per verification", "mean_emitted", "{:.2f}"),
+    Column("ttft p50 ms", "ttft_ms_p50", "{:.1f}"),
+    Column("tpot p50 ms", "tpot_ms_p50", "{:.2f}"),
+    Column("whole p50 ms", "e2e_ms_p50", "{:.0f}"),
 )
 
 
-class Place(Protocol):
-    """Where contestants run: this process, servers, or other people's programs."""
+class Asked:
+    """Contestants by name: a policy of a server of ours, or a peer. Those whose turn it is not wait."""
 
-    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Trace], float]:
-        """Answers all jobs, num_clients at a time. Returns a trace per job, and seconds."""
-        ...
+    def __init__(self) -> None:
+        self.contestants: dict[str, Callable[[list[Job], int], tuple[list[Answer], float]]] = {}
 
+    def add_ours(self, over: OverTriton, policies: Sequence[str], prefix: str) -> None:
+        for policy in policies:
+            self.contestants[f"{prefix} {policy}"] = lambda jobs, count, own=policy: over.run(own, jobs, count)
 
-def measure_load(
-    place: Place, policies: list[str], jobs: list[Job], num_clients: int, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """One row per policy. Within a repeat the policies run in turn, each repeat from another one on."""
-    figures: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
-    categories: dict[str, list[Categories]] = {policy: [] for policy in policies}
-    answers = {}
-    for policy in policies:  # allocations and first calls of new shapes are not measured
-        place.run(policy, jobs[: 2 * num_clients], num_clients)
-    for order in turn_orders(policies, repeats):
-        for policy in order:
-            answers[policy], seconds = place.run(policy, jobs, num_clients)
-            figures[policy].append(summarise(answers[policy], seconds))
-            categories[policy].append(summarise_categories(jobs, answers[policy]))
-    reference = None
-    first = merge_categories(categories[policies[0]])
-    for policy in policies:
-        row: dict[str, Any] = {"policy": policy, **merge_repeats(figures[policy])}
-        reference = reference or row["tokens_per_s"]
-        row["speedup"] = row["tokens_per_s"] / reference
-        row["num_different"] = count_different(answers[policy], answers[policies[0]])
-        row["categories"] = merge_categories(categories[policy])
-        add_category_speedups(row["categories"], first)
-        yield row
-
-
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """What `asked_prompts` reads."""
-    help_text = (
-        'JSON lines with "prompt", "text" or "turns" (Spec-Bench: the first is asked) and perhaps "category"; '
-        ".txt: lines of text; default: the demo pair's held-out prompts. Categories are asked in turn"
-    )
-    parser.add_argument("--prompts", type=Path, help=help_text)
-    help_text = "prompts are messages, to which the engines' chat template is applied; answers end where the model ends"
-    parser.add_argument("--chat", action="store_true", help=help_text)
-    help_text = "longer prompts are left out and counted, as are those that the engines' context cannot hold"
-    parser.add_argument("--max-prompt-chars", type=int, help=help_text)
-
-
-def asked_prompts(args: argparse.Namespace, engine_dir: Path) -> PromptSet:
-    """The prompts that the command line names. Ends the program with one line where they cannot be asked."""
-    limits = PromptLimits(args.max_tokens, max_prompt_chars=args.max_prompt_chars)
-    try:
-        manifest = EngineManifest.load(engine_dir)
-        prompts = load_prompt_set(args.prompts, engine_dir, manifest, limits, is_chat=args.chat)
-    except FaserError as error:
-        raise SystemExit(f"error: {error}") from None
-    if prompts.left_out:
-        print(prompts.left_out, file=sys.stderr)
-    return prompts
+    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+        return self.contestants[policy](jobs, num_clients)
 
 
 def measure_loads(
-    place: Place,
+    place: InProcess | OverTriton | Asked,
     name: str,
     args: argparse.Namespace,
     prompts: list[Prompt],
@@ -131,11 +89,20 @@ def measure_loads(
     """
     rows = []
     for temperature in map(float, args.temperatures.split(",")):
-        for num_clients in map(int, args.clients.split(",")):
+        for num_clients in integers(args.clients):
             num_jobs = max(16, args.jobs_per_client * num_clients)
             jobs = jobs_of(prompts, num_jobs, args.max_tokens, temperature, args.seed)
+            names = contestants(num_clients)
+            for each in names:  # allocations and first calls of new shapes are not measured
+                place.run(each, jobs[: 2 * num_clients], num_clients)
+
+            def serve(
+                order: Sequence[str], jobs: list[Job] = jobs, num_clients: int = num_clients
+            ) -> Iterable[tuple[str, Served]]:
+                return ((each, place.run(each, jobs, num_clients)) for each in order)
+
             load = {"place": name, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
-            for row in measure_load(place, contestants(num_clients), jobs, num_clients, args.repeats):
+            for row in measure(serve, names, jobs, args.repeats):
                 rows.append(load | row)
                 print(one_line(rows[-1]), flush=True)
     return rows
@@ -149,26 +116,29 @@ def one_line(row: dict[str, Any]) -> str:
     )
 
 
-def markdown(title: str, meta: dict[str, Any], notes: list[str], rows: list[dict[str, Any]]) -> str:
-    """Tables per place and temperature, under what a reader must know of the measurement."""
-    lines = [f"# {title}", "", *environment.as_lines(meta), ""]
-    lines += [
-        f"Closed loop over {_asked(meta)}. "
-        f"Medians of {meta['repeats']} interleaved repeats, with the lowest and highest throughput. Mean accepted: "
-        "drafted tokens kept per verification. Answers that differ from those of the first line are counted.",
+def tables(meta: dict[str, Any], notes: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    """Lines: tables per place and temperature, under what a reader must know of the measurement."""
+    lines = [
+        f"Closed loop over {_asked(meta)}. Medians of {meta['repeats']} interleaved repeats, with the lowest and "
+        "highest throughput. Mean accepted: drafted tokens kept per verification. Answers that differ from those of "
+        "the first line are counted.",
         *notes,
-        "",
     ]
     for place, temperature in dict.fromkeys((row["place"], row["temperature"]) for row in rows):
-        lines += [f"## {place[0].upper()}{place[1:]}, temperature {temperature:g}", ""]
-        lines += ["| clients | policy | " + " | ".join(heading for heading, _, _ in COLUMNS) + " |"]
-        lines += ["|" + "---|" * (2 + len(COLUMNS))]
-        for row in rows:
-            if (row["place"], row["temperature"]) == (place, temperature):
-                cells = [form.format(row[key]) for _, key, form in COLUMNS]
-                lines.append(f"| {row['num_clients']} | `{row['policy']}` | " + " | ".join(cells) + " |")
-        lines += ["", *_category_table([r for r in rows if (r["place"], r["temperature"]) == (place, temperature)])]
-    return "\n".join(lines)
+        own = [row for row in rows if (row["place"], row["temperature"]) == (place, temperature)]
+        lines += [
+            "",
+            f"## {place[0].upper()}{place[1:]}, temperature {temperature:g}",
+            "",
+            *markdown_table(COLUMNS, own),
+        ]
+        by_category = [
+            {"num_clients": count, **each}
+            for count in dict.fromkeys(row["num_clients"] for row in own)
+            for each in category_rows([row for row in own if row["num_clients"] == count])
+        ]
+        lines += ["", *markdown_table(CATEGORY_COLUMNS, by_category)] if by_category else []
+    return lines
 
 
 def _asked(meta: dict[str, Any]) -> str:
@@ -182,14 +152,149 @@ def _asked(meta: dict[str, Any]) -> str:
     return f"{max_tokens}-token completions of {prompts['name']}, no end token"
 
 
-def _category_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of the table by category, none where the prompts have no categories."""
-    if not any(row["categories"] for row in rows):
-        return []
-    lines = ["| clients | category | policy | " + " | ".join(heading for heading, _, _ in CATEGORY_COLUMNS) + " |"]
-    lines += ["|" + "---|" * (3 + len(CATEGORY_COLUMNS))]
-    for num_clients in dict.fromkeys(row["num_clients"] for row in rows):
-        for row in category_rows([row for row in rows if row["num_clients"] == num_clients]):
-            cells = [form.format(row[key]) for _, key, form in CATEGORY_COLUMNS]
-            lines.append(f"| {num_clients} | {row['category']} | `{row['policy']}` | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+def _written(
+    args: argparse.Namespace, title: str, asked: PromptSet, notes: list[str], rows: list[dict[str, Any]], **more: Any
+) -> None:
+    meta = environment.describe(args.seed) | {"repeats": args.repeats, "max_tokens": args.max_tokens}
+    meta |= {"prompts": asked.as_dict(), "serve_options": args.serve_options, **more}
+    notes = [*notes, *[f"{asked.left_out}."] * bool(asked.left_out)]
+    write_results(args.output / args.name, title, meta, tables(meta, notes, rows), rows)
+    print(f"wrote {args.output / args.name}.json and .md")
+
+
+def _folder(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-bench-")))
+
+
+def serving_main() -> None:
+    """Serving speed, policy beside policy in one run: in this process, and through a real Triton server."""
+    parser = make_parser(
+        serving_main.__doc__, "engine-dir", *LOOPS, policies="none,fixed:2,fixed:4,fixed:8", clients="1,4,16",
+        temperatures="0,0.8", repeats=3, jobs_per_client=8, max_tokens=100, name="serving",
+    )  # fmt: skip
+    add_prompt_options(parser)
+    parser.add_argument("--places", default="process,triton")
+    args = parser.parse_args()
+    engine_dir = args.engine_dir or demo_engine_dir(print_progress)
+    policies = args.policies.split(",")
+    asked = asked_prompts(args, engine_dir)
+    rows: list[dict[str, Any]] = []
+    notes = ["Prefix reuse is off, so that each answer pays for its own prefill."]
+    if "process" in args.places:
+        configs = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in policies}
+        place = InProcess(engine_dir, configs)
+        rows += measure_loads(place, drive.PLACE, args, asked.prompts, lambda _: policies)
+        notes += ["", "Milliseconds per step in process, over all loads, by phase:", ""]
+        for policy in policies:
+            phases = ", ".join(f"{phase} {ms:.3f}" for phase, ms in place.overhead(policy).items())
+            notes.append(f"- `{policy}`: {phases}")
+        place.close()
+    if "triton" in args.places:
+        with ExitStack() as stack:
+            over = OverTriton(engine_dir, policies, _folder(stack), [NO_REUSE, *args.serve_options.split()])
+            stack.callback(over.close)
+            rows += measure_loads(over, servers.PLACE, args, asked.prompts, lambda _: policies)
+    _written(args, "Serving speed", asked, notes, rows)
+
+
+def engines_main() -> None:
+    """Engine directories beside one another, and llama.cpp beside them: one model on several runtimes or formats.
+
+    Every directory is served through Triton under every policy, every GGUF file by llama.cpp's own server without a
+    draft (`scripts/anchors/build_llama.sh` makes it). The first one named is the reference.
+    """
+    parser = make_parser(
+        engines_main.__doc__, *LOOPS, policies="none", clients="1,4,16", temperatures="0", threads=2, repeats=3,
+        jobs_per_client=4, max_tokens=64, name="engines",
+    )  # fmt: skip
+    parser.add_argument("engine_dirs", type=Path, nargs="+")
+    parser.add_argument("--llama", type=Path, action="append", default=[], help="a GGUF file for llama.cpp")
+    add_prompt_options(parser)
+    args = parser.parse_args()
+    prompts = asked_prompts(args, args.engine_dirs[0])
+    longest = max(len(prompt.token_ids) for prompt in prompts.prompts) + args.max_tokens
+    policies, place = args.policies.split(","), Asked()
+    slots = {"num_slots": max(integers(args.clients)), "slot_context": longest, "threads": args.threads}
+    with ExitStack() as stack:
+        for path in args.llama:
+            server = LlamaServer(ANCHORS / "llama-server", path, None, 0, **slots)
+            stack.callback(server.close)
+            place.contestants[f"llama.cpp {path.stem}"] = server.run
+        options = [NO_REUSE, "--num-threads", str(args.threads), *args.serve_options.split()]
+        for engine_dir in args.engine_dirs:
+            over = OverTriton(engine_dir, policies, _folder(stack), options)
+            stack.callback(over.close)
+            place.add_ours(over, policies, engine_dir.name)
+        rows = measure_loads(place, OWN_SERVERS, args, prompts.prompts, lambda _: list(place.contestants))
+    engines = [described(engine_dir) for engine_dir in args.engine_dirs]
+    notes = [f"Through Triton, {args.threads} threads, prefix reuse off: {'; '.join(engines)}."]
+    if args.llama:
+        notes.append(
+            f"llama.cpp ({_llama_version()}) through its own HTTP server, prompt cache off, given our token ids."
+        )
+    _written(args, "Engines side by side", prompts, notes, rows, threads=args.threads, engines=engines)
+
+
+def peers_main() -> None:
+    """This server beside other people's programs: same pair, prompts, lengths and machine, taking turns.
+
+    llama.cpp's server with and without its own draft at every load, transformers' generate, plain and assisted, with
+    one client. Ours is measured end to end through Triton. `scripts/anchors/build_llama.sh` makes the binary and the
+    GGUF files. Peers that are not installed are named in the report.
+    """
+    parser = make_parser(
+        peers_main.__doc__, "engine-dir", *LOOPS, policies="none,fixed:4", clients="1,4,16", temperatures="0,0.8",
+        threads=2, repeats=3, jobs_per_client=4, max_tokens=100, name="peers",
+    )  # fmt: skip
+    add_prompt_options(parser)
+    parser.add_argument("--pair", type=Path, default=DEMO)
+    parser.add_argument("--llama-draft", type=int, default=3, help="draft tokens of llama.cpp")
+    args = parser.parse_args()
+    engine_dir, policies = args.engine_dir or demo_engine_dir(), args.policies.split(",")
+    prompts = asked_prompts(args, engine_dir)
+    longest = max(len(prompt.token_ids) for prompt in prompts.prompts) + args.max_tokens
+    place, alone, missing = Asked(), set[str](), ["vLLM, TensorRT-LLM (they need a GPU)"]
+    slots = {"num_slots": max(integers(args.clients)), "slot_context": longest, "threads": args.threads}
+    with ExitStack() as stack:
+        binary, target, draft = (ANCHORS / name for name in ("llama-server", "target.gguf", "draft.gguf"))
+        if binary.exists():
+            for name, model in (("llama.cpp plain", None), (f"llama.cpp draft {args.llama_draft}", draft)):
+                server = LlamaServer(binary, target, model, args.llama_draft, **slots)
+                stack.callback(server.close)
+                place.contestants[name] = server.run
+        else:
+            missing.append("llama.cpp (scripts/anchors/build_llama.sh)")
+        if find_spec("transformers") and find_spec("torch"):
+            for name, folder in (("transformers plain", None), ("transformers assisted", args.pair / "draft")):
+                place.contestants[name] = TransformersPeer(args.pair / "target", folder, args.threads).run
+                alone.add(name)
+        else:
+            missing.append("transformers (pip install -e .[dev])")
+        over = OverTriton(engine_dir, policies, _folder(stack), [NO_REUSE, *args.serve_options.split()])
+        stack.callback(over.close)
+        place.add_ours(over, policies, "faser")
+
+        def taking_part(num_clients: int) -> list[str]:
+            return [name for name in place.contestants if num_clients == 1 or name not in alone]
+
+        rows = measure_loads(place, OWN_SERVERS, args, prompts.prompts, taking_part)
+    versions = environment.installed_versions(("transformers", "torch"))
+    served = f" (`faser serve {args.serve_options}`)" if args.serve_options else ""
+    notes = [
+        f"Peers: llama.cpp ({_llama_version()}) through its own HTTP server, transformers {versions['transformers']} "
+        f"on torch {versions['torch']} in process, {args.threads} threads each; ours through Triton{served}. fp32 "
+        "weights everywhere, prompt caches off. Peers are sent the token ids that our text models make of the same "
+        "prompts or messages. When sampling, answers of peers differ by right: they draw other noise.",
+        f"Not measured: {', '.join(missing)}.",
+    ]
+    _written(args, "Beside other programs", prompts, notes, rows, peers=versions)
+
+
+def described(engine_dir: Path) -> str:
+    manifest = EngineManifest.load(engine_dir)
+    return f"`{engine_dir.name}`: runtime {manifest.runtime}, weights {manifest.target.weight_format.title}"
+
+
+def _llama_version() -> str:
+    path = ANCHORS / "llama-version"
+    return path.read_text().strip() if path.exists() else "not built"

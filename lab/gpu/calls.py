@@ -57,7 +57,7 @@ class PairCalls:
             cast(AnyRuntime, runtime), models, sampler, num_blocks=num_blocks, names=names, is_drafting=True
         )
         stack.callback(close)
-        for model in models:
+        for model in models.present:
             numbers = rng.standard_normal(model.spec.head_dim).astype(np.float32)
             runtime.fill_pool(runtime.open_pool(model, num_blocks), numbers)
         runtime.synchronize()

@@ -17,10 +17,29 @@ import signal
 import sys
 from pathlib import Path
 
+from lab.environment import query_gpu
 from lab.gpu.harness import Harness, Outcome, Part, Setting
-from lab.gpu.parts import FULL_BUDGET_S, PARTS
-from lab.gpu.report import Report, default_path, describe, query_gpu
-from lab.gpu.table import render
+from lab.gpu.report import Report, default_path, describe, render
+
+FULL_BUDGET_S = 450.0
+PARTS = (
+    Part("device", "device and libraries", "lab.gpu.device:device", 20),
+    Part("peaks", "copy bandwidth and matrix products", "lab.gpu.device:peaks", 15),
+    Part("kernels", "kernels against their references", "lab.gpu.kernels:correctness", 45),
+    Part("bandwidth", "bandwidth of kernels", "lab.gpu.kernels:bandwidth", 35),
+    Part("sms", "SM splits", "lab.gpu.sms:run", 20, needs_gpu=True, is_fresh=True),
+    Part("parity", "runtime torch against ONNX Runtime", "lab.gpu.parity:torch_runtime", 50, is_fresh=True),
+    Part("latency", "draft and target on every split", "lab.gpu.latency:run", 75, is_fresh=True),
+    Part("ladder-8b", "ladder, synthetic 8B + 0.6B", "lab.gpu.ladder:pair_8b", 130, is_fresh=True),
+    Part("ladder-demo", "ladder, demo pair", "lab.gpu.ladder:demo", 50, is_fresh=True),
+    Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 40),
+    Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 40),
+    Part(
+        "ladder-32b", "ladder, synthetic 32B + 0.6B", "lab.gpu.ladder:pair_32b", 70, needs_gpu=True,
+        is_fresh=True,
+    ),
+    Part("sweep", "launches of the attention kernel", "lab.gpu.kernels:sweep", 40, is_fresh=True),
+)  # fmt: skip
 
 
 def chosen_parts(names: str | None) -> list[Part]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lab.gpu.byte_model import AttentionShape
+from lab.shapes import AttentionShape
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Largest difference from the float32 reference, relative to 1 + its size. Products of float32 are exact in the kernel;

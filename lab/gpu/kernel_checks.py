@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +32,10 @@ def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
     call = _random_call(name, device, rng)
     expected = call.cloned()
     scale = call.tensors[0].shape[2] ** -0.5
-    pruned_chunk_attention(
-        *call.tensors, call.out, max_rows=call.max_rows, num_splits=int(rng.choice([1, 2, 5])), scale=scale
-    )
-    reference.pruned_chunk_attention(*expected.tensors, expected.out, scale)
+    attend: Any = pruned_chunk_attention
+    attend(*call.tensors, call.out, max_rows=call.max_rows, num_splits=int(rng.choice([1, 2, 5])), scale=scale)
+    expect: Any = reference.pruned_chunk_attention
+    expect(*expected.tensors, expected.out, scale)
     used = int(call.tensors[6][-1])
     pairs = [(call.out[:used], expected.out[:used])]
     pairs += [(call.tensors[index], expected.tensors[index]) for index in (3, 4)]
@@ -95,7 +96,8 @@ def _check_rotation(name: str, device: str, rng: np.random.Generator) -> float:
     found, expected = (torch.full_like(qkv[:, : heads + kv_heads], POISON).contiguous() for _ in range(2))
     tables = angles.cos(), angles.sin()
     rotate_heads(qkv, positions, *tables, found, num_heads=heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
-    decoder_reference.rotate_heads(qkv, positions, *tables, *norms, 1e-6, heads, expected)
+    expect: Any = decoder_reference.rotate_heads
+    expect(qkv, positions, *tables, *norms, 1e-6, heads, expected)
     return _error(found, expected)
 
 

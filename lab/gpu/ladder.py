@@ -1,225 +1,154 @@
-"""Contestants on one device, taking turns over the same requests: closed loops, and bursts in an open one."""
+"""The ladders of a GPU check: on the demo pair and on synthetic full-size pairs, the economics formula beside them.
+
+On synthetic pairs acceptance is planted (planted.py): speed and the cost of every decision are real, texts are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import numpy as np
 
+from engines.build import build_engines
 from faser_backend.config import EngineConfig
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
-from faser_backend.pipeline.engine import Engine
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.serving.compose import assemble_on, choose_policy
-from faser_backend.serving.runtimes import AnyRuntime
-from lab.bench import accounting
-from lab.bench.accounting import StepLog
-from lab.bench.in_process import ClosedLoop, Feed, OpenLoop, serve_requests
-from lab.bench.turns import OwnClock, take_turns, turn_orders
-from lab.bench.workload import Trace, merge_repeats, summarise
-from lab.gpu.contestants import REFERENCE, Contestant, Sizes
-from lab.gpu.lent_runtime import LentRuntime, overlap_figures
-from lab.gpu.worker import Context
-from lab.simulation.trace import Trace as RequestTrace
-from lab.simulation.trace import with_rate_curve
+from faser_backend.serving.runtimes import open_runtime
+from lab.contestants import (
+    FIXED_REFERENCE,
+    GPU_NAMES,
+    GPU_RIVALS,
+    Contestant,
+    choose_contestants,
+)
+from lab.gpu.calls import PairCalls
+from lab.gpu.costs import CallCosts, with_overhead
+from lab.gpu.economics import predicted_round, step_us, with_prediction
+from lab.gpu.lent_runtime import LentRuntime
+from lab.gpu.pairs import checked_device, opened_pair
+from lab.gpu.planted import ACCEPTANCE, EXIT_AUC, planted_process, process_in_words
+from lab.gpu.turns import Ladder, Setup, Sizes
+from lab.gpu.worker import Context, Result
+from lab.places import DEMO
+from lab.prompts import DEMO_PROMPTS, read_prompts
+from lab.shapes import PAIRS, TINY_PAIR, Pair
+from lab.simulation.acceptance import CHAIN_SLACK, Outcomes, demo_process
+from lab.simulation.knowledge import knowledge_of
 
-PEAK_TO_TROUGH = 35.0
-BY_HOST = ("overlap_share", "step_overhead_share")  # laps of a host that merely queues say nothing of the device
-# Mean arrival rate over the rate at which the reference answers such requests when saturated. The peak is about three
-# times the mean: bursts are beyond what plain decoding can do, troughs far below it.
-BURSTY_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What contestants are asked under one load. num_clients: 0 in an open loop."""
-
-    load: str
-    num_clients: int
-    jobs: list[Request]
-    feed: Feed
-    repeats: int
-    warm: list[Request]
+PAIR_SIZES = Sizes((64, 1, 8, 32), prompt_tokens=96, output_tokens=48, waves=1, repeats=2, bursty_s=7.0)
+LARGE_SIZES = Sizes((24, 1), prompt_tokens=96, output_tokens=32, waves=1, repeats=1, bursty_s=5.0)
+DEMO_SIZES = Sizes((32, 1, 8), prompt_tokens=64, output_tokens=64, waves=2, repeats=2, bursty_s=3.0)
+TINY_SIZES = Sizes((3, 1), prompt_tokens=9, output_tokens=6, waves=1, repeats=1, bursty_s=0.3)
+BEFORE_BURSTY = 2  # closed loads, at most
 
 
-class Ladder:
-    """Engines of all contestants on one lent runtime."""
+def named(names: Sequence[str]) -> list[Contestant]:
+    """Contestants in this order, the reference first."""
+    return choose_contestants(list(names))[0]
 
-    def __init__(
-        self,
-        context: Context,
-        runtime: LentRuntime,
-        models: ModelPair,
-        *,
-        max_num_seqs: int,
-        num_prefill_tokens: int,
-        load_knowledge: Callable[[], Knowledge],
-        text: np.ndarray | None = None,
-    ) -> None:
-        """text [n]: token ids that prompts are cut from, None for random ones. load_knowledge: for policies that
-        weigh time, which are opened later than the others."""
-        self._context = context
-        self.runtime = runtime
-        self._port = cast(AnyRuntime, runtime)
-        self._models = models
-        self._load_knowledge = load_knowledge
-        self._text = text
-        self.max_num_seqs = max_num_seqs
-        self._common: dict[str, Any] = {
-            "max_num_seqs": max_num_seqs,
-            "max_queue_size": 0,
-            "max_prefill_tokens": num_prefill_tokens,
-            "num_kv_blocks": max_num_seqs * -(-models.max_context // runtime.kv_block_size),
-            "enable_prefix_reuse": False,
-        }
-        self._engines: dict[str, Engine] = {}
-        self._clocks: dict[str, OwnClock] = {}
-        self.logs: dict[str, StepLog] = {}
-        self.missing: list[str] = []
-        self._seed = context.seed
 
-    def engine(self, contestant: Contestant) -> Engine:
-        """Opened on first use. Raises ConfigError."""
-        name = contestant.name
-        if name not in self._engines:
-            config = EngineConfig.from_options(policy=contestant.policy, **self._common, **contestant.options)
-            policy = choose_policy(self._port, config, self._load_knowledge)
-            self._clocks[name] = OwnClock()
-            self._engines[name] = assemble_on(self._port, self._models, policy, config, clock=self._clocks[name])
-            self.logs[name] = StepLog(self._engines[name])
-        return self._engines[name]
+def pair_8b(context: Context) -> Result:
+    return _synthetic(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], PAIR_SIZES, GPU_NAMES)
 
-    def _serve(self, contestant: Contestant, jobs: list[Request], feed: Feed) -> tuple[list[Trace], float]:
-        """Traces and seconds. One at a time: slots and blocks are everybody's."""
-        name, engine = contestant.name, self.engine(contestant)
-        run = serve_requests(engine, self._clocks[name], jobs, feed)
-        return take_turns({name: run}, self._clocks, lambda share: None)[name]
 
-    def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
+def pair_32b(context: Context) -> Result:
+    return _synthetic(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-32b/0.6b"], LARGE_SIZES, GPU_RIVALS)
 
-    def requests(
-        self, prompts: Sequence[int] | np.ndarray, outputs: Sequence[int] | np.ndarray, temperature: float
-    ) -> list[Request]:
-        """Request i draws with a seed of its own, the same for every contestant."""
-        rng = np.random.default_rng([self._seed, 7])
-        return [
-            Request(
-                str(index),
-                self._prompt(int(prompt), rng),
-                output,
-                SamplingParams(temperature=temperature, seed=self._seed * 100_003 + index),
-            )
-            for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-        ]
 
-    def _prompt(self, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
-        if self._text is None:
-            return rng.integers(0, self._models.vocab_size, num_tokens)
-        start = int(rng.integers(0, self._text.size - num_tokens))
-        return self._text[start : start + num_tokens]
+def _synthetic(context: Context, shape: Pair, sizes: Sizes, names: Sequence[str]) -> Result:
+    sizes = TINY_SIZES if context.is_tiny else sizes
+    process = planted_process(exit_auc=EXIT_AUC if shape.exit_layers else None)
+    longest = max(4 * sizes.output_tokens, 24) + CHAIN_SLACK
+    outcomes = Outcomes(process, context.seed, shape.max_num_seqs, longest, shape.target.vocab_size)
+    planted = {"wanted_acceptance": ACCEPTANCE, "wanted_exit_auc": EXIT_AUC, **process_in_words(process)}
+    found: Result = {"pair": shape.name, "is_synthetic": True, "planted": planted}
+    with ExitStack() as stack:
+        runtime = opened_pair(context, shape, stack, outcomes=outcomes)
+        setup = Setup(runtime.models, shape.max_num_seqs, process, sizes, named(names))
+        _run(context, runtime, setup, found, stack)
+    return found
 
-    def closed(self, contestants: Sequence[Contestant], sizes: Sizes, num_clients: int) -> list[dict[str, Any]]:
-        """Rows of one closed loop; every contestant warms up on the same jobs."""
-        count = num_clients * sizes.waves
-        jobs = self.requests([sizes.prompt_tokens] * count, [sizes.output_tokens] * count, sizes.temperature)
-        cell = Cell(f"{num_clients} clients", num_clients, jobs, ClosedLoop(num_clients), sizes.repeats, jobs)
-        return self._measure(contestants, cell)
 
-    def bursty(self, contestants: Sequence[Contestant], sizes: Sizes) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Rows of the open loop, and its arrivals in words."""
-        rng = np.random.default_rng([self._seed, 8])
-
-        def lengths(median: int, count: int) -> np.ndarray:
-            return np.clip(rng.lognormal(np.log(median), 0.6, count), 4, 4 * median).astype(np.int64)
-
-        most = self.max_num_seqs
-        trial = self.requests(
-            lengths(sizes.prompt_tokens, 2 * most), lengths(sizes.output_tokens, 2 * most), sizes.temperature
+def demo(context: Context) -> Result:
+    """The demo pair on runtime torch: real texts, real acceptance, a model far too small for a GPU."""
+    checked_device(context)
+    found: Result = {"pair": "demo", "is_synthetic": False}
+    with tempfile.TemporaryDirectory(prefix="faser-demo-") as folder, ExitStack() as stack:
+        engine_dir = Path(folder) / "torch"
+        dtype = "bf16" if context.is_cuda else "fp32"
+        build_engines(DEMO / "target", DEMO / "draft", engine_dir, runtime="torch", dtype=dtype)
+        manifest = EngineManifest.load(engine_dir)
+        real = stack.enter_context(closing(open_runtime(engine_dir, manifest, EngineConfig())))
+        names = GPU_RIVALS if context.is_tiny else [name for name in GPU_NAMES if "exit" not in name]
+        setup = Setup(
+            ModelPair(manifest.target, manifest.draft),
+            3 if context.is_tiny else 32,
+            demo_process("sampled"),
+            TINY_SIZES if context.is_tiny else DEMO_SIZES,
+            named(names),
+            _held_out_text(engine_dir),
         )
-        reference = next(each for each in contestants if each.policy == REFERENCE)
-        _, seconds = self._serve(reference, trial, ClosedLoop(most))
-        rate = BURSTY_SHARE * len(trial) / seconds
-        count = max(4, round(rate * sizes.bursty_s))
-        prompts, outputs = lengths(sizes.prompt_tokens, count), lengths(sizes.output_tokens, count)
-        trace = with_rate_curve(
-            RequestTrace(np.zeros(count), prompts, outputs, "log-normal lengths"), rate, PEAK_TO_TROUGH, self._seed
-        )
-        jobs = self.requests(prompts, outputs, sizes.temperature)
-        described = {
-            "arrivals": trace.description,
-            "requests_per_s": rate,
-            "share_of_saturation": BURSTY_SHARE,
-            "median_prompt_tokens": sizes.prompt_tokens,
-            "median_output_tokens": sizes.output_tokens,
-        }
-        cell = Cell("bursty", 0, jobs, OpenLoop(trace.arrivals_s.tolist()), 1, trial)
-        return self._measure(contestants, cell), described
-
-    def _measure(self, contestants: Sequence[Contestant], cell: Cell) -> list[dict[str, Any]]:
-        ready = {contestant.name: contestant for contestant in contestants if self._warm_up(contestant, cell)}
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
-        answers: dict[str, list[Trace]] = {}
-        for order in turn_orders(list(ready), cell.repeats):
-            for name in order:
-                if self._context.has_time(1.0):
-                    answers[name], row = self._run(ready[name], cell)
-                    found[name].append(row)
-        return [
-            {
-                "policy": name,
-                "load": cell.load,
-                "num_clients": cell.num_clients,
-                "num_requests": len(cell.jobs),
-                **merge_repeats(rows),
-                "num_different": _num_different(answers[name], answers.get(REFERENCE)),
-            }
-            for name, rows in found.items()
-            if rows
-        ]
-
-    def _warm_up(self, contestant: Contestant, cell: Cell) -> bool:
-        """Captures and new shapes are not measured. False where the contestant cannot run, or time is over."""
-        name = contestant.name
-        if not self._context.has_time(1.0):
-            self.missing.append(f"{name}, {cell.load}: out of time")
-            return False
-        try:
-            self._serve(contestant, cell.warm, ClosedLoop(cell.num_clients or self.max_num_seqs))
-        except Exception as error:  # one contestant that cannot run takes no other with it
-            self.missing.append(f"{name}, {cell.load}: {type(error).__name__}: {error}"[:300])
-            self._clear(name, cell.warm)
-            return False
-        return True
-
-    def _clear(self, name: str, jobs: list[Request]) -> None:
-        """Ends what a contestant left behind: slots and blocks are everybody's."""
-        engine = self._engines.get(name)
-        if engine is not None:
-            for job in jobs:
-                engine.cancel(job.request_id)
-            while engine.has_work:
-                engine.step()
-
-    def _run(self, contestant: Contestant, cell: Cell) -> tuple[list[Trace], dict[str, float]]:
-        log = self.logs[contestant.name]
-        log.start()
-        for lanes in self.runtime.lanes:
-            lanes.forget()
-        traces, seconds = self._serve(contestant, cell.jobs, cell.feed)
-        spans = [lanes.spans_us() for lanes in self.runtime.lanes]
-        num_layers = self._models.target.spec.num_layers
-        row = summarise(traces, seconds) | accounting.figures(log, num_layers)
-        for figure in BY_HOST:
-            del row[figure]
-        return traces, row | overlap_figures(np.concatenate([np.zeros((0, 2, 2)), *spans]))
+        _run(context, LentRuntime(real), setup, found, stack)
+    return found
 
 
-def _num_different(found: list[Trace], reference: list[Trace] | None) -> int | None:
-    if reference is None:
-        return None
-    return sum(a.digest != b.digest for a, b in zip(found, reference, strict=True))
+def _held_out_text(engine_dir: Path) -> np.ndarray:
+    """Token ids of the demo pair's held-out prompts, one after the other."""
+    from tokenizers import Tokenizer
+
+    text = "\n".join(prompt.text for prompt in read_prompts(DEMO_PROMPTS))
+    return np.array(Tokenizer.from_file(str(engine_dir / "tokenizer.json")).encode(text).ids, np.int64)
+
+
+def _run(context: Context, runtime: LentRuntime, setup: Setup, found: Result, stack: ExitStack) -> None:
+    """Costs, then the overhead of a step, then every load; `found` grows and is saved on the way."""
+    found["menu"] = runtime.menu.note
+    calls = PairCalls.open(runtime, setup.models, setup.max_num_seqs, stack, context.seed)
+    costs = CallCosts(context, calls, found["pair"])
+    calls.release_slots()
+    known: list[Knowledge] = []
+    ladder = Ladder(context, runtime, setup, lambda: known[0])
+    stack.callback(ladder.close)
+    steps = measured_steps(costs.model, ladder, setup.max_num_seqs)
+    model = with_overhead(costs.model, steps, costs.exit_us, costs.lanes_us)
+    known.append(knowledge_of(setup.process, model, costs.exits))
+    found["overhead"] = {name: getattr(model.overhead, name) for name in model.overhead.__slots__}
+    found["rows"], found["missing"] = [], ladder.missing
+    sizes, split = setup.sizes, next((split_name(*each) for each in runtime.splits), None)
+    matches = setup.process.sample(200, 128)[1]
+    length = sizes.prompt_tokens + sizes.output_tokens / 2
+    for index, num_clients in enumerate(sizes.clients):
+        if index == min(BEFORE_BURSTY, len(sizes.clients) - 1):
+            rows, found["bursty"] = ladder.bursty([each for each in setup.contestants if each.name in GPU_RIVALS])
+            found["rows"] += rows
+            context.save(found)
+        for row in ladder.closed(setup.contestants, sizes, num_clients):
+            name = row["policy"]
+            predicted = predicted_round(name, model, split, size=num_clients, context=length, matches=matches)
+            found["rows"].append(with_prediction(row, predicted))
+        context.save(found)
+
+
+def measured_steps(costs: CostModel, ladder: Ladder, max_num_seqs: int) -> np.ndarray:
+    """[n, 3]: sequences, rows and microseconds beyond the calls, of steps of a fixed length in which every sequence
+    drafts."""
+    fixed = Contestant(FIXED_REFERENCE, "overhead")
+    steps = []
+    for num_clients in sorted({1, max(2, max_num_seqs // 4), max_num_seqs}):
+        ladder.closed([fixed], Sizes((num_clients,), 16, 24, 1, 1, 0.0), num_clients)
+        if fixed.name not in ladder.logs:
+            break
+        for note in ladder.logs[fixed.name].notes:
+            if len(note.sequences) == num_clients and note.num_drafted.min() > 0:
+                calls_us = step_us(costs, num_clients, int(note.num_drafted.max()), float(note.num_tokens.mean()))
+                spent_us = (note.end_ns - note.start_ns) / 1e3
+                steps.append((num_clients, int(note.num_rows.sum()), spent_us - calls_us))
+    if not steps:
+        raise RuntimeError(f"no step of {fixed.name} could be timed: {'; '.join(ladder.missing) or 'none drafted'}")
+    return np.array(steps, np.float64)

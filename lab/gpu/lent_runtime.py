@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from lab.gpu.planted import Outcomes, PlantedDraftLoop, PlantedSampler
+from lab.gpu.planted import PlantedDraftLoop, PlantedSampler
+from lab.simulation.acceptance import Outcomes
 
 Verified = TypeVar("Verified")
 Proposed = TypeVar("Proposed")

@@ -1,79 +1,80 @@
-"""Synthetic pairs: the shapes of real models, weights drawn on the device. They say nothing; their speed is real.
+"""Synthetic pairs: the shapes of real models, weights drawn on the device, the project's own runtime around them.
 
-Sizes are those of the models' config.json files. Weights are scaled by fan-in, and what writes to the residual
-stream also by depth, so that hidden states stay near 1 and nothing overflows in bf16.
+They say nothing; their speed is real. Weights are scaled by fan-in, and what writes to the residual stream also by
+depth, so that hidden states stay near 1 and nothing overflows in bf16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from engines.torch_build import segment_tensors
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.device.cuda.pool import DTYPES
+from faser_backend.device.cuda.programs import TorchPrograms
+from faser_backend.device.cuda.runtime import current_device, open_on_device
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
-from lab.gpu.byte_model import stored_count
+from lab.gpu.lent_runtime import LentRuntime
+from lab.gpu.worker import Context
+from lab.shapes import Pair, kv_bytes_per_token, stored_count
+from lab.simulation.acceptance import Outcomes
 
-MAX_CONTEXT = 1024  # of a request; bounds the KV pools
-
-
-@dataclass(frozen=True, slots=True)
-class PairShape:
-    """exit_layer: of the target, after which verifications may prune; 0 = none."""
-
-    name: str
-    target: ModelSpec
-    draft: ModelSpec
-    exit_layer: int
-    max_num_seqs: int
+DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
+KV_BLOCK_SIZE = 16
+SPARE_BYTES = 3 << 30  # for activations, graphs and logits
 
 
-def _qwen3(num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, *, tied: bool) -> ModelSpec:
-    return ModelSpec(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate_size,
-        vocab_size=151_936,
-        max_context=MAX_CONTEXT,
-        rope_theta=1e6,
-        rms_eps=1e-6,
-        tie_word_embeddings=tied,
-        family="qwen3",
-        has_qk_norm=True,
+class OpenedPair(LentRuntime):
+    """A lent runtime that knows its models."""
+
+    def __init__(self, real: Any, models: ModelPair, outcomes: Outcomes | None) -> None:
+        super().__init__(real, outcomes=outcomes)
+        self.models = models
+
+
+def opened_pair(context: Context, shape: Pair, stack: ExitStack, *, outcomes: Outcomes | None = None) -> OpenedPair:
+    """The stack closes it. Raises MemoryError where the pair does not fit on the device."""
+    dtype = DTYPE[context.device]
+    device = checked_device(context)
+    models = model_pair(shape, dtype)
+    _check_memory(context, shape, dtype)
+
+    def load(model: ModelEngine) -> Any:
+        return random_tensors(model.spec, dtype, device, context.seed + (model.spec is shape.draft))
+
+    runtime = open_on_device(TorchPrograms(load), models, KV_BLOCK_SIZE, dtype=dtype)
+    stack.callback(runtime.close)
+    return OpenedPair(runtime, models, outcomes)
+
+
+def checked_device(context: Context) -> torch.device:
+    """Where the project's runtime will compute. Raises RuntimeError where that is not what was asked for."""
+    device = current_device()
+    if device.type != context.device:
+        raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} would compute on {device.type!r}")
+    return device
+
+
+def _check_memory(context: Context, shape: Pair, dtype: str) -> None:
+    if not context.is_cuda:
+        return
+    needed = SPARE_BYTES + sum(
+        weight_bytes(spec, dtype) + shape.max_num_seqs * spec.max_context * kv_bytes_per_token(spec)
+        for spec in (shape.target, shape.draft)
     )
+    free, _ = torch.cuda.mem_get_info()
+    if needed > free:
+        raise MemoryError(f"{shape.name}: needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
 
-def _tiny(num_layers: int, hidden_size: int) -> ModelSpec:
-    return ModelSpec(
-        num_layers, hidden_size, 4, 2, 16, 2 * hidden_size, 101, 192, 1e4, 1e-6, tie_word_embeddings=False,
-        has_qk_norm=True,
-    )  # fmt: skip
-
-
-_QWEN3_0_6B = _qwen3(28, 1024, 16, 3072, tied=True)
-_QWEN3_8B = _qwen3(36, 4096, 32, 12288, tied=False)
-_QWEN3_32B = _qwen3(64, 5120, 64, 25600, tied=False)
-# An exit at a fifth of the depth, as in the public study of a 36-layer model that finds layer 7 to break even.
-PAIRS = {
-    pair.name: pair
-    for pair in (
-        PairShape("qwen3-8b/0.6b", _QWEN3_8B, _QWEN3_0_6B, 7, 64),
-        PairShape("qwen3-32b/0.6b", _QWEN3_32B, _QWEN3_0_6B, 13, 24),
-        PairShape("tiny", _tiny(3, 64), _tiny(1, 32), 1, 4),
-    )
-}
-
-
-def model_pair(shape: PairShape, dtype: str) -> ModelPair:
+def model_pair(shape: Pair, dtype: str) -> ModelPair:
     """Both models as a manifest would describe them; their weight files do not exist."""
-    cuts = (shape.exit_layer, shape.target.num_layers) if shape.exit_layer else (shape.target.num_layers,)
+    cuts = (*shape.exit_layers, shape.target.num_layers)
     return ModelPair(
         _model_engine("target", shape.target, cuts, dtype),
         _model_engine("draft", shape.draft, (shape.draft.num_layers,), dtype),

@@ -15,57 +15,18 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens, Sampler
 from faser_backend.core.request import SamplingParams
-from lab.simulation.acceptance import AcceptanceProcess, demo_process
+from lab.gpu.economics import expected_accepted
+from lab.profiling.exit_fit import area_under_curve
+from lab.simulation.acceptance import AcceptanceProcess, Outcomes, demo_process
 
 ACCEPTANCE = 0.75  # of draft tokens whose prefix was accepted
 EXIT_AUC = 0.80  # with which a planted exit score tells a doomed token, beyond the draft's margin
-CHAIN_SLACK = 64  # positions behind the last output token that chains may still be drafted at
 
 
 def planted_process(acceptance: float = ACCEPTANCE, exit_auc: float | None = EXIT_AUC) -> AcceptanceProcess:
     """The demo pair's process at temperature 0.8, at another mean acceptance and with one exit of a stated quality."""
     process = demo_process("sampled").at_level(acceptance)
     return process if exit_auc is None else process.with_exits((exit_auc,))
-
-
-class Outcomes:
-    """The planted outcomes of the requests in max_num_seqs slots; a slot's row is overwritten by its next request."""
-
-    def __init__(
-        self, process: AcceptanceProcess, vocab_size: int, max_num_seqs: int, max_output_tokens: int, seed: int
-    ) -> None:
-        self._process, self._vocab_size, self._seed = process, vocab_size, seed
-        self._num_positions = max_output_tokens + CHAIN_SLACK
-        shape = (max_num_seqs, self._num_positions)
-        self._starts = np.zeros(max_num_seqs, np.int64)
-        self._tokens, self._drafted = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self._margins, self._exit_margins = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-
-    def plant(self, slot: int, request_seed: int, num_prompt_tokens: int) -> None:
-        path = self._process.path((self._seed, request_seed), self._num_positions)
-        size = self._vocab_size
-        tokens = path.tokens % size
-        other = (tokens + 1 + path.drafted % (size - 1)) % size
-        self._starts[slot] = num_prompt_tokens
-        self._tokens[slot], self._margins[slot] = tokens, path.margins
-        self._drafted[slot] = np.where(path.tokens == path.drafted, tokens, other)
-        if len(path.exit_margins):
-            self._exit_margins[slot] = path.exit_margins[0]
-
-    def target(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What the target draws; arrays of one shape here and below."""
-        return self._tokens[slots, self._offsets(slots, positions)]
-
-    def draft(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the draft draws after the true prefix, and its margins."""
-        offsets = self._offsets(slots, positions)
-        return self._drafted[slots, offsets], self._margins[slots, offsets]
-
-    def exit_margins(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self._exit_margins[slots, self._offsets(slots, positions)]
-
-    def _offsets(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return np.minimum(positions - self._starts[slots], self._num_positions - 1)
 
 
 class PlantedSampler:
@@ -144,23 +105,12 @@ def planted_draft(drawn: DraftTokens, tokens: np.ndarray, margins: np.ndarray) -
     return DraftTokens(tokens, margins, candidates)
 
 
-def auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Chance that a true one of labels [n] has a higher score [n] than a false one; ties count half."""
-    values, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    del values
-    ranks = np.cumsum(counts) - (counts - 1) / 2.0  # the mean rank of each value
-    num_true = int(labels.sum())
-    num_false = labels.size - num_true
-    return float((ranks[inverse][labels].sum() - num_true * (num_true + 1) / 2) / (num_true * num_false))
-
-
 def process_in_words(process: AcceptanceProcess, lengths: Sequence[int] = (2, 4, 8)) -> dict[str, float]:
     """What a reader must know of a process: rate, accepted tokens per chain, and how much margins tell."""
     margins, matches, exit_margins = process.sample(200, 128)
-    found = {"acceptance": float(matches.mean()), "margin_auc": auc(margins.ravel(), matches.ravel())}
+    found = {"acceptance": float(matches.mean()), "margin_auc": area_under_curve(margins.ravel(), matches.ravel())}
     for length in lengths:
-        windows = np.lib.stride_tricks.sliding_window_view(matches, length, axis=1)
-        found[f"mean_accepted_{length}"] = float(np.cumprod(windows, axis=-1).sum(axis=-1).mean())
+        found[f"mean_accepted_{length}"] = expected_accepted(matches, length)
     if len(exit_margins):
-        found["exit_auc"] = auc(exit_margins[0].ravel(), matches.ravel())
+        found["exit_auc"] = area_under_curve(exit_margins[0].ravel(), matches.ravel())
     return found

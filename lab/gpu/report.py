@@ -1,24 +1,36 @@
-"""The results file: where it lies, what heads it, and that it is whole after every part."""
+"""The results file of a GPU check, and the same as text: a table per part, then the parts and the goals.
+
+Pure but for the file; needs no package beside the standard library. The file is whole after every part.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import re
-import subprocess
-import time
+from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lab.environment import describe_checkout, installed_versions, without_places
+from lab.gpu.goals import Goal, judged
 from lab.gpu.harness import Outcome, Setting
-from lab.places import RESULTS, ROOT
+from lab.places import RESULTS
+from lab.tables import markdown_table, number, pairs
 
+Result = dict[str, Any]
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "onnxruntime", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
-_QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+LADDER = (
+    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "e2e_ms_p50", "e2e_ms_p99", "ttft_ms_p50",
+    "tpot_ms_p50", "mean_accepted", "mean_length", "rows_trimmed", "rows_pruned", "retention", "share_serial",
+    "overlap_of_either", "overlap_of_shorter", "plan_us_p50", "plan_share", "num_different", "predicted.round_us",
+    "predicted.time_ratio", "predicted.tokens", "predicted.yield_ratio", "predicted.tokens_per_s",
+    "predicted.speed_ratio",
+)  # fmt: skip
+UNSEEN = ("points", "eager", "graph")  # kept in the file for other parts and people, too long to read
+MOST_FIELDS = 12  # of a dictionary that is shown within a table
 
 
 class Report:
@@ -42,18 +54,14 @@ class Report:
 
 def describe(setting: Setting, gpu: dict[str, str]) -> dict[str, Any]:
     """Meta data of a run: plain values for JSON."""
-    versions = {name: installed_version(name) for name in (*NEEDED, *USEFUL)}
+    versions = installed_versions((*NEEDED, *USEFUL))
     return {
-        "device": gpu.get("name") if setting.device == "cuda" else "cpu",
         "gpu": gpu,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "num_cores": len(os.sched_getaffinity(0)),
         "versions": versions,
         "missing": [name for name in NEEDED if versions[name] is None],
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        **describe_checkout(),
         **asdict(setting),
+        "device": gpu.get("name") if setting.device == "cuda" else "cpu",
     }
 
 
@@ -68,41 +76,94 @@ def slug(name: str) -> str:
     return "-".join(word for word in words if word != "nvidia") or "none"
 
 
-def without_places(text: str) -> str:
-    """Absolute paths, which errors are full of, become the names of their files."""
-    return re.sub(r"(?<![\w.~$}/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
+def render(content: dict[str, Any]) -> str:
+    """The whole report of {"meta", "parts"}; parts that failed say so. The verdict stands last, where a terminal
+    shows it."""
+    meta, parts = content["meta"], content["parts"]
+    lines = heading(meta)
+    for name, part in parts.items():
+        if part["result"]:
+            lines += ["", f"## {name}: {part['title']}", *section(part["result"])]
+        if part["error"] and part["status"] != "skipped":
+            lines += ["", f"### {name} {part['status']}", *(f"    {line}" for line in part["error"].splitlines())]
+    ended = [
+        {
+            "part": name,
+            "status": part["status"],
+            "s": part["seconds"],
+            "of s": part["limit_s"],
+            "error": _last_line(part),
+        }
+        for name, part in parts.items()
+    ]
+    lines += ["", "## Parts", *markdown_table(("part", "status", "s", "of s", "error"), ended)]
+    if not meta["is_tiny"]:
+        results = {name: part["result"] for name, part in parts.items()}
+        goals = [
+            {"goal": goal.name, "limit": _goal_limit(goal), "measured": value, "verdict": word}
+            for goal, value, word in judged(results)
+        ]
+        lines += ["", "## Goals", *markdown_table(("goal", "limit", "measured", "verdict"), goals)]
+    return "\n".join(lines) + "\n"
 
 
-def query_gpu() -> dict[str, str]:
-    """The first GPU, its clocks and its driver, as nvidia-smi tells; empty where it does not."""
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    lines = done.stdout.strip().splitlines()
-    return parse_gpu(lines[0]) if lines else {}
+def heading(meta: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items() if version)
+    lines = [
+        f"# GPU check: {meta['device']}",
+        "",
+        f"{meta['date']}, commit {meta['commit']}, seed {meta['seed']}, Python {meta['python']}, "
+        f"{meta['num_cores']} cores. {versions}.",
+    ]
+    for when, key in (("start", "gpu"), ("end", "gpu_at_end")):
+        if meta.get(key):
+            lines.append(f"nvidia-smi at the {when}: {pairs(meta[key])}.")
+    if meta["missing"]:
+        lines.append(f"Not installed, so that parts fail: {', '.join(meta['missing'])}.")
+    if meta["is_tiny"]:
+        lines.append("Tiny shapes: this run checks the script, its figures say nothing.")
+    return lines
 
 
-def parse_gpu(line: str) -> dict[str, str]:
-    """A line of nvidia-smi's answer, by field."""
-    return dict(zip(_QUERY.split(","), (value.strip() for value in line.split(",")), strict=False))
+def section(result: Result) -> list[str]:
+    """A part's result: what is single in a line each, and a table of every list of rows, of ladders one per load."""
+    lines = []
+    for name, value in result.items():
+        if name in UNSEEN:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            for title, rows in _by_load(name, value):
+                flat = [dict(_flat(row)) for row in rows]
+                columns = LADDER if "load" in rows[0] else list(dict.fromkeys(key for row in flat for key in row))
+                seen = [column for column in columns if any(column in row for row in flat)]
+                lines += ["", f"### {title}", *markdown_table(seen, flat), ""]
+        elif isinstance(value, dict):
+            lines.append(f"- {name}: {pairs(value)}")
+        elif value not in ([], None):
+            lines.append(f"- {name}: {number(value)}")
+    return lines
 
 
-def installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _by_load(name: str, rows: list[Result]) -> list[tuple[str, list[Result]]]:
+    if "load" not in rows[0]:
+        return [(name, rows)]
+    return [(load, [row for row in rows if row["load"] == load]) for load in dict.fromkeys(row["load"] for row in rows)]
 
 
-def commit() -> str:
-    """The checkout's commit, with + where tracked files differ from it."""
-    try:
-        head, changed = (
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "not a git checkout"
-    return head + "+" * bool(changed)
+def _flat(row: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of a row, those of dictionaries in it as "name.field"; lists of rows in a few words."""
+    for name, value in row.items():
+        if isinstance(value, dict) and len(value) <= MOST_FIELDS:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            yield f"{prefix}{name}", "; ".join(pairs(each) for each in value)
+        elif name not in UNSEEN and not isinstance(value, dict):
+            yield f"{prefix}{name}", value if not isinstance(value, str) else value[:160].replace("\n", " ")
+
+
+def _goal_limit(goal: Goal) -> str:
+    return f"{'<=' if goal.is_most else '>='} {goal.limit:g}{goal.unit}"
+
+
+def _last_line(part: dict[str, Any]) -> str:
+    return part["error"].splitlines()[-1][:100] if part["error"] else ""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 Work = Callable[[], object]
+WARMUPS = 2
 
 
 class Timing(NamedTuple):
@@ -44,29 +45,18 @@ def sample_us(device: str, work: Work) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-def host_us(device: str, work: Work) -> float:
-    """One run by the host's clock, from an idle device until it is idle again."""
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e6
-
-
-def take_turns(
-    device: str, works: Mapping[str, Work], repeats: int, *, seed: int = 0, warmups: int = 2, measure=sample_us
-) -> dict[str, Timing]:
+def take_turns(device: str, works: Mapping[str, Work], repeats: int) -> dict[str, Timing]:
     """Every work once per repeat, in an order that is drawn anew each time."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     names = list(works)
     for name in names:
-        for _ in range(warmups):
+        for _ in range(WARMUPS):
             works[name]()
     synchronize(device)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repeats):
         for index in rng.permutation(len(names)):
-            samples[names[index]].append(measure(device, works[names[index]]))
+            samples[names[index]].append(sample_us(device, works[names[index]]))
     return {name: Timing.of(np.array(values)) for name, values in samples.items()}
 
 

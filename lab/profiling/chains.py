@@ -19,6 +19,7 @@ from faser_backend.core.request import Request
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
+from lab.drive import write_all
 from lab.profiling.overhead import MakeEngine
 
 
@@ -150,15 +151,7 @@ def record_chains(
     engine = make_engine(config)
     try:
         listen(engine, listener, num_draft_tokens)
-        for _, request in requests:
-            engine.submit(request)
-        num_ended = 0
-        while engine.has_work:
-            for output in engine.step():
-                if output.error is not None:
-                    raise FaserError(f"calibration: {output.error}")
-                num_ended += output.is_final
-            progress(num_ended / len(requests))
+        write_all(engine, [request for _, request in requests], progress)
     finally:
         engine.close()
     return listener.chains()

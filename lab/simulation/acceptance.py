@@ -9,13 +9,16 @@ first-order autoregression: `ease` sets the margin, `luck` decides the match giv
     margin_p = quantile(ease_p)              match_p = luck_p < threshold(ease_p)
     exit margin_p = d (match_p - 1/2) + noise, d from the exit's separability: AUC = Phi(d / sqrt 2)
 
-Fitted by scripts/fit_acceptance.py to traces of the demo pair; docs/simulation.md says how well.
+Fitted by scripts/fit_acceptance.py to traces of the demo pair; docs/simulation.md says how well. Where levels of
+requests are planted (`with_levels`), they take the place of the fitted ones.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import resources
 from itertools import accumulate
 from statistics import NormalDist
@@ -23,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+CHAIN_SLACK = 64  # positions behind the last output token that chains may still be drafted at
 VOCAB_SIZE = 1 << 20  # of simulated tokens: hashes, so that equal tokens mean equal texts
 _NORMAL = NormalDist()
 _SAMPLE_KEY = 0xFA5E  # of texts that serve adjusting and fitting
@@ -56,9 +60,12 @@ class AcceptancePath:
     exit_margins: np.ndarray  # [num_exits, n] float32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AcceptanceProcess:
-    """ease_knots [m] ascending, with margins [m] in logits and chances [m] of a match; shift moves acceptance."""
+    """ease_knots [m] ascending, with margins [m] in logits and chances [m] of a match; shift moves acceptance.
+
+    request_shifts: of which every text draws one in place of shift.
+    """
 
     ease: Latent
     luck: Latent
@@ -67,11 +74,15 @@ class AcceptanceProcess:
     chances: np.ndarray
     shift: float = 0.0
     exit_aucs: tuple[float, ...] = ()  # separability at each exit, given the draft's margin
+    request_shifts: tuple[float, ...] = ()
 
     def path(self, key: tuple[int, ...], num_positions: int) -> AcceptancePath:
         """The outcomes of the text `key`. A longer path begins with the shorter one."""
         ease, gap = self._latents(key, num_positions)
-        is_match = gap < self.shift
+        shift = self.shift
+        if self.request_shifts:
+            shift = self.request_shifts[int(np.random.default_rng([*key, 4]).integers(len(self.request_shifts)))]
+        is_match = gap < shift
         words = np.random.default_rng([*key, 2]).integers(0, VOCAB_SIZE, (num_positions, 2))
         tokens = words[:, 0]
         wrong = (tokens + 1 + words[:, 1] % (VOCAB_SIZE - 1)) % VOCAB_SIZE
@@ -90,16 +101,28 @@ class AcceptanceProcess:
         innovations = np.random.default_rng([*key, 1]).standard_normal((num_positions, 2))
         ease = self.ease.draw(levels[0], innovations[:, 0])
         luck = self.luck.draw(levels[1], innovations[:, 1])
-        thresholds = np.array([_NORMAL.inv_cdf(chance) for chance in self.chances])
-        return ease, luck - np.interp(ease, self.ease_knots, thresholds)
+        return ease, luck - np.interp(ease, self.ease_knots, self._thresholds)
+
+    @cached_property
+    def _thresholds(self) -> np.ndarray:
+        return np.array([_NORMAL.inv_cdf(chance) for chance in self.chances])
 
     def with_exits(self, aucs: tuple[float, ...]) -> AcceptanceProcess:
         return replace(self, exit_aucs=aucs)
 
     def at_level(self, mean_acceptance: float) -> AcceptanceProcess:
         """The same process, but draft and target agree at this share of positions; margins stay as they are."""
+        return replace(self, shift=self._shifts([mean_acceptance])[0])
+
+    def with_levels(self, levels: Sequence[float]) -> AcceptanceProcess:
+        """The same process along a text, but every request agrees at one of these shares of positions, each as often:
+        all that differs between requests is planted, so that an oracle may know it."""
+        alike = replace(self, ease=replace(self.ease, request_share=0.0), luck=replace(self.luck, request_share=0.0))
+        return replace(alike, request_shifts=tuple(alike._shifts(levels)))
+
+    def _shifts(self, levels: Sequence[float]) -> list[float]:
         gaps = [self._latents((_SAMPLE_KEY, text), _LEVEL_POSITIONS)[1] for text in range(_LEVEL_TEXTS)]
-        return replace(self, shift=np.quantile(np.array(gaps), mean_acceptance).item())
+        return np.quantile(np.array(gaps), levels).tolist()
 
     def sample(self, num_texts: int, num_positions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Margins, matches [num_texts, num_positions] and exit margins [num_exits, num_texts, num_positions], of
@@ -124,6 +147,59 @@ class AcceptanceProcess:
     def from_dict(cls, fields: dict[str, Any]) -> AcceptanceProcess:
         knots, margins, chances = (np.array(fields[name], np.float64) for name in ("ease_knots", "margins", "chances"))
         return cls(Latent(*fields["ease"]), Latent(*fields["luck"]), knots, margins, chances)
+
+
+class Outcomes:
+    """The planted outcomes of the requests in max_num_seqs slots; a slot's row is overwritten by its next request.
+
+    max_output_tokens: of any request. vocab_size: tokens are folded into it.
+    """
+
+    def __init__(
+        self,
+        process: AcceptanceProcess,
+        seed: int,
+        max_num_seqs: int,
+        max_output_tokens: int,
+        vocab_size: int = VOCAB_SIZE,
+    ) -> None:
+        self._process, self._seed, self._vocab_size = process, seed, vocab_size
+        self._num_positions = max_output_tokens + CHAIN_SLACK
+        shape = (max_num_seqs, self._num_positions)
+        self._starts = np.zeros(max_num_seqs, np.int64)
+        self._tokens, self._drafted = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._margins = np.zeros(shape, np.float32)
+        self._exit_margins = np.zeros((len(process.exit_aucs), *shape), np.float32)
+
+    def plant(self, slot: int, request_seed: int, num_prompt_tokens: int) -> None:
+        path, size = self._process.path((self._seed, request_seed), self._num_positions), self._vocab_size
+        self._starts[slot] = num_prompt_tokens
+        self._tokens[slot], self._margins[slot] = path.tokens % size, path.margins
+        wrong = (self._tokens[slot] + 1 + path.drafted % (size - 1)) % size
+        self._drafted[slot] = np.where(path.tokens == path.drafted, self._tokens[slot], wrong)
+        self._exit_margins[:, slot] = path.exit_margins
+
+    def target(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What the target draws; arrays of one shape here and below."""
+        return self._tokens[slots, self._offsets(slots, positions)]
+
+    def draft(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What the draft draws after the true prefix, and its margins."""
+        offsets = self._offsets(slots, positions)
+        return self._drafted[slots, offsets], self._margins[slots, offsets]
+
+    def exit_margins(self, slots: np.ndarray, positions: np.ndarray, place: int = 0) -> np.ndarray:
+        """place: of the exit among the exits."""
+        return self._exit_margins[place, slots, self._offsets(slots, positions)]
+
+    def num_accepted(self, slot: int, position: int) -> int:
+        """How many tokens drafted from this position on will be accepted."""
+        offset = position - int(self._starts[slot])
+        differs = self._tokens[slot, offset:] != self._drafted[slot, offset:]
+        return int(differs.argmax()) if differs.any() else differs.size
+
+    def _offsets(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return np.minimum(positions - self._starts[slots], self._num_positions - 1)
 
 
 def separation(auc: float) -> float:

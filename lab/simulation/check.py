@@ -1,18 +1,20 @@
 """Simulates closed loops of the demo pair on this machine and runs them for real: predicted beside measured.
 
 In rounds: a copy of the demo engine is profiled, then every loop runs once. A shared machine is up to twice as slow
-from one half minute to the next, so two small loads tell its pace (lab/bench/pace.py), between the calls of the
+from one half minute to the next, so two small loads tell its pace (class Pace), between the calls of the
 profile and in turns with every run; a prediction is for the pace of the run that it is held against. The texts are
 others than those that the acceptance process was fitted to: same prompts, other seeds. Five minutes a round.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
+import math
 import shutil
 import statistics
 import tempfile
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,25 +25,90 @@ from tokenizers import Tokenizer
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.request import Request
+from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.demo_engine import demo_engine_dir
-from lab.bench import environment
-from lab.bench.in_process import ClosedLoop, InProcess
-from lab.bench.pace import Pace
-from lab.bench.workload import Job, load_jobs, summarise
-from lab.places import DEMO, RESULTS
+from lab import environment
+from lab.answers import Job, jobs_of, summarise
+from lab.drive import ClosedLoop, InProcess
+from lab.options import integers, make_parser
 from lab.profiling.profile import profile_engine
-from lab.simulation.drive import run_closed_loop
-from lab.simulation.engine import World, build_sim_engine
-from lab.simulation.profiled import profile_world
-from lab.simulation.trace import Trace
+from lab.prompts import DEMO_PROMPTS, interleaved, read_prompts
+from lab.simulation.engine import World, build_sim_engine, run_closed_loop
+from lab.simulation.worlds import profile_world
+from lab.tables import Column, markdown_table, write_results
+from lab.traces import Trace
 
+PACE_POLICIES = ("none", "fixed:4")
+PACE_SEQUENCES = 4
+PACE_TURN_S = 0.05  # of each load
 GOAL = 0.15  # of the measured throughput
 FIRST_SEED = 10_000  # far from the seeds of the fit
 NUM_JOBS = 48  # of a loop; acceptance differs from text to text, so each round has texts of its own
 PACE_TURNS = 10  # whenever the profile has measured some dozens of calls
+MAX_PROMPT_CHARS = 1000
 FIGURES = ("tokens_per_s", "mean_accepted", "tpot_ms_p50", "ttft_ms_p50")
 
 Figures = dict[tuple[int, str], dict[str, float]]  # by number of clients and policy
+
+
+class Pace:
+    """Tokens per second of both loads, their geometric mean, over as many turns as were taken."""
+
+    def __init__(self, engine_dir: Path, jobs: list[Job]) -> None:
+        configs = {
+            policy: EngineConfig.from_options(policy=policy, enable_prefix_reuse=False, max_num_seqs=PACE_SEQUENCES)
+            for policy in PACE_POLICIES
+        }
+        self._place = InProcess(engine_dir, configs)
+        self._loads = [_Load(self._place.engine(policy), self._requests(jobs)) for policy in PACE_POLICIES]
+        for _ in range(10):  # first calls of shapes are not measured
+            self.take_turn()
+
+    def close(self) -> None:
+        self._place.close()
+
+    def start(self) -> None:
+        """What was measured before does not count."""
+        for load in self._loads:
+            load.num_tokens, load.seconds = 0, 0.0
+
+    def take_turn(self) -> None:
+        """Runs each load for a moment."""
+        for load in self._loads:
+            load.run(PACE_TURN_S)
+
+    def tokens_per_s(self) -> float:
+        """Since `start`, after one turn at least."""
+        return math.prod(load.num_tokens / load.seconds for load in self._loads) ** (1 / len(self._loads))
+
+    def _requests(self, jobs: list[Job]) -> Iterator[Request]:
+        """The jobs over and over, under ever new names."""
+        for index, job in enumerate(itertools.cycle(jobs)):
+            yield replace(self._place.request(0, job), request_id=f"pace-{index}")
+
+
+class _Load:
+    """So many requests in flight, without an end."""
+
+    def __init__(self, engine: Engine, requests: Iterator[Request]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._num_running = 0
+        self.num_tokens = 0
+        self.seconds = 0.0
+
+    def run(self, seconds: float) -> None:
+        """Whole steps for at least so long."""
+        start = now = time.perf_counter()
+        while now - start < seconds:
+            for _ in range(self._num_running, PACE_SEQUENCES):
+                self._engine.submit(next(self._requests))
+            outputs = self._engine.step()
+            self._num_running = PACE_SEQUENCES - sum(output.is_final for output in outputs)
+            self.num_tokens += sum(len(output.token_ids) for output in outputs)
+            now = time.perf_counter()
+        self.seconds += now - start
 
 
 def options_of(policy: str) -> dict[str, Any]:
@@ -121,10 +188,23 @@ def merged(measured: list[Figures], predicted: list[Figures]) -> list[dict[str, 
     return rows
 
 
-def markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+COLUMNS = (
+    Column("clients", "num_clients"),
+    Column("policy", lambda row: f"`{row['policy']}`"),
+    Column("measured tokens/s", lambda row: row["measured"]["tokens_per_s"], "{:.0f}"),
+    Column("predicted", lambda row: row["predicted"]["tokens_per_s"], "{:.0f}"),
+    Column("ratio", "ratio", "{:.2f}"),
+    Column("lowest", lambda row: min(row["ratios"]), "{:.2f}"),
+    Column("highest", lambda row: max(row["ratios"]), "{:.2f}"),
+    Column("raw", lambda row: statistics.median(row["raw_ratios"]), "{:.2f}"),
+    Column("accepted", lambda row: row["measured"]["mean_accepted"], "{:.2f}"),
+    Column("predicted", lambda row: row["predicted"]["mean_accepted"], "{:.2f}"),
+)
+
+
+def tables(meta: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     errors = [abs(row["ratio"] - 1.0) for row in rows]
-    lines = ["# The simulator against real runs", "", *environment.as_lines(meta), ""]
-    lines += [
+    return [
         f"The demo pair in process, closed loops of {NUM_JOBS} {meta['max_tokens']}-token completions at temperature "
         f"{meta['temperature']:g}, no prefix reuse; medians of {meta['rounds']} rounds, each of other texts. "
         "Predicted: the same loop in virtual time with the fitted acceptance process, on costs profiled right before "
@@ -132,35 +212,21 @@ def markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "throughput, at the pace that the machine had in the run; two loads of 4 requests tell it, one plain, one with "
         "`fixed:4`, between the calls of the profile and in turns with every run. Raw: as they are.",
         "",
-        "| clients | policy | measured tokens/s | predicted | ratio | lowest - highest | raw | accepted | predicted |",
-        "|" + "---|" * 9,
-    ]
-    for row in rows:
-        real, sim = row["measured"], row["predicted"]
-        lines.append(
-            f"| {row['num_clients']} | `{row['policy']}` | {real['tokens_per_s']:.0f} | {sim['tokens_per_s']:.0f} "
-            f"| {row['ratio']:.2f} | {min(row['ratios']):.2f} - {max(row['ratios']):.2f} "
-            f"| {statistics.median(row['raw_ratios']):.2f} "
-            f"| {real['mean_accepted']:.2f} | {sim['mean_accepted']:.2f} |"
-        )
-    within = sum(error <= GOAL for error in errors)
-    lines += [
+        *markdown_table(COLUMNS, rows),
         "",
-        f"Within {GOAL:.0%}: {within} of {len(rows)}; median error {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%}.",
+        f"Within {GOAL:.0%}: {sum(error <= GOAL for error in errors)} of {len(rows)}; median error "
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}.",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default="none,fixed:2,fixed:4,survival")
-    parser.add_argument("--clients", default="1,4,16")
+    parser = make_parser(
+        __doc__, "output", policies="none,fixed:2,fixed:4,survival", clients="1,4,16", max_tokens=100,
+        name="simulation_check",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, choices=[0.0, 0.8], help="those that were fitted")
     parser.add_argument("--quick-profile", action="store_true", help="a minute and a half less a round, larger errors")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     policies = args.policies.split(",")
     demo = demo_engine_dir()
@@ -170,32 +236,22 @@ def main() -> None:
         "temperature": args.temperature,
         "is_quick_profile": args.quick_profile,
     }
-    jobs = load_jobs(
-        DEMO / "prompts.jsonl",
-        NUM_JOBS * args.rounds,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=FIRST_SEED,
-        max_prompt_chars=1000,
-    )
-    all_num_clients = [int(number) for number in args.clients.split(",")]
+    prompts = [prompt for prompt in read_prompts(DEMO_PROMPTS) if len(prompt.text) <= MAX_PROMPT_CHARS]
+    jobs = jobs_of(interleaved(prompts), NUM_JOBS * args.rounds, args.max_tokens, args.temperature, FIRST_SEED)
+    all_num_clients = integers(args.clients)
     kind = "greedy" if args.temperature == 0.0 else "sampled"
     measured, predicted = list[Figures](), list[Figures]()
     with tempfile.TemporaryDirectory(prefix="faser-check-") as folder:
         engine_dir = Path(folder) / "demo"
         shutil.copytree(demo, engine_dir)
-        with Pace(engine_dir, jobs) as pace:
+        with closing(Pace(engine_dir, jobs)) as pace:
             for index in range(args.rounds):
                 loops = dict.fromkeys(all_num_clients, jobs[NUM_JOBS * index : NUM_JOBS * (index + 1)])
                 predicted.append(predict_all(engine_dir, policies, loops, pace, kind=kind, is_quick=args.quick_profile))
                 measured.append(measure(engine_dir, policies, loops, index % len(policies), pace))
                 print(f"round {index + 1} of {args.rounds}", flush=True)
     rows = merged(measured, predicted)
-    args.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(meta, rows)
-    (args.output / "simulation_check.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-    (args.output / "simulation_check.md").write_text(text)
-    print(text)
+    print(write_results(args.output / args.name, "The simulator against real runs", meta, tables(meta, rows), rows))
 
 
 if __name__ == "__main__":

@@ -6,38 +6,37 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from lab.bench.environment import commit
-from lab.bench.ladder import Contestant, choose_contestants, split_names
+from lab.contestants import ORACLE, STATIC, Contestant, simulated_contestants, split_names
+from lab.environment import commit
 from lab.simulation import report
-from lab.simulation.drive import run_open_loop
-from lab.simulation.engine import World, build_sim_engine
-from lab.simulation.profiled import profile_world
-from lab.simulation.trace import (
-    Trace,
-    arriving_as,
-    fitted_to,
-    read_trace,
-    scaled,
-    with_mean_lengths,
-    with_rate_curve,
+from lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
+from lab.simulation.worlds import (
+    ACCEPTANCE,
+    EXIT_AUC,
+    behind_host,
+    profile_world,
+    roofline_world,
+    spread_levels,
+    with_levels,
 )
-from lab.simulation.worlds import ACCEPTANCE, EXIT_AUC, roofline_world
+from lab.tables import Column, terminal_table
+from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
 PAPERS_WORLDS = ("h100 + qwen3-32b/0.6b", "h100x2 + qwen3-32b/0.6b", "h100x2 + llama3.3-70b/3.2-1b")
+AT_ONCE = 9e5  # requests per second
+MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,16 @@ class SimulateOptions:
     policies: str | None = None  # the ladder
     num_requests: int = 1000
     rate: float | None = None  # the trace's own
+    loads: str | None = None  # instead of a rate: shares of what the best static length can do, "0.5,0.9"
     peak_trough: float | None = None  # the trace's own arrivals
     arrivals: Path | None = None  # another trace's
     lengths: str | None = None  # mean prompt and output tokens, "755/200"; the trace's own
     acceptance: float | None = None
+    spread: float | None = None  # standard deviation of requests' acceptance; the demo pair's
+    mix: str | None = None  # half of the requests at either acceptance, "0.9/0.6"
     exit_auc: float | None = None
+    draft_call_ms: float | None = None
+    host_step_ms: float | None = None
     max_num_seqs: int = 256
     max_prefill_tokens: int = 2048
     seed: int = 0
@@ -67,14 +71,31 @@ class SimulateOptions:
             raise ConfigError("give either --hardware and --pair, or --profile ENGINE_DIR")
         if self.profile is not None and (self.hardware is not None or self.pair is not None):
             raise ConfigError("--profile: an engine directory is a machine and a pair; leave out --hardware and --pair")
-        if self.peak_trough is not None and self.arrivals is not None:
-            raise ConfigError("give at most one of --peak-trough and --arrivals")
+        for one, other in (("peak_trough", "arrivals"), ("rate", "loads"), ("spread", "mix"), ("acceptance", "mix")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ConfigError(f"give at most one of --{one.replace('_', '-')} and --{other}")
         if self.num_requests < 1:
             raise ConfigError(f"--requests = {self.num_requests}: must be at least 1")
-        for name, value in (("--acceptance", self.acceptance), ("--exit-auc", self.exit_auc)):
-            low = 0.5 if name == "--exit-auc" else 0.0
-            if value is not None and not low < value < 1.0:
-                raise ConfigError(f"{name} = {value:g}: must lie in ({low:g}, 1)")
+        for name, low, high in (
+            ("acceptance", 0.0, 1.0),
+            ("exit_auc", 0.5, 1.0),
+            ("spread", 0.0, 0.5),
+            ("draft_call_ms", 0.0, 1e3),
+            ("host_step_ms", 0.0, 1e3),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low < value < high:
+                raise ConfigError(f"--{name.replace('_', '-')} = {value:g}: must lie in ({low:g}, {high:g})")
+
+    @property
+    def load_shares(self) -> list[float]:
+        """[] where none are asked for. Raises ConfigError."""
+        if self.loads is None:
+            return []
+        shares = _numbers("--loads", self.loads, ",", "shares of a capacity, e.g. 0.5,0.7,0.9,1.2")
+        if not all(0.0 < share <= 10.0 for share in shares):
+            raise ConfigError(f"--loads = {self.loads!r}: every share must lie in (0, 10]")
+        return shares
 
     def make_trace(self) -> Trace:
         """Raises ConfigError for a file that is no trace, or too short."""
@@ -82,7 +103,8 @@ class SimulateOptions:
         if self.arrivals is not None:
             trace = arriving_as(trace, read_trace(self.arrivals, self.num_requests))
         if self.lengths is not None:
-            trace = with_mean_lengths(trace, *_parse_lengths(self.lengths))
+            means = _numbers("--lengths", self.lengths, "/", "mean prompt and output tokens, e.g. 755/200", 2)
+            trace = with_mean_lengths(trace, *means)
         if self.peak_trough is not None:
             return with_rate_curve(trace, self.rate or trace.rate, self.peak_trough, self.seed)
         return trace if self.rate is None else scaled(trace, self.rate)
@@ -91,25 +113,48 @@ class SimulateOptions:
         """And the trace, with lengths that fit where a profiled engine's context is short. Raises ConfigError."""
         if self.profile is not None:
             world = profile_world(self.profile, self.max_num_seqs, self.acceptance)
-            return world, fitted_to(trace, world.max_context)
-        assert self.hardware is not None and self.pair is not None
-        world = roofline_world(
-            self.hardware,
-            self.pair,
-            max_context=trace.longest,
-            acceptance=self.acceptance or ACCEPTANCE,
-            exit_auc=self.exit_auc or EXIT_AUC,
-        )
-        return world, trace
+            trace = fitted_to(trace, world.max_context)
+        else:
+            assert self.hardware is not None and self.pair is not None
+            world = roofline_world(
+                self.hardware,
+                self.pair,
+                max_context=trace.longest,
+                acceptance=self.acceptance or ACCEPTANCE,
+                exit_auc=self.exit_auc or EXIT_AUC,
+            )
+        if self.mix is not None:
+            levels = _numbers("--mix", self.mix, "/", "two acceptances, e.g. 0.9/0.6", 2)
+            if not all(0.0 < level < 1.0 for level in levels):
+                raise ConfigError(f"--mix = {self.mix!r}: both acceptances must lie in (0, 1)")
+            world = with_levels(
+                world, levels, f"half of them agree at {levels[0]:.0%} of positions, half at {levels[1]:.0%}"
+            )
+        if self.spread is not None:
+            mean = self.acceptance or ACCEPTANCE
+            words = f"normal around {mean:.0%} with standard deviation {self.spread:g}, cut to 2 to 98 %"
+            world = with_levels(world, spread_levels(mean, self.spread), words)
+        return behind_host(world, self.draft_call_ms, self.host_step_ms), trace
 
 
 def run_simulate(options: SimulateOptions, *, command: str) -> None:
-    """The command: progress on stderr, the table on stdout, simulation.json and .md into the output directory."""
+    """The command: progress on stderr, tables on stdout, simulation.json and .md into the output directory."""
     options.check()
-    names = None if options.policies is None else split_names(options.policies)
-    contestants, missing = simulated(*choose_contestants(names), is_named=names is not None)
+    contestants, missing = simulated_contestants(None if options.policies is None else split_names(options.policies))
+    shares = options.load_shares
     world, trace = options.make_world(options.make_trace())
-    rows = report.compared(_simulate_all(options, contestants))
+    capacity: dict[str, Any] = {}
+    jobs = [(options, contestant, "") for contestant in contestants]
+    if shares:
+        capacity = find_capacity(options, trace)
+        jobs = []
+        for share in shares:
+            loaded = replace(options, rate=share * capacity["requests_per_s"], loads=None)
+            jobs += [
+                (loaded, contestant, f"Load {share:g}, {loaded.rate:.3g} requests/s") for contestant in contestants
+            ]
+    rows = _simulate_all(jobs, "simulating")
+    rows = [row for group in report.by_load(rows).values() for row in report.compared(group)]
     meta = {
         "world": world.name,
         "trace": options.trace.name,
@@ -123,6 +168,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
         "seed": options.seed,
         "commit": commit(),
         "command": command,
+        "capacity": capacity,
         "is_papers": world.name in PAPERS_WORLDS,
         "assumptions": list(world.assumptions),
         "missing": missing,
@@ -133,95 +179,82 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     _print(meta, rows, options.output)
 
 
-def simulated(
-    contestants: list[Contestant], missing: list[str], *, is_named: bool
-) -> tuple[list[Contestant], list[str]]:
-    """Without those that draft with n-grams, which a simulated text has none of. Raises ConfigError for one that the
-    user named."""
-    others = [contestant.name for contestant in contestants if contestant.options.get("draft") == "ngram"]
-    if others and is_named:
-        raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
-    simulated = [contestant for contestant in contestants if contestant.name not in others]
-    return simulated, [*missing, *(f"{name}: n-grams need texts, and a simulation has none" for name in others)]
+def find_capacity(options: SimulateOptions, trace: Trace) -> dict[str, Any]:
+    """What the best static length answers while more requests wait than it can take: policy and requests per second."""
+    at_once = replace(options, rate=AT_ONCE, loads=None, peak_trough=None)
+    rows = _simulate_all([(at_once, Contestant(name), "") for name in STATIC], "capacity")
+    best = max(rows, key=lambda row: row["middle_requests_per_s"])
+    return {"policy": best["policy"], "requests_per_s": best["middle_requests_per_s"]}
 
 
-def _parse_lengths(text: str) -> tuple[float, float]:
-    try:
-        prompt, output = map(float, text.split("/"))
-    except ValueError:
-        raise ConfigError(f"--lengths = {text!r}: must be mean prompt and output tokens, e.g. 755/200") from None
-    return prompt, output
-
-
-def simulate_one(options: SimulateOptions, contestant: Contestant) -> dict[str, Any]:
+def simulate_one(options: SimulateOptions, contestant: Contestant, load: str = "") -> dict[str, Any]:
     """One row; a process of its own may run it."""
     world, trace = options.make_world(options.make_trace())
     config = EngineConfig.from_options(
-        policy=contestant.policy,
+        policy="none" if contestant.name == ORACLE else contestant.policy,
         max_num_seqs=options.max_num_seqs,
         max_prefill_tokens=options.max_prefill_tokens,
         max_queue_size=0,
         **contestant.options,
     )
     longest = int(trace.num_output_tokens.max())
-    sim = build_sim_engine(world, config, seed=options.seed, max_output_tokens=longest)
-    return {"policy": contestant.name, **run_open_loop(sim, trace).summary()}
+    sim = build_sim_engine(world, config, seed=options.seed, max_output_tokens=longest, name=contestant.name)
+    outcome = run_open_loop(sim, trace)
+    row = {"policy": contestant.name, **outcome.summary(), "middle_requests_per_s": middle_rate(outcome)}
+    return row | ({"load": load} if load else {})
 
 
-def _simulate_all(options: SimulateOptions, contestants: list[Contestant]) -> list[dict[str, Any]]:
-    """Side by side on all cores, in the order of the contestants."""
-    num_workers = min(len(os.sched_getaffinity(0)), len(contestants))
-    rows: dict[str, dict[str, Any]] = {}
-    with _progress(len(contestants)) as tell:
-        if num_workers == 1:
-            for contestant in contestants:
-                rows[contestant.name] = tell(simulate_one(options, contestant))
-        else:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
-                running = [pool.submit(simulate_one, options, contestant) for contestant in contestants]
-                for done in as_completed(running):
-                    row = tell(done.result())
-                    rows[row["policy"]] = row
-    return [rows[contestant.name] for contestant in contestants]
+def middle_rate(outcome: Outcome) -> float:
+    """Requests answered per second between the first quarter of the answers and the last."""
+    ends = [answer.response_s[-1] for answer in outcome.answers]
+    first, last = np.percentile(ends, MIDDLE)
+    share = (MIDDLE[1] - MIDDLE[0]) / 100
+    return float(share * len(ends) / (last - first)) if last > first else len(ends) / outcome.seconds
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
+def _numbers(option: str, text: str, separator: str, meaning: str, count: int | None = None) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(separator)]
+    except ValueError:
+        numbers = []
+    if not numbers or count not in (None, len(numbers)):
+        raise ConfigError(f"{option} = {text!r}: must be {meaning}")
+    return numbers
+
+
+Job = tuple[SimulateOptions, Contestant, str]
+
+
+def _simulate_all(jobs: list[Job], what: str) -> list[dict[str, Any]]:
+    """Side by side on all cores, in the order of the jobs."""
+    num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
     bar = Progress(
-        TextColumn("simulating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("policies"),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
+        TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(file=sys.stderr)
     )
     with bar:
-        task = bar.add_task("simulating", total=total)
+        task = bar.add_task(what, total=len(jobs))
+        if num_workers == 1:
+            return list(_advancing(lambda: bar.advance(task), (simulate_one(*job) for job in jobs)))
+        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            running = {pool.submit(simulate_one, *job): place for place, job in enumerate(jobs)}
+            ended = {
+                running[done]: done.result() for done in _advancing(lambda: bar.advance(task), as_completed(running))
+            }
+    return [ended[place] for place in range(len(jobs))]
 
-        def tell(row: dict[str, Any]) -> dict[str, Any]:
-            bar.advance(task)
-            return row
 
-        yield tell
+def _advancing(advance: Callable[[], None], work: Iterable[Any]) -> Iterable[Any]:
+    for each in work:
+        advance()
+        yield each
 
 
 def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:
-    shown = ("tok/s", "x", "e2e mean s", "change", "tpot p50 ms", "kept", "pruned", "overlap")
-    places = [[column.heading for column in report.COLUMNS].index(heading) for heading in shown]
-    title = f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for heading in shown:
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-    for row in rows:
-        cells = report.cells(row)
-        table.add_row(row["policy"], *(cells[place] for place in places))
     console = Console()
-    console.print(table)
-    best = report.best_static(rows)
-    if best is not None:
-        console.print(f"best static length: {best['policy']}")
+    for load, group in report.by_load(rows).items():
+        title = load or f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
+        console.print(terminal_table(title, [Column("policy", "policy"), *report.SHOWN], group))
+        console.print(report.best_in_words(group).replace("`", ""))
     for line in meta["missing"]:
         console.print(f"not simulated: {line}")
     console.print("assumptions:")

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Limits
+from faser_backend.core.request import Limits, Request, SamplingParams
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
-from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess
-from lab.simulation.clock import SimClock, SimLanes
+from lab.answers import Answer, summarise
+from lab.contestants import ORACLE
+from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests
+from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes
 from lab.simulation.knowledge import knowledge_of
-from lab.simulation.proposer import SimProposer
-from lab.simulation.runner import SimRunner
-from lab.simulation.sampler import SimSampler
+from lab.simulation.oracle import OraclePolicy
+from lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
+from lab.steps import StepLog, figures
+from lab.traces import Trace
 
 KV_BLOCK_SIZE = 16
+BATCH_BINS = {1: "1-7", 8: "8-31", 32: "32-127", 128: "128+"}  # by first batch size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +59,61 @@ class SimEngine:
 
     engine: Engine
     clock: SimClock
-    observers: list[Callable[[StepRecord], None]]
+    num_layers: int  # of the target
+
+    @property
+    def observers(self) -> list[Callable[[StepRecord], None]]:
+        return self.engine.stepper.observers
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of N requests in the order of the trace; times in virtual seconds."""
+
+    answers: list[Answer]
+    seconds: float  # from the start of the run to the last token
+    log: StepLog
+    num_layers: int
+    num_preemptions: int
+
+    def summary(self) -> dict[str, Any]:
+        """Plain figures for tables and JSON."""
+        steps = figures(self.log, self.num_layers)
+        num_tokens = sum(answer.num_tokens for answer in self.answers)
+        work = sum(steps[f"row_layers_{part}"] for part in ("accepted", "rejected", "pruned"))
+        sizes = Counter(max(low for low in BATCH_BINS if low <= len(note.sequences)) for note in self.log.notes)
+        return {
+            "num_requests": len(self.answers),
+            "num_tokens": num_tokens,
+            "makespan_s": self.seconds,
+            **summarise(self.answers, self.seconds),
+            **steps,
+            "row_layers_per_token": work / max(num_tokens, 1),
+            "pruned_share": steps["rows_pruned"] / max(steps["rows_drafted"] - steps["rows_trimmed"], 1),
+            "batch_shares": {name: sizes[low] / max(steps["num_steps"], 1) for low, name in BATCH_BINS.items()},
+            "num_preemptions": self.num_preemptions,
+        }
+
+
+def run_open_loop(sim: SimEngine, trace: Trace) -> Outcome:
+    """Requests arrive at the trace's times, whatever the engine does. Raises FaserError where one fails."""
+    return _run(sim, trace, OpenLoop(trace.arrivals_s.tolist()))
+
+
+def run_closed_loop(sim: SimEngine, trace: Trace, num_clients: int) -> Outcome:
+    """num_clients requests in flight until all are answered; arrivals of the trace do not count."""
+    return _run(sim, trace, ClosedLoop(num_clients))
+
+
+def _run(sim: SimEngine, trace: Trace, feed: Feed) -> Outcome:
+    lengths = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
+    requests = [
+        Request(str(index), np.zeros(num_prompt, np.int64), num_output, SamplingParams(seed=index))
+        for index, (num_prompt, num_output) in enumerate(lengths)
+    ]
+    log = StepLog(sim.engine, with_laps=False)
+    answers, seconds = finished(serve_requests(sim.engine, sim.clock, requests, feed))
+    return Outcome(answers, seconds, log, sim.num_layers, sim.engine.metrics().num_preemptions)
 
 
 def build_sim_engine(
@@ -61,10 +123,15 @@ def build_sim_engine(
     seed: int,
     max_output_tokens: int,
     policy: SpeculationPolicy | None = None,
+    name: str = "",
 ) -> SimEngine:
-    """policy: instead of the one that config names. Raises ConfigError for what cannot be simulated."""
+    """policy: instead of the one that config names; name ORACLE: the one that knows the outcomes. Raises ConfigError
+    for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
+    outcomes = Outcomes(world.process, seed, config.max_num_seqs, max_output_tokens)
+    if name == ORACLE:
+        policy = OraclePolicy(outcomes, world.costs)
     if policy is None:
         splits = [name for name in world.costs.partitions if name != WHOLE]
         policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
@@ -76,7 +143,7 @@ def build_sim_engine(
             f"one context of {world.max_context} tokens"
         )
     clock = SimClock()
-    sampler = SimSampler(world.process, seed, config.max_num_seqs, max_output_tokens)
+    sampler = SimSampler(outcomes)
     ports = Ports(
         _partitions(world, clock, is_drafting=policy.is_drafting),
         sampler,
@@ -87,23 +154,15 @@ def build_sim_engine(
         Limits(VOCAB_SIZE, world.max_context + 1),
     )
     engine = assemble(ports, policy, config.model_copy(update={"enable_prefix_reuse": False}))
-    return SimEngine(engine, clock, engine.stepper.observers)
+    return SimEngine(engine, clock, sum(world.target_layers))
 
 
 def _partitions(world: World, clock: SimClock, *, is_drafting: bool) -> dict[str, Partition]:
     exits = frozenset(segment for segment, _ in world.exits)
 
     def runner(model: str, partition: str) -> SimRunner:
-        is_target = model == TARGET
-        return SimRunner(
-            model,
-            partition,
-            world.costs,
-            clock,
-            num_layers=world.target_layers if is_target else world.draft_layers,
-            exits=exits if is_target else frozenset(),
-            vocab_size=VOCAB_SIZE,
-        )
+        layers, own_exits = (world.target_layers, exits) if model == TARGET else (world.draft_layers, frozenset[int]())
+        return SimRunner(model, partition, world.costs, clock, num_layers=layers, exits=own_exits)
 
     lanes = SimLanes(clock, world.costs.overhead.lanes_us)
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -22,13 +23,15 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.onnx_runtime import OrtRunner
-from faser_backend.device.partition import core_partitions
+from faser_backend.device.runtime import ModelPair
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
+from faser_backend.serving.runtimes import open_runtime
+from lab.drive import write_all
 from lab.places import DEMO, ROOT
+from lab.profiling.exit_fit import area_under_curve
+from lab.prompts import DEMO_PROMPTS, read_prompts
 from lab.simulation.acceptance import AcceptanceProcess, Latent
 
 EXIT_LAYERS = (2, 4)
@@ -41,16 +44,15 @@ NUM_JUDGED = 400  # texts of the process that are compared with real ones
 def write_texts(engine_dir: Path, prompts: list[str], num_tokens: int, temperature: float) -> list[np.ndarray]:
     """The target's own completions [prompt + num_tokens]; prompt i draws with seed i."""
     tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
-    engine = build_engine(engine_dir, EngineConfig.from_options(policy="none", max_num_seqs=16, max_queue_size=0))
-    texts = [tokenizer.encode(prompt).ids for prompt in prompts]
-    for index, ids in enumerate(texts):
-        sampling = SamplingParams(temperature=temperature, seed=index)
-        engine.submit(Request(str(index), np.array(ids, np.int64), num_tokens, sampling))
-    while engine.has_work:
-        for output in engine.step():
-            texts[int(output.request_id)] += output.token_ids
-    engine.close()
-    return [np.array(ids, np.int64) for ids in texts]
+    texts = [np.array(tokenizer.encode(prompt).ids, np.int64) for prompt in prompts]
+    requests = [
+        Request(str(index), text, num_tokens, SamplingParams(temperature=temperature, seed=index))
+        for index, text in enumerate(texts)
+    ]
+    config = EngineConfig.from_options(policy="none", max_num_seqs=16, max_queue_size=0)
+    with closing(build_engine(engine_dir, config)) as engine:
+        written = write_all(engine, requests)
+    return [np.append(text, written[str(index)]) for index, text in enumerate(texts)]
 
 
 class Tracer:
@@ -58,15 +60,12 @@ class Tracer:
 
     def __init__(self, engine_dir: Path) -> None:
         manifest = EngineManifest.load(engine_dir)
-        self._block_size = manifest.kv_block_size
-        context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
-        self._num_blocks = -(-context // self._block_size)
-        whole = core_partitions().whole
-        models, dtype = (manifest.target, manifest.draft), manifest.kv_cache_dtype
-        pools = (KvPool(model.spec, self._num_blocks, self._block_size, dtype=dtype) for model in models)
+        models = ModelPair(manifest.target, manifest.draft)
+        runtime = open_runtime(engine_dir, manifest, EngineConfig())
+        self._num_blocks = -(-models.max_context // manifest.kv_block_size)
         self._target, self._draft = (
-            OrtRunner(model, engine_dir, self._num_blocks, self._block_size, whole, pool=pool)
-            for model, pool in zip(models, pools, strict=True)
+            runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, self._num_blocks))
+            for model in models.present
         )
         self._sampler = NumpySampler(manifest.target.spec.vocab_size, 1)
 
@@ -166,20 +165,14 @@ def distance(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> f
     return float((accepted**2).mean() + (memory**2).mean() + (spread**2).mean())
 
 
-def auc(values: np.ndarray, is_positive: np.ndarray) -> float:
-    """Chance that a positive's value is above a negative's."""
-    ranks = values.argsort().argsort() + 1.0
-    positives = int(is_positive.sum())
-    negatives = is_positive.size - positives
-    return float((ranks[is_positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
-
-
 def auc_given_margin(values: np.ndarray, is_match: np.ndarray, margins: np.ndarray) -> float:
     """The AUC within tenths of the draft margin, averaged over the pairs that each tenth holds: what an exit tells
     beyond what the draft told already."""
     tenths = np.array_split(margins.argsort(), 10)
     pairs = [int(is_match[of].sum()) * int((~is_match[of]).sum()) for of in tenths]
-    aucs = [auc(values[of], is_match[of]) if count else 0.0 for of, count in zip(tenths, pairs, strict=True)]
+    aucs = [
+        area_under_curve(values[of], is_match[of]) if count else 0.0 for of, count in zip(tenths, pairs, strict=True)
+    ]
     return float(np.average(aucs, weights=pairs))
 
 
@@ -190,7 +183,7 @@ def fit_traces(traces: np.ndarray) -> dict[str, Any]:
     flat_margins, flat_match = margins.reshape(-1), is_match.reshape(-1)
     exits = {
         str(layer): {
-            "auc": round(auc(values := traces[:, 2 + index].reshape(-1), flat_match), 4),
+            "auc": round(area_under_curve(values := traces[:, 2 + index].reshape(-1), flat_match), 4),
             "auc_given_margin": round(auc_given_margin(values, flat_match, flat_margins), 4),
         }
         for index, layer in enumerate(EXIT_LAYERS)
@@ -211,12 +204,11 @@ def main() -> None:
     folder = ROOT / "lab" / "simulation"
     parser.add_argument("--output", type=Path, default=folder / "acceptance_demo.json")
     options = parser.parse_args()
-    demo = DEMO
-    prompts = [json.loads(line)["prompt"] for line in (demo / "prompts.jsonl").read_text().splitlines()]
+    prompts = [prompt.text for prompt in read_prompts(DEMO_PROMPTS)]
     result: dict[str, Any] = {"lengths": list(LENGTHS), "lags": list(LAGS), "tokens_per_text": options.num_tokens}
     with tempfile.TemporaryDirectory(prefix="faser-fit-") as folder_name:
         engine_dir = Path(folder_name) / "engine"
-        build_engines(demo / "target", demo / "draft", engine_dir, exit_layers=EXIT_LAYERS)
+        build_engines(DEMO / "target", DEMO / "draft", engine_dir, exit_layers=EXIT_LAYERS)
         tracer = Tracer(engine_dir)
         for kind, temperature in (("greedy", 0.0), ("sampled", options.temperature)):
             # Greedy decoding writes one text per prompt; sampling writes another with every seed.

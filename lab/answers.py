@@ -1,0 +1,166 @@
+"""What a benchmark asks for and what it learns: jobs, their answers, and figures of a run and of its categories.
+
+Knows nothing of who answers: an engine in this process, a simulated one and a Triton server give the same answers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lab.prompts import Prompt
+
+UNNAMED = "(none)"  # answers to prompts without a category, where others have one
+FIGURES = ("mean_accepted", "acceptance_rate", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50")
+
+PAIRED_FIGURES = ("tokens_per_s", "e2e_ms_p50")  # of which each repeat's are kept, for ratios within a repeat
+Categories = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One completion, or one answer in a conversation.
+
+    A completion has exactly max_tokens tokens: no end token ends it. An answer to a chat ends where the model ends it,
+    at max_tokens at the latest.
+    """
+
+    prompt: str  # of a chat: the user's message
+    max_tokens: int
+    temperature: float
+    seed: int
+    category: str = ""
+    prompt_ids: tuple[int, ...] = ()  # what the engines read; (): the tokens of the text
+    is_chat: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer. Times in seconds of the client's clock; a response may carry several tokens."""
+
+    start_s: float
+    response_s: list[float]
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int  # of these, what is in the answer
+    digest: str  # of the answer's text or ids: equal answers, equal digests
+    token_ids: list[int] = field(default_factory=list)  # where they are known
+
+    def cut_accepted(self) -> None:
+        """Leaves out what an engine of ours accepted behind the token that ended the answer.
+
+        Every response is of one verification at least, which emits one token more than it accepts.
+        """
+        self.num_accepted = min(self.num_accepted, self.num_tokens - len(self.response_s))
+
+
+def jobs_of(prompts: Sequence[Prompt], num_jobs: int, max_tokens: int, temperature: float, seed: int) -> list[Job]:
+    """num_jobs jobs over prompts in order, from the start again after the last. Job i draws with seed + i."""
+    jobs = []
+    for index in range(num_jobs):
+        asked = prompts[index % len(prompts)]
+        rest = (asked.category, asked.token_ids, asked.is_chat)
+        jobs.append(Job(asked.text, max_tokens, temperature, seed + index, *rest))
+    return jobs
+
+
+def summarise(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """Figures of one run. A verification emits one token beyond those that it accepts, so num_tokens - num_accepted of
+    them made an answer (the first token of an answer included). Times in ms: first token, gap between responses, time
+    per further token, whole answer."""
+    tokens, accepted, drafted = (
+        sum(getattr(answer, name) for answer in answers) for name in ("num_tokens", "num_accepted", "num_drafted")
+    )
+    times = {
+        "ttft_ms": [answer.response_s[0] - answer.start_s for answer in answers],
+        "itl_ms": np.concatenate([np.diff(answer.response_s) for answer in answers]),
+        "tpot_ms": [(a.response_s[-1] - a.response_s[0]) / (a.num_tokens - 1) for a in answers if a.num_tokens > 1],
+        "e2e_ms": [answer.response_s[-1] - answer.start_s for answer in answers],
+    }
+    found = {"tokens_per_s": tokens / seconds}
+    for name, values in times.items():
+        p50, p99 = np.percentile(values, (50, 99)) * 1e3 if len(values) else (0.0, 0.0)
+        found |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
+    return found | {
+        "e2e_ms_mean": float(np.mean(times["e2e_ms"])) * 1e3,
+        "mean_accepted": accepted / max(tokens - accepted, 1),
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+    }
+
+
+def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:
+    """The median of each figure (of counts the lower one), the lowest and highest throughput, and, for ratios within
+    a repeat, each repeat's throughput and median time of an answer."""
+    merged: dict[str, Any] = {}
+    for key, first in repeats[0].items():
+        median = statistics.median_low if isinstance(first, int) else statistics.median
+        merged[key] = median(repeat[key] for repeat in repeats)
+    throughput = [r["tokens_per_s"] for r in repeats]
+    return merged | {
+        "tokens_per_s_min": min(throughput),
+        "tokens_per_s_max": max(throughput),
+        "repeats": len(repeats),
+        **{f"{key}_repeats": [r[key] for r in repeats] for key in PAIRED_FIGURES},
+    }
+
+
+def count_different(answers: list[Answer], reference: list[Answer]) -> int:
+    """Answers that differ from the reference policy's to the same job."""
+    return sum(a.digest != b.digest for a, b in zip(answers, reference, strict=True))
+
+
+def summarise_categories(jobs: Sequence[Job], answers: Sequence[Answer]) -> Categories:
+    """Figures of one run by category, {} where no job has one.
+
+    request_tokens_per_s: tokens of the answers over the time for which their requests were in flight. mean_emitted:
+    tokens per verification, the recovered or bonus token included.
+    """
+    groups: dict[str, list[Answer]] = {}
+    for job, answer in zip(jobs, answers, strict=True):
+        groups.setdefault(job.category or UNNAMED, []).append(answer)
+    if set(groups) <= {UNNAMED}:
+        return {}
+    found: Categories = {}
+    for category, group in groups.items():
+        flight_s = sum(answer.response_s[-1] - answer.start_s for answer in group)
+        figures = summarise(group, flight_s)
+        found[category] = {
+            "num_answers": len(group),
+            "num_tokens": sum(answer.num_tokens for answer in group),
+            "request_tokens_per_s": figures["tokens_per_s"],
+            "mean_emitted": figures["mean_accepted"] + 1,
+            **{name: figures[name] for name in FIGURES},
+        }
+    return found
+
+
+def merge_categories(repeats: Sequence[Categories]) -> Categories:
+    """The median of each figure (of counts the lower one), and each repeat's speed, for ratios within a repeat."""
+    merged: Categories = {}
+    for category, first in repeats[0].items():
+        found = merged[category] = {}
+        for key, value in first.items():
+            median = statistics.median_low if isinstance(value, int) else statistics.median
+            found[key] = median(repeat[category][key] for repeat in repeats)
+        found["request_tokens_per_s_repeats"] = [repeat[category]["request_tokens_per_s"] for repeat in repeats]
+    return merged
+
+
+def add_category_speedups(categories: Categories, reference: Categories) -> None:
+    """Writes into each category its speed over the reference's: the median of the repeats' ratios."""
+    for category, found in categories.items():
+        pairs = zip(
+            found["request_tokens_per_s_repeats"], reference[category]["request_tokens_per_s_repeats"], strict=True
+        )
+        found["speedup"] = statistics.median(mine / others for mine, others in pairs)
+
+
+def category_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For tables: a row per category and contestant of one load, the contestants of a category side by side."""
+    for category in rows[0]["categories"] if rows else ():
+        for row in rows:
+            yield {"category": category, "policy": row["policy"], **row["categories"][category]}

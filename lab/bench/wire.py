@@ -1,0 +1,134 @@
+"""Text requests to a running server over gRPC streams, and a load client in a process of its own that sends them.
+
+Built on the wire messages, as light as Python allows: responses are time-stamped when they come and read afterwards.
+The client reads one JSON object per line, {"url", "num_clients", "jobs"}, and answers each with one line,
+{"seconds", "answers"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
+
+from faser_backend.core.errors import FaserError
+from lab.answers import Answer, Job
+
+Received = tuple[float, Any]  # seconds, and the response that came then
+COUNTERS = {
+    "num_tokens": "num_output_tokens",
+    "num_drafted": "total_draft_tokens",
+    "num_accepted": "total_accepted_draft_tokens",
+}
+
+
+class RefusedError(FaserError):
+    """The server answered with an error."""
+
+
+def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
+    """A text model's request for one job. end_id -1 is no token, so that only max_tokens ends a completion."""
+    content = json.dumps([{"role": "user", "content": job.prompt}]) if job.is_chat else job.prompt
+    prompt = content.encode()
+    fields = [
+        ("messages" if job.is_chat else "text_input", "BYTES", struct.pack("<I", len(prompt)) + prompt),
+        ("max_tokens", "INT32", struct.pack("<i", job.max_tokens)),
+        ("temperature", "FP32", struct.pack("<f", job.temperature)),
+        ("top_p", "FP32", struct.pack("<f", 1.0)),  # without it or top_k, a text model decodes greedily
+        ("seed", "UINT64", struct.pack("<Q", job.seed)),
+        *([] if job.is_chat else [("end_id", "INT32", struct.pack("<i", -1))]),
+        ("stream", "BOOL", b"\x01"),
+        ("exclude_input_in_output", "BOOL", b"\x01"),
+        ("return_perf_metrics", "BOOL", b"\x01"),
+        ("return_num_output_tokens", "BOOL", b"\x01"),
+    ]
+    request = ModelInferRequest(model_name=model, id=str(number))
+    for name, kind, raw in fields:
+        request.inputs.add(name=name, datatype=kind, shape=[1, 1])
+        request.raw_input_contents.append(raw)
+    for name in ["text_output", *COUNTERS.values()]:
+        request.outputs.add(name=name)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request
+
+
+def outputs_of(response: Any) -> dict[str, bytes]:
+    return {output.name: raw for output, raw in zip(response.outputs, response.raw_output_contents, strict=True) if raw}
+
+
+def read_answer(start_s: float, responses: list[Received]) -> Answer:
+    """An answer from its responses. Counters are those of the last response that has them."""
+    answer = Answer(start_s, [], 0, 0, 0, "")
+    text = hashlib.sha256()
+    for moment, response in responses:
+        outputs = outputs_of(response)
+        if "text_output" in outputs:
+            text.update(outputs["text_output"][4:])  # after the string's length
+            answer.response_s.append(moment)
+        for field, name in COUNTERS.items():
+            if name in outputs:
+                setattr(answer, field, struct.unpack("<i", outputs[name])[0])
+    answer.digest = text.hexdigest()
+    return answer
+
+
+async def ask(stream: Any, incoming: AsyncIterator[Any], request: Any) -> list[Received]:
+    """Sends a request over an open stream; the responses up to the final one. Raises RefusedError."""
+    responses: list[Received] = []
+    await stream.write(request)
+    while True:
+        response = await anext(incoming)
+        if response.error_message:
+            raise RefusedError(response.error_message)
+        responses.append((time.perf_counter(), response.infer_response))
+        if response.infer_response.parameters["triton_final_response"].bool_param:
+            return responses
+
+
+async def run_client(
+    stub: Any, jobs: Iterator[tuple[int, Any]], answers: list[tuple[float, list[Received]] | None]
+) -> None:
+    """One client: takes the next job when the one before is answered."""
+    stream = stub.ModelStreamInfer()
+    incoming = aiter(stream)
+    for index, request in jobs:
+        start = time.perf_counter()
+        answers[index] = (start, await ask(stream, incoming, request))
+    await stream.done_writing()
+
+
+async def run_jobs(url: str, num_clients: int, jobs: list[Job]) -> dict[str, Any]:
+    requests = iter(list(enumerate(make_request(job, number) for number, job in enumerate(jobs))))
+    answers: list[tuple[float, list[Received]] | None] = [None] * len(jobs)
+    async with grpc.aio.insecure_channel(url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        await channel.channel_ready()
+        start = time.perf_counter()
+        await asyncio.gather(*(run_client(stub, requests, answers) for _ in range(num_clients)))
+        seconds = time.perf_counter() - start
+    found = [read_answer(*answer) for answer in answers if answer is not None]
+    for job, answer in zip(jobs, found, strict=True):
+        if job.is_chat:
+            answer.cut_accepted()
+    return {"seconds": seconds, "answers": [asdict(answer) for answer in found]}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        jobs = [Job(**job) for job in order["jobs"]]
+        print(json.dumps(asyncio.run(run_jobs(order["url"], order["num_clients"], jobs))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

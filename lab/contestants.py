@@ -1,0 +1,155 @@
+"""Who is measured and under which loads, as data: in this process, on a GPU and in virtual time.
+
+A policy that is registered and takes no argument appears by itself; one that needs an argument is
+measured with the arguments named here. The report names what the ladder asks for and nobody knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.policy.registry import policy_usages
+
+REFERENCE = "none"
+FIXED_REFERENCE = "fixed:4"  # what a user of a fixed length would pick
+WHOLE = "faser"  # the rung that stands for the whole of it
+POLICIES = (
+    "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb",
+    "faser",
+)  # fmt: skip
+ORACLE = "oracle"  # knows what will be accepted, in virtual time alone
+STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
+SIMULATED = ("none", *STATIC, "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser")
+MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A policy and the fields of EngineConfig that make it an ablation."""
+
+    policy: str
+    note: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy} ({self.note})" if self.note else self.policy
+
+    @property
+    def is_static(self) -> bool:
+        return self.policy.startswith("fixed:") and not self.options
+
+
+# On a GPU, in the order in which they are measured where time is short; rivals take part in the bursty load.
+GPU_RIVALS = ("none", "fixed:4", "faser", "survival", "goodput")
+GPU_NAMES = (
+    *GPU_RIVALS, "fixed:2", "faser (no exit)", "faser (no pipeline)", "fixed:4 (run-ahead)", "fixed:4 (ping-pong)",
+    "fixed:4 (exits on)",
+)  # fmt: skip
+# Each mechanism taken out of the whole, then each forced on a policy that has none: what it costs or gains here.
+ABLATIONS = (
+    Contestant(WHOLE, "no exit", {"early_exit": "off"}),
+    Contestant(WHOLE, "no pipeline", {"pipeline": "serial"}),
+    Contestant(FIXED_REFERENCE, "n-grams", {"draft": "ngram"}),
+    Contestant(WHOLE, "n-grams", {"draft": "ngram"}),
+    Contestant(FIXED_REFERENCE, "exits on", {"early_exit": "on"}),
+    Contestant(FIXED_REFERENCE, "run-ahead", {"pipeline": "run_ahead"}),
+    Contestant(FIXED_REFERENCE, "ping-pong", {"pipeline": "ping_pong"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """num_clients in a closed loop, or, where it is 0, arrivals over time in an open one."""
+
+    name: str
+    num_clients: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_clients == 0
+
+
+BURSTY = Load("bursty", 0)
+LOADS = (Load("low", 1), Load("middle", 8), Load("saturating", MAX_NUM_SEQS), BURSTY)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How much is measured."""
+
+    repeats: int
+    cell_s: float  # of one closed loop at the reference's speed
+    min_waves: int  # of a closed loop, each as many requests as are in flight
+    bursty_s: float
+    bursty_repeats: int
+    max_tokens: int
+    temperatures: tuple[float, ...]
+    bursty_ablations: bool
+
+    def repeats_of(self, load: Load) -> int:
+        return self.bursty_repeats if load.is_open else self.repeats
+
+    @classmethod
+    def quick(cls) -> Sizing:
+        return cls(2, 0.2, 1, 1.5, 1, 40, (0.8,), bursty_ablations=False)
+
+    @classmethod
+    def full(cls) -> Sizing:
+        return cls(3, 2.0, 2, 12.0, 3, 100, (0.0, 0.8), bursty_ablations=True)
+
+
+def choose_contestants(
+    names: list[str] | None, ladder: tuple[str, ...] = POLICIES
+) -> tuple[list[Contestant], list[str]]:
+    """The ladder with its ablations, or the contestants of these names with the reference before them;
+    and what is missing, in words.
+
+    A name is a policy's, or an ablation's as reports show it. Raises ConfigError for one that nobody knows.
+    """
+    usages = policy_usages()
+    if names is not None:
+        ablations = {contestant.name: contestant for contestant in ABLATIONS}
+        chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
+        unknown = [c.name for c in chosen if _kind(c.policy) not in usages]
+        if unknown:
+            raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
+        return chosen, []
+    missing = [f"{spec}: no such policy is registered" for spec in ladder if _kind(spec) not in usages]
+    known = [spec for spec in ladder if _kind(spec) in usages]
+    for kind, usage in usages.items():
+        if kind not in map(_kind, ladder):
+            if ":" in usage:
+                missing.append(f"{usage}: takes an argument; name one with --policies")
+            else:
+                known.append(kind)
+    return [*map(Contestant, known), *(ablation for ablation in ABLATIONS if ablation.policy in known)], missing
+
+
+def split_names(text: str) -> list[str]:
+    """Contestants separated by commas; a part that starts with a digit goes on with a schedule's argument."""
+    names: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if names and part[0].isdigit():
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    return names
+
+
+def _kind(spec: str) -> str:
+    return spec.partition(":")[0]
+
+
+def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
+    """As choose_contestants, with every fixed length and the oracle, and without those that draft with n-grams: a
+    simulated text has none. Raises ConfigError for one of these that the user named."""
+    asked = None if names is None else [name for name in names if name != ORACLE]
+    chosen, missing = choose_contestants(asked, SIMULATED)
+    others = [each.name for each in chosen if each.options.get("draft") == "ngram"]
+    if others and names is not None:
+        raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
+    chosen = [each for each in chosen if each.name not in others]
+    chosen += [Contestant(ORACLE)] * (names is None or ORACLE in names)
+    return chosen, [*missing, *(f"{name}: n-grams need texts, and a simulation has none" for name in others)]

@@ -1,0 +1,289 @@
+"""Drives engines in this process, real or simulated: no server, no text, no network.
+
+A closed loop keeps a number of requests in flight; an open loop submits each one when it is due, whether or not the
+engine keeps up. The loop itself is the engine's step thread; where nothing is running time goes on to the next request
+at once. Engines that serve the same load take turns, each by a clock of its own: a shared machine is a tenth faster or
+slower from one second to the next. Of six engines alike, 8 requests each, one came out at 0.87 to 1.16 times their mean
+when they ran one after the other (standard deviation 6.1 %), with turns of 0.05 s at 0.98 to 1.02 (0.9 %).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import FaserError
+from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import Engine
+from faser_backend.serving.compose import build_engine
+from lab.answers import Answer, Job
+
+PLACE = "in process"
+TURN_S = 0.1  # some steps of the longest kind; what a turn finds cold is cold for everybody
+
+T = TypeVar("T")
+
+
+class Feed(Protocol):
+    """When requests are submitted; seconds since the start of the run."""
+
+    def num_due(self, now_s: float, num_ended: int) -> int:
+        """Requests that should have been submitted by now."""
+        ...
+
+    def due_s(self, index: int, now_s: float) -> float:
+        """From when on request `index` waits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """num_clients requests in flight, each answer followed by the next request."""
+
+    num_clients: int
+
+    def num_due(self, now_s: float, num_ended: int) -> int:
+        return self.num_clients + num_ended
+
+    def due_s(self, index: int, now_s: float) -> float:
+        return now_s
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests at given times, ascending; the wait until a step has ended counts as theirs."""
+
+    arrivals_s: list[float]
+
+    def num_due(self, now_s: float, num_ended: int) -> int:
+        return bisect_right(self.arrivals_s, now_s)
+
+    def due_s(self, index: int, now_s: float) -> float:
+        return self.arrivals_s[index]
+
+
+class RunClock(Protocol):
+    """What a run measures by."""
+
+    def now_s(self) -> float: ...
+
+    def skip(self, seconds: float) -> None:
+        """Goes forward at once, where there is nothing to do but wait. Never backward."""
+        ...
+
+
+class OwnClock:
+    """Nanoseconds that stand still while others have their turn."""
+
+    def __init__(self) -> None:
+        self._lag_ns = 0  # behind the machine's clock
+        self._stopped_ns: int | None = None  # what the machine's clock said then; None: this one runs
+
+    def now_ns(self) -> int:
+        return (time.perf_counter_ns() if self._stopped_ns is None else self._stopped_ns) - self._lag_ns
+
+    def now_s(self) -> float:
+        return self.now_ns() / 1e9
+
+    def stop(self) -> None:
+        """Must run."""
+        self._stopped_ns = time.perf_counter_ns()
+
+    def go_on(self) -> None:
+        """Must stand still."""
+        assert self._stopped_ns is not None
+        self._lag_ns += time.perf_counter_ns() - self._stopped_ns
+        self._stopped_ns = None
+
+    def skip(self, seconds: float) -> None:
+        """Goes forward at once, where there is nothing to do but wait. Never backward."""
+        self._lag_ns -= max(round(seconds * 1e9), 0)
+
+
+def take_turns(
+    runs: Mapping[str, Generator[float, None, T]],
+    clocks: Mapping[str, OwnClock],
+    on_turn: Callable[[float], None],
+    turn_s: float = TURN_S,
+) -> dict[str, T]:
+    """What each run returns, in the order of `runs`. A run yields after each step which share of it is done.
+
+    clocks: by which runs measure. on_turn: told the mean share after every turn.
+    """
+    results: dict[str, T] = {}
+    done = dict.fromkeys(runs, 0.0)
+    for name in runs:
+        clocks[name].stop()
+    try:
+        while len(results) < len(runs):
+            for name in [name for name in runs if name not in results]:
+                clock = clocks[name]
+                clock.go_on()
+                try:
+                    until_s = clock.now_s() + turn_s
+                    while clock.now_s() < until_s:
+                        done[name] = next(runs[name])
+                except StopIteration as end:
+                    results[name], done[name] = end.value, 1.0
+                finally:
+                    clock.stop()
+                on_turn(sum(done.values()) / len(done))
+    finally:
+        for name in runs:
+            clocks[name].go_on()
+    return {name: results[name] for name in runs}
+
+
+def turn_orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
+    """The order of each repeat: another one begins every time, so that nobody always follows the same neighbour."""
+    for repeat in range(repeats):
+        first = repeat % max(len(names), 1)
+        yield [*names[first:], *names[:first]]
+
+
+class InProcess:
+    """One engine per name, all loaded, so that repeats can take turns."""
+
+    def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
+        self._tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+        self._end_ids = EngineManifest.load(engine_dir).end_ids
+        self._engine_dir = engine_dir
+        self._engines: dict[str, Engine] = {}
+        self._clocks: dict[str, OwnClock] = {}
+        try:
+            for name, config in configs.items():
+                self.open(name, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, name: str, config: EngineConfig) -> None:
+        """One engine more. Raises ConfigError and stays as it was."""
+        self._clocks[name] = OwnClock()
+        self._engines[name] = build_engine(self._engine_dir, config, self._clocks[name])
+
+    def engine(self, name: str) -> Engine:
+        return self._engines[name]
+
+    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+        """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
+        return self.serve(policy, jobs, ClosedLoop(num_clients))
+
+    def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Answer], float]:
+        """Submits jobs in order as `feed` says. Returns an answer per job, and seconds. Raises FaserError."""
+        return self.serve_in_turns([name], jobs, feed)[name]
+
+    def serve_in_turns(
+        self, names: Sequence[str], jobs: list[Job], feed: Feed, on_turn: Callable[[float], None] = lambda share: None
+    ) -> dict[str, tuple[list[Answer], float]]:
+        """`serve` for each of the engines, which all get the same jobs. on_turn: is told the share that is done."""
+        runs = {
+            name: serve_requests(
+                self._engines[name], self._clocks[name], [self.request(i, job) for i, job in enumerate(jobs)], feed
+            )
+            for name in names
+        }
+        return take_turns(runs, self._clocks, on_turn)
+
+    def request(self, index: int, job: Job) -> Request:
+        """The job under this number."""
+        return Request(
+            request_id=str(index),
+            prompt_ids=np.array(job.prompt_ids or self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
+            max_tokens=job.max_tokens,
+            sampling=SamplingParams(temperature=job.temperature, seed=job.seed),
+            end_ids=self._end_ids if job.is_chat else (),
+        )
+
+    def overhead(self, policy: str) -> dict[str, float]:
+        """Milliseconds per phase of a step since the start, largest first."""
+        metrics = self._engines[policy].metrics()
+        phases = sorted(metrics.phase_times_ns.items(), key=lambda item: -item[1])
+        return {phase: ns / 1e6 / max(metrics.num_steps, 1) for phase, ns in phases}
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+def serve_requests(
+    engine: Engine, clock: RunClock, requests: Sequence[Request], feed: Feed
+) -> Generator[float, None, tuple[list[Answer], float]]:
+    """Submits requests, whose ids are their places, as `feed` says; yields after each step the share that is answered.
+
+    Returns an answer per request, and seconds, both by the clock. Raises FaserError.
+    """
+    answers = [Answer(0.0, [], 0, 0, 0, "") for _ in requests]
+    num_sent = num_ended = 0
+    start = clock.now_s()
+    while num_ended < len(requests):
+        now = clock.now_s() - start
+        for index in range(num_sent, min(feed.num_due(now, num_ended), len(requests))):
+            answers[index].start_s = start + feed.due_s(index, clock.now_s() - start)
+            engine.submit(requests[index])
+            num_sent += 1
+        if not engine.has_work:
+            clock.skip(feed.due_s(num_sent, now) - now)
+            continue
+        outputs = engine.step()
+        now = clock.now_s()
+        for output in outputs:
+            _take(answers[int(output.request_id)], output, now)
+            num_ended += output.is_final
+        yield num_ended / len(requests)
+    seconds = clock.now_s() - start
+    for request, answer in zip(requests, answers, strict=True):
+        answer.num_tokens = len(answer.token_ids)
+        if request.end_ids:
+            answer.cut_accepted()
+        answer.digest = hashlib.sha256(np.array(answer.token_ids, dtype=np.int64).tobytes()).hexdigest()
+    return answers, seconds
+
+
+def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:
+    if output.error is not None:
+        raise FaserError(f"request {output.request_id} failed: {output.error}")
+    answer.response_s.append(now_s)
+    answer.token_ids += output.token_ids
+    if output.is_final:
+        assert output.stats is not None
+        answer.num_drafted = output.stats.num_drafted
+        answer.num_accepted = output.stats.num_accepted
+
+
+def finished(run: Generator[float, None, T], on_step: Callable[[float], None] = lambda share: None) -> T:
+    """What a run returns, run to its end without turns. on_step: is told the share that is done."""
+    while True:
+        try:
+            on_step(next(run))
+        except StopIteration as end:
+            return end.value
+
+
+def write_all(
+    engine: Engine, requests: Sequence[Request], on_step: Callable[[float], None] = lambda share: None
+) -> dict[str, list[int]]:
+    """The tokens of all requests by id, submitted at once. Raises FaserError where one fails."""
+    tokens: dict[str, list[int]] = {}
+    num_ended = 0
+    for request in requests:
+        engine.submit(request)
+        tokens[request.request_id] = []
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise FaserError(f"request {output.request_id} failed: {output.error}")
+            tokens[output.request_id] += output.token_ids
+            num_ended += output.is_final
+        on_step(num_ended / len(requests))
+    return tokens

@@ -1,0 +1,112 @@
+"""Where figures were measured: device, versions, commit. Every results file carries this.
+
+Needs no package: what is missing on a machine is told, not raised.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from lab.places import ROOT
+
+GPU_PACKAGES = ("torch", "triton", "cuda-python", "tensorrt-cu13", "tensorrt-rtx-cu13-libs")
+PACKAGES = ("faser-backend", "numpy", "onnxruntime", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
+_QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+
+
+def describe(seed: int) -> dict[str, Any]:
+    """Meta data of a run: plain values for JSON. gpu: the one that is there, used or not; None without one."""
+    from faser_backend.device.cpu_runtime import cpu_name
+
+    gpu = gpu_name()
+    return {
+        "device": cpu_name(),
+        "gpu": gpu,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "versions": installed_versions(PACKAGES + (GPU_PACKAGES if gpu else ())),
+        "seed": seed,
+        **describe_checkout(),
+    }
+
+
+def describe_checkout() -> dict[str, Any]:
+    """What can be said without any package."""
+    return {
+        "num_cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def gpu_name() -> str | None:
+    from faser_backend.device.cuda.green_contexts import DriverError
+    from faser_backend.device.cuda.identity import gpu_facts, load_driver
+
+    try:
+        facts = gpu_facts(load_driver())
+    except (DriverError, ImportError):
+        return None
+    return f"{facts.name}, {facts.num_sms} SMs, CUDA driver {facts.driver}"
+
+
+def query_gpu() -> dict[str, str]:
+    """The first GPU, its clocks and its driver, as nvidia-smi tells; empty where it does not."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = done.stdout.strip().splitlines()
+    return parse_gpu(lines[0]) if lines else {}
+
+
+def parse_gpu(line: str) -> dict[str, str]:
+    """A line of nvidia-smi's answer, by field."""
+    return dict(zip(_QUERY.split(","), (value.strip() for value in line.split(",")), strict=False))
+
+
+def installed_versions(names: tuple[str, ...]) -> dict[str, str | None]:
+    """None: not installed."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, with + where tracked files differ from it."""
+    try:
+        head, changed = (
+            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "not a git checkout"
+    return head + "+" * bool(changed)
+
+
+def without_places(text: str) -> str:
+    """Absolute paths, which errors and command lines are full of, become the names of their files."""
+    return re.sub(r"(?<![\w.~$}/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
+
+
+def as_lines(meta: dict[str, Any]) -> list[str]:
+    """Two lines for people: what a table's reader must know."""
+    where = f"{meta['device']}, {meta['num_cores']} cores" + (f", {meta['gpu']}" if meta.get("gpu") else "")
+    packages = ", ".join(f"{name} {number or 'not installed'}" for name, number in meta["versions"].items())
+    return [
+        f"Measured on {where} (load average at the start {meta['load_average']}), "
+        f"{meta['date']}, commit {meta['commit']}, seed {meta['seed']}.",
+        f"Python {meta['python']}; {packages}.",
+    ]

@@ -1,0 +1,252 @@
+"""Does a runtime say what ONNX Runtime says? The demo pair, logits row by row and whole answers through the engine.
+
+Both see the same tokens: prompts in one ragged chunk, then verifications of 1 to 5 rows along the reference's own
+greedy answers. Every stage (build, load, run) is noted before it begins, so that a crash names its stage.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.build import build_engines
+from faser_backend.config import EngineConfig
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.runtime import ModelPair, OpenRunner
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.model_call import run_model
+from faser_backend.serving.compose import build_engine
+from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.runtimes import AnyRuntime, open_runtime
+from lab.drive import write_all
+from lab.gpu.pairs import checked_device
+from lab.gpu.worker import Context, Result
+from lab.prompts import DEMO_PROMPTS, read_prompts
+from plugins.tensorrt_import import Flavour, TensorRtError, import_tensorrt
+
+EXIT_LAYERS = (2,)
+# A token that differs where the reference's two best logits are no further apart than this is a near-tie.
+TIES = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 4e-1}
+ANSWER_TOKENS = 24
+
+
+def torch_runtime(context: Context) -> Result:
+    checked_device(context)
+    return _compare(context, "torch", ("fp32", "bf16", "fp16"))
+
+
+def rtx_runtime(context: Context) -> Result:
+    return _compare_compiled(context, "tensorrt_rtx", "rtx", ("fp16", "fp32"))
+
+
+def tensorrt_runtime(context: Context) -> Result:
+    return _compare_compiled(context, "tensorrt", "full", ("fp16",))
+
+
+def _compare_compiled(context: Context, runtime: str, flavour: Flavour, dtypes: tuple[str, ...]) -> Result:
+    try:
+        title = import_tensorrt(flavour).title
+    except TensorRtError as error:
+        return {"runtime": runtime, "dtypes": [{"dtype": dtypes[0], "stage": "import", "error": str(error)}]}
+    return {"title": title, **_compare(context, runtime, dtypes)}
+
+
+def _compare(context: Context, runtime: str, dtypes: tuple[str, ...]) -> Result:
+    found: Result = {"runtime": runtime, "dtypes": []}
+    with tempfile.TemporaryDirectory(prefix="faser-parity-") as folder:
+        reference_dir = Path(folder) / "onnxruntime"
+        build_engines(
+            DEMO_PAIR / "target", DEMO_PAIR / "draft", reference_dir, exit_layers=EXIT_LAYERS, kv_cache_dtype="fp32"
+        )
+        prompts = _prompts(reference_dir, 2 if context.is_tiny else 8)
+        num_tokens = 6 if context.is_tiny else ANSWER_TOKENS
+        reference = _reference(reference_dir, prompts, num_tokens)
+        for dtype in dtypes[:1] if context.is_tiny else dtypes:
+            row: dict[str, Any] = {"dtype": dtype, "stage": "build"}
+            found["dtypes"].append(row)
+            context.save(found)
+            try:
+                _check(context, found, row, Path(folder) / f"{runtime}-{dtype}", reference)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:600]
+            context.save(found)
+    return found
+
+
+class Reference:
+    """What ONNX Runtime says: texts [prompt + answer], and the logits of each answer's rows."""
+
+    def __init__(self, engine_dir: Path, prompts: list[np.ndarray], texts: list[np.ndarray], num_tokens: int) -> None:
+        self.engine_dir = engine_dir
+        self.prompts = prompts
+        self.texts = texts
+        self.num_tokens = num_tokens
+        self.logits: dict[str, np.ndarray] = {}  # by model, [prompts, num_tokens, V]
+
+
+def _reference(engine_dir: Path, prompts: list[np.ndarray], num_tokens: int) -> Reference:
+    texts = answers(engine_dir, prompts, num_tokens, policy="none")
+    reference = Reference(engine_dir, prompts, texts, num_tokens)
+    with _opened(engine_dir) as (runtime, models):
+        for name, model in zip(ModelPair._fields, models, strict=True):
+            reference.logits[name] = forced_logits(runtime, model, prompts, texts)
+    return reference
+
+
+def _check(context: Context, found: Result, row: dict[str, Any], engine_dir: Path, reference: Reference) -> None:
+    """Fills row, stage by stage."""
+
+    def begin(stage: str) -> None:
+        row["stage"] = stage
+        context.save(found)
+
+    start = time.monotonic()
+    build_engines(
+        DEMO_PAIR / "target",
+        DEMO_PAIR / "draft",
+        engine_dir,
+        runtime=found["runtime"],
+        dtype=row["dtype"],
+        exit_layers=EXIT_LAYERS,
+    )
+    row["build_s"] = time.monotonic() - start
+    begin("load")
+    start = time.monotonic()
+    with _opened(engine_dir) as (runtime, models):
+        row["load_s"] = time.monotonic() - start
+        for name, model in zip(ModelPair._fields, models, strict=True):
+            begin(f"run {name}")
+            logits = forced_logits(runtime, model, reference.prompts, reference.texts)
+            row[name] = compare_logits(logits, reference.logits[name], TIES[row["dtype"]])
+    for policy, temperature in (("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8)):
+        begin(f"engine, {policy}, temperature {temperature:g}")
+        expected = reference.texts
+        if temperature:
+            expected = answers(
+                reference.engine_dir, reference.prompts, reference.num_tokens, policy="none", temperature=temperature
+            )
+        texts = answers(engine_dir, reference.prompts, reference.num_tokens, policy=policy, temperature=temperature)
+        equal = [np.array_equal(*pair) for pair in zip(texts, expected, strict=True)]
+        answer = {"policy": policy, "temperature": temperature, "num_answers": len(equal), "num_equal": sum(equal)}
+        if not temperature:
+            answer["num_near_ties"] = _near_ties(texts, reference, TIES[row["dtype"]])
+        row.setdefault("answers", []).append(answer)
+    begin("done")
+
+
+def compare_logits(found: np.ndarray, expected: np.ndarray, tie: float) -> dict[str, float]:
+    """Errors of logits [..., V]; how often the best token differs, and how often that is a near-tie."""
+    differs = found.argmax(axis=-1) != expected.argmax(axis=-1)
+    best = np.sort(expected, axis=-1)[..., -2:]
+    is_tie = best[..., 1] - best[..., 0] <= tie
+    error = np.abs(found - expected)
+    return {
+        "num_rows": int(differs.size),
+        "max_error": float(error.max()),
+        "mean_error": float(error.mean()),
+        "largest_logit": float(np.abs(expected).max()),
+        "num_different": int(differs.sum()),
+        "num_near_ties": int((differs & is_tie).sum()),
+    }
+
+
+def _near_ties(texts: list[np.ndarray], reference: Reference, tie: float) -> int:
+    """Answers whose first different token is a near-tie of the reference."""
+    count = 0
+    for index, (text, expected) in enumerate(zip(texts, reference.texts, strict=True)):
+        differs = np.flatnonzero(text != expected)
+        if differs.size:
+            place = differs[0] - reference.prompts[index].size
+            best = np.sort(reference.logits["target"][index, place])[-2:]
+            count += bool(best[1] - best[0] <= tie)
+    return count
+
+
+def forced_logits(runtime: AnyRuntime, model: Any, prompts: list[np.ndarray], texts: list[np.ndarray]) -> np.ndarray:
+    """[prompts, answer tokens, V]: the rows that yield each answer's tokens, fed in chunks of 1 to 5 rows."""
+    runtime.bind_step_thread()
+    size, block_size = len(texts), runtime.kv_block_size
+    each = -(-max(text.size for text in texts) // block_size)
+    pool = runtime.open_pool(model, size * each)
+    tables = np.arange(size * each).reshape(size, each)
+    with closing(runtime.open_runner(model, runtime.menu.whole, pool)) as runner:
+        lens = np.array([prompt.size - 1 for prompt in prompts])
+        _feed(runner, texts, np.zeros(size, np.int64), lens, tables, with_logits=False)
+        ends = np.array([text.size - 1 for text in texts])
+        rows: list[list[np.ndarray]] = [[] for _ in texts]
+        for step in range(10_000):
+            alive = np.flatnonzero(lens < ends)
+            if not alive.size:
+                break
+            counts = np.minimum(1 + (step + alive) % 5, (ends - lens)[alive])
+            logits = _feed(
+                runner, [texts[i] for i in alive], lens[alive], lens[alive] + counts, tables[alive], with_logits=True
+            )
+            for index, part in zip(alive, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+                rows[index].append(part)
+            lens[alive] += counts
+    return np.stack([np.concatenate(parts) for parts in rows])
+
+
+def _feed(
+    runner: OpenRunner,
+    texts: list[np.ndarray],
+    starts: np.ndarray,
+    stops: np.ndarray,
+    tables: np.ndarray,
+    *,
+    with_logits: bool,
+) -> np.ndarray:
+    """Tokens [start, stop) of each text; logits of all rows, a copy on the host, or none."""
+    tokens = np.concatenate([text[a:b] for text, a, b in zip(texts, starts, stops, strict=True)])
+    rows = RowBatch(
+        token_ids=tokens,
+        cu_rows=np.concatenate([[0], np.cumsum(stops - starts)]),
+        context_lens=starts.copy(),
+        block_tables=tables,
+        logit_rows=np.arange(tokens.size if with_logits else 0),
+    )
+    logits = run_model(runner, rows)
+    return on_host(logits)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A copy of a device array."""
+    return np.array(array.float().cpu().numpy() if hasattr(array, "cpu") else array)
+
+
+def answers(
+    engine_dir: Path, prompts: list[np.ndarray], num_tokens: int, *, policy: str, temperature: float = 0.0
+) -> list[np.ndarray]:
+    """Prompt and answer of each, through a whole engine, all requests at once."""
+    config = EngineConfig.from_options(policy=policy, max_num_seqs=max(2, len(prompts)))
+    requests = [
+        Request(str(index), prompt, num_tokens, SamplingParams(temperature=temperature, seed=index))
+        for index, prompt in enumerate(prompts)
+    ]
+    with closing(build_engine(engine_dir, config)) as engine:
+        written = write_all(engine, requests)
+    return [np.append(prompt, written[str(index)]) for index, prompt in enumerate(prompts)]
+
+
+@contextmanager
+def _opened(engine_dir: Path) -> Iterator[tuple[AnyRuntime, ModelPair]]:
+    manifest = EngineManifest.load(engine_dir)
+    with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
+        yield runtime, ModelPair(manifest.target, manifest.draft)
+
+
+def _prompts(engine_dir: Path, count: int) -> list[np.ndarray]:
+    """Held-out prompts of up to 96 tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    prompts = read_prompts(DEMO_PROMPTS)[:count]
+    return [np.array(tokenizer.encode(prompt.text).ids[-96:], np.int64) for prompt in prompts]

@@ -1,0 +1,148 @@
+"""Do SM splits hold? Which SMs work for which share, launched and replayed, and whether two shares work at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer, smid
+
+from lab.gpu.worker import Context, Result
+
+SPIN_NS = 20_000
+LONG_SPIN_NS = 200_000
+PROGRAMS_PER_SM = 16
+NUM_TRIALS = 5
+
+
+@triton.jit
+def sm_probe_kernel(sms, starts, ends, spin_ns):
+    """One program per entry of sms, starts and ends; each keeps its SM busy for spin_ns."""
+    program = tl.program_id(0)
+    start = globaltimer()
+    now = start
+    while now - start < spin_ns:  # pyright: ignore[reportOperatorIssue]
+        now = globaltimer()
+    tl.store(sms + program, smid())
+    tl.store(starts + program, start)
+    tl.store(ends + program, now)
+
+
+class Probe:
+    """Tensors of one launch of `num_programs` programs."""
+
+    def __init__(self, num_programs: int) -> None:
+        self.sms = torch.full((num_programs,), -1, dtype=torch.int32, device="cuda")
+        self.starts, self.ends = (torch.zeros(num_programs, dtype=torch.int64, device="cuda") for _ in range(2))
+
+    def launch(self, spin_ns: int) -> None:
+        """On the current stream. Eight warps a program, so that an SM holds few of them and all SMs are needed."""
+        launch: Any = sm_probe_kernel[(self.sms.numel(),)]
+        launch(self.sms, self.starts, self.ends, spin_ns, num_warps=8)
+
+
+def run(context: Context) -> Result:
+    """Every split of the menu: histograms of %smid, eager and replayed, and how long both shares worked together."""
+    from faser_backend.device.cuda.identity import load_driver
+    from faser_backend.device.cuda.runtime import prepare_cuda
+    from faser_backend.device.cuda.streams import open_menu
+
+    if not prepare_cuda():
+        raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} sees no GPU")
+    torch.zeros(1, device="cuda")  # the primary context, which green contexts hold on to
+    menu = open_menu(torch.cuda, 0, load_driver)
+    found: Result = {"kind": menu.choice.kind, "note": menu.menu.note, "splits": []}
+    try:
+        found["whole"] = _share_result(menu.menu.whole)
+        for draft, target in menu.menu.splits:
+            seen = {name: _share_result(share) for name, share in (("draft", draft), ("target", target))}
+            draft_sms, target_sms = (set(map(int, seen[name]["eager"])) for name in ("draft", "target"))
+            found["splits"].append(
+                {
+                    "split": f"{draft.size}/{target.size}",
+                    **seen,
+                    "checks": check_split(draft_sms, target_sms, draft.size, target.size),
+                    "together": _together(draft, target),
+                }
+            )
+            context.save(found)
+    finally:
+        torch.cuda.synchronize()
+        menu.close()
+    return found
+
+
+def check_split(draft: set[int], target: set[int], draft_size: int, target_size: int) -> dict[str, bool]:
+    """What must hold of the SMs that each share was seen on."""
+    return {
+        "is_disjoint": not draft & target,
+        "is_draft_within_size": len(draft) <= draft_size,
+        "is_target_within_size": len(target) <= target_size,
+        "is_draft_full": len(draft) == draft_size,
+        "is_target_full": len(target) == target_size,
+    }
+
+
+def histogram(sms: np.ndarray) -> dict[str, int]:
+    """Programs per SM, by its number; sms [num_programs], -1 where a program never ran."""
+    return {str(sm): count for sm, count in sorted(Counter(sms.tolist()).items())}
+
+
+def _share_result(share: Any) -> dict[str, Any]:
+    """Histograms of a share: launched on its stream, and captured there and replayed on another stream."""
+    num_programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
+    eager, replayed = Probe(num_programs), Probe(num_programs)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(share.stream):
+        eager.launch(SPIN_NS)
+    share.stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=share.stream):
+        replayed.launch(SPIN_NS)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.replay()
+    torch.cuda.synchronize()
+    histograms = {name: histogram(probe.sms.cpu().numpy()) for name, probe in (("eager", eager), ("graph", replayed))}
+    return {
+        "size": share.size,
+        **histograms,
+        "num_sms_eager": len(histograms["eager"]),
+        "is_graph_within_eager": set(histograms["graph"]) <= set(histograms["eager"]),
+    }
+
+
+def _together(draft: Any, target: Any) -> dict[str, float]:
+    """Both shares busy for as long, launched one right after the other: the share of that time in which both were."""
+    probes = [(share, Probe(share.size)) for share in (draft, target)]
+    shares = []
+    torch.cuda.synchronize()
+    for _ in range(NUM_TRIALS):
+        for share, probe in probes:
+            with torch.cuda.stream(share.stream):
+                probe.launch(LONG_SPIN_NS)
+        torch.cuda.synchronize()
+        shares.append(overlap_of(*(_spans(probe) for _, probe in probes)))
+    return {"overlap_share_median": float(np.median(shares)), "overlap_share_min": float(min(shares))}
+
+
+def overlap_of(draft: np.ndarray, target: np.ndarray) -> float:
+    """Time in which both worked, over the shorter one's; a span [1, 2] each."""
+    shorter = min(float(np.diff(spans).sum()) for spans in (draft, target))
+    return common_us(draft, target) / shorter if shorter else 0.0
+
+
+def _spans(probe: Any) -> np.ndarray:
+    """[1, 2]: from the first program's start to the last one's end."""
+    starts, ends = probe.starts.cpu().numpy(), probe.ends.cpu().numpy()
+    return np.array([[starts.min(), ends.max()]], np.float64)
+
+
+def common_us(spans_a: np.ndarray, spans_b: np.ndarray) -> float:
+    """Time in which both work; spans [n, 2] and [m, 2] of starts and ends, each sorted and free of overlaps."""
+    starts = np.maximum(spans_a[:, None, 0], spans_b[None, :, 0])
+    ends = np.minimum(spans_a[:, None, 1], spans_b[None, :, 1])
+    return float(np.maximum(ends - starts, 0.0).sum())

@@ -1,0 +1,72 @@
+"""The one command line of the measuring scripts: options that several of them share, each with its own defaults."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from faser_backend.core.errors import FaserError
+from faser_backend.manifest import EngineManifest
+from lab.places import RESULTS
+from lab.prompts import PromptLimits, PromptSet, load_prompt_set
+
+SHARED: dict[str, dict[str, Any]] = {
+    "engine-dir": {"type": Path, "help": "default: the demo pair, built here"},
+    "policies": {"help": "separated by commas; the first is the reference"},
+    "clients": {"help": "requests in flight, separated by commas"},
+    "temperatures": {},
+    "threads": {"type": int, "help": "of each server"},
+    "repeats": {"type": int},
+    "jobs-per-client": {"type": int, "help": "jobs of a loop, at least 16 in all"},
+    "max-tokens": {"type": int, "help": "of an answer"},
+    "seed": {"type": int, "default": 0},
+    "serve-options": {"default": "", "help": "more options for `faser serve`, separated by blanks"},
+    "rows": {"help": "of a call, separated by commas"},
+    "json": {"type": Path, "help": "file to write figures into"},
+    "name": {"help": "of the files that are written"},
+    "output": {"type": Path, "default": RESULTS},
+}
+LOOPS = ("seed", "serve-options", "output")  # what every script with closed loops takes, beside what it gives defaults
+
+
+def make_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of these shared options and of those that have a default here (max_tokens for --max-tokens)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in dict.fromkeys([*names, *(name.replace("_", "-") for name in defaults)]):
+        options = dict(SHARED[name])
+        if name.replace("-", "_") in defaults:
+            options["default"] = defaults[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", **options)
+    return parser
+
+
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What `asked_prompts` reads."""
+    help_text = (
+        'JSON lines with "prompt", "text" or "turns" (Spec-Bench: the first is asked) and perhaps "category"; '
+        ".txt: lines of text; default: the demo pair's held-out prompts. Categories are asked in turn"
+    )
+    parser.add_argument("--prompts", type=Path, help=help_text)
+    help_text = "prompts are messages, to which the engines' chat template is applied; answers end where the model ends"
+    parser.add_argument("--chat", action="store_true", help=help_text)
+    help_text = "longer prompts are left out and counted, as are those that the engines' context cannot hold"
+    parser.add_argument("--max-prompt-chars", type=int, help=help_text)
+
+
+def asked_prompts(args: argparse.Namespace, engine_dir: Path) -> PromptSet:
+    """The prompts that the command line names. Ends the program with one line where they cannot be asked."""
+    limits = PromptLimits(args.max_tokens, max_prompt_chars=args.max_prompt_chars)
+    try:
+        manifest = EngineManifest.load(engine_dir)
+        prompts = load_prompt_set(args.prompts, engine_dir, manifest, limits, is_chat=args.chat)
+    except FaserError as error:
+        raise SystemExit(f"error: {error}") from None
+    if prompts.left_out:
+        print(prompts.left_out, file=sys.stderr)
+    return prompts

@@ -1,0 +1,217 @@
+"""Prompts: files of them, what an engine directory's text models make of them, and prompts of wanted lengths.
+
+Files are Spec-Bench's JSON lines, plainer JSON lines, or lines of text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tokenizer import TextTokenizer
+from lab.places import DEMO
+
+DEMO_PROMPTS = DEMO / "prompts.jsonl"
+WINDOW_STRIDE = 977  # tokens between two prompts; a prime, so that wrapped windows begin elsewhere
+FIELDS = ("turns", "prompt", "text")  # where a line's prompt is looked for, in this order
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What one request asks."""
+
+    text: str
+    category: str = ""  # "": the file names none
+    token_ids: tuple[int, ...] = ()  # as the engines read it; (): not tokenised yet
+    is_chat: bool = False  # the text is a user's message, token_ids what the chat template makes of it
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, in its order. Raises ConfigError naming file, line and what is wrong.
+
+    A line of text is a prompt where the name ends in .txt. Else each line is a JSON object with "turns" (of a
+    conversation as Spec-Bench writes it, the first is taken), "prompt" or "text", and perhaps a "category".
+    """
+    try:
+        # Not splitlines(): JSON strings may hold characters that it takes for the end of a line.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise ConfigError(f"prompts {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts {path}: not readable as UTF-8 text ({error})") from None
+    is_text = path.suffix == ".txt"
+    numbered = [(number, line.strip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"prompts {path}: the file holds no prompts")
+    return [
+        Prompt(line) if is_text else _prompt_of(line, f"prompts {path}, line {number}") for number, line in numbered
+    ]
+
+
+def interleaved(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """One prompt of each category in turn, so that the first few cover all of them; within one in the given order."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    rounds: Iterator[tuple[Prompt | None, ...]] = zip_longest(*groups.values())
+    return [prompt for each in rounds for prompt in each if prompt is not None]
+
+
+def _prompt_of(line: str, place: str) -> Prompt:
+    """The prompt in a line of JSON."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not JSON ({error}); only files named .txt hold plain lines") from None
+    field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
+    if field is None:
+        raise ConfigError(f'{place}: must be a JSON object with "turns", "prompt" or "text"')
+    text = record[field]
+    if field == "turns":
+        if not isinstance(text, list) or not text:
+            raise ConfigError(f"{place}: turns = {_shown(text)}: must list at least one text")
+        text = text[0]
+    return Prompt(_text(text, f"{place}: {field}"), _category(record.get("category"), place))
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{name} = {_shown(value)}: must be text, not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
+        raise ConfigError(f"{name} = {_shown(value)}: must be valid Unicode") from None
+    return value
+
+
+def _category(value: object, place: str) -> str:
+    return "" if value is None else _text(value, f"{place}: category")
+
+
+def _shown(value: object) -> str:
+    shown = ascii(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """Prompts beyond these are left out; None: no such limit. Beside a prompt the context holds max_tokens more."""
+
+    max_tokens: int
+    max_prompt_tokens: int | None = None
+    max_prompt_chars: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts in the order in which they are asked, every category in turn; and what is not asked."""
+
+    name: str  # of the source, for people
+    prompts: list[Prompt]
+    is_chat: bool
+    left_out: str  # "" where nothing is; else how many of which category, and why
+    num_left_out: int
+
+    def as_dict(self) -> dict[str, object]:
+        """For the meta data of results."""
+        return {
+            "name": self.name,
+            "is_chat": self.is_chat,
+            "num_prompts": len(self.prompts),
+            "num_left_out": self.num_left_out,
+            "categories": dict(Counter(prompt.category for prompt in self.prompts if prompt.category)),
+        }
+
+
+def load_prompt_set(
+    path: Path | None, engine_dir: Path, manifest: EngineManifest, limits: PromptLimits, *, is_chat: bool
+) -> PromptSet:
+    """The prompts of a file (None: the demo pair's held-out ones), as text models of this directory read them.
+
+    is_chat: each is a user's message, which the directory's chat template makes a conversation of. Raises ConfigError
+    where the file cannot be read, nothing of it fits or there is no template; RequestError where it refuses a message.
+    """
+    name = "the demo pair's held-out prompts" if path is None else path.name
+    path = path or DEMO_PROMPTS
+    formats = PromptFormat.load(engine_dir, manifest)
+    if is_chat and formats.chat_template is None:
+        raise ConfigError(
+            f"--chat: the engines in {engine_dir} came without a chat template; "
+            "leave --chat out, or build again from a checkpoint that has one"
+        )
+    limit, reason = _longest(manifest, limits)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, formats)
+    try:
+        found = [_tokenised(prompt, tokenizer, is_chat=is_chat) for prompt in read_prompts(path)]
+    finally:
+        tokenizer.close()
+    max_chars = math.inf if limits.max_prompt_chars is None else limits.max_prompt_chars
+    kept = [prompt for prompt in found if len(prompt.text) <= max_chars and len(prompt.token_ids) <= limit]
+    if limits.max_prompt_chars is not None:
+        reason = f"{max_chars} characters or {reason}"
+    if not kept:
+        raise ConfigError(f"--prompts = {str(path)!r}: all {len(found)} prompts are longer than {reason}")
+    return PromptSet(name, interleaved(kept), is_chat, _left_out(found, kept, reason), len(found) - len(kept))
+
+
+def _longest(manifest: EngineManifest, limits: PromptLimits) -> tuple[int, str]:
+    """Most tokens of a prompt, and in words which limit that is."""
+    if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < 1:
+        raise ConfigError(f"--max-prompt-tokens = {limits.max_prompt_tokens}: must be at least 1")
+    context = ModelPair(manifest.target, manifest.draft).max_context
+    room = context - limits.max_tokens
+    if room < 1:
+        raise ConfigError(f"a context of {context} tokens holds no prompt beside an answer of {limits.max_tokens}")
+    if limits.max_prompt_tokens is not None and limits.max_prompt_tokens <= room:
+        return limits.max_prompt_tokens, f"{limits.max_prompt_tokens} tokens"
+    return room, f"{room} tokens, all that a context of {context} holds beside an answer of {limits.max_tokens}"
+
+
+def _tokenised(prompt: Prompt, tokenizer: TextTokenizer, *, is_chat: bool) -> Prompt:
+    if is_chat:
+        _, token_ids = tokenizer.encode_chat("--prompts", json.dumps([{"role": "user", "content": prompt.text}]))
+    else:
+        token_ids = tokenizer.encode_prompt(prompt.text)
+    if not token_ids:
+        raise ConfigError(f"--prompts: the tokenizer makes no token of {prompt.text!r}")
+    return replace(prompt, token_ids=tuple(token_ids), is_chat=is_chat)
+
+
+def _left_out(found: list[Prompt], kept: list[Prompt], reason: str) -> str:
+    if len(found) == len(kept):
+        return ""
+    totals = Counter(prompt.category for prompt in found)
+    missing = totals - Counter(prompt.category for prompt in kept)
+    parts = ", ".join(f"{name or 'without a category'} {count} of {totals[name]}" for name, count in missing.items())
+    told = f"{len(found) - len(kept)} of {len(found)} prompts are left out: longer than {reason}"
+    return told if set(totals) == {""} else f"{told} ({parts})"
+
+
+class PromptMaker:
+    """Prompts of wanted lengths: windows of a text's tokens, turned back into text.
+
+    Tokenised again, a window may differ from its length by a few tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = np.array(tokenizer.encode("\n".join(texts), add_special_tokens=False).ids, np.int64)
+        if not self._ids.size:
+            raise ConfigError("prompts: no text to cut prompts from")
+
+    def prompt(self, num_tokens: int, index: int) -> str:
+        """Window number `index`; windows wrap around."""
+        start = index * WINDOW_STRIDE
+        return self._tokenizer.decode(self._ids.take(range(start, start + num_tokens), mode="wrap").tolist())

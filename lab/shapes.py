@@ -1,0 +1,188 @@
+"""Shapes of published models and GPUs, and what a model call must move and compute: the one model of bytes and FLOPs.
+
+Every input counts once and every output once, whatever a kernel really reads: so achieved over copied bandwidth is a
+share of what is possible. Figures are those of data sheets and of the models' config.json files; what is assumed about
+their use stands in simulation/costs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import ModelSpec
+
+INT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """num_gpus alike, tensor-parallel. Peaks are per GPU."""
+
+    name: str
+    num_gpus: int
+    flops_per_s: float  # bf16, dense
+    bytes_per_s: float  # of memory
+    memory_bytes: float
+    num_sms: int
+    link_bytes_per_s: float  # NVLink, one direction
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """exit_layers: of the target, after which a verification may prune. max_num_seqs: where a GPU runs it for real."""
+
+    name: str
+    target: ModelSpec
+    draft: ModelSpec
+    exit_layers: tuple[int, ...]
+    max_num_seqs: int = 64
+
+
+def _spec(
+    layers: int, hidden: int, heads: int, inner: int, vocab: int, *, tied: bool, head_dim: int = 128
+) -> ModelSpec:
+    return ModelSpec(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        max_context=1024,  # bounds the KV pools where a GPU runs it
+        rope_theta=1e6,
+        rms_eps=1e-6,
+        tie_word_embeddings=tied,
+    )
+
+
+def _qwen3(layers: int, hidden: int, heads: int, inner: int, *, tied: bool = False) -> ModelSpec:
+    return replace(_spec(layers, hidden, heads, inner, 151_936, tied=tied), family="qwen3", has_qk_norm=True)
+
+
+def _tiny(layers: int, hidden: int) -> ModelSpec:
+    return ModelSpec(layers, hidden, 4, 2, 16, 2 * hidden, 101, 192, 1e4, 1e-6, False, has_qk_norm=True)
+
+
+# NVIDIA's data sheets: H100 SXM5 (in the 96 GB variant that the paper used) and H200 SXM.
+_H100 = (989e12, 3.35e12, 96e9, 132, 450e9)
+_H200 = (989e12, 4.8e12, 141e9, 132, 450e9)
+MACHINES = {
+    name: Machine(name, count, *figures)
+    for name, count, figures in (("h100", 1, _H100), ("h100x2", 2, _H100), ("h200", 1, _H200), ("h200x2", 2, _H200))
+}
+_SMALL = _qwen3(28, 1024, 16, 3072, tied=True)
+# An exit at a fifth of the depth, as in the public study of a 36-layer model that finds layer 7 to break even.
+PAIRS = {
+    pair.name: pair
+    for pair in (
+        Pair("qwen3-32b/0.6b", _qwen3(64, 5120, 64, 25600), _SMALL, (13,), 24),
+        Pair("qwen3-8b/0.6b", _qwen3(36, 4096, 32, 12288), _SMALL, (7,)),
+        Pair(
+            "llama3.3-70b/3.2-1b",
+            _spec(80, 8192, 64, 28672, 128_256, tied=False),
+            _spec(16, 2048, 32, 8192, 128_256, tied=True, head_dim=64),
+            (16,),
+        ),
+    )
+}
+TINY_PAIR = Pair("tiny", _tiny(3, 64), _tiny(1, 32), (1,), 4)  # checks code, says nothing
+
+
+def find_machine(name: str) -> Machine:
+    """Raises ConfigError."""
+    if name not in MACHINES:
+        raise ConfigError(f"hardware = {name!r}: unknown; known are {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
+def find_pair(name: str) -> Pair:
+    """Raises ConfigError."""
+    if name not in PAIRS:
+        raise ConfigError(f"pair = {name!r}: unknown; known are {', '.join(PAIRS)}")
+    return PAIRS[name]
+
+
+def layer_weights(spec: ModelSpec) -> int:
+    """Numbers in the matrices of one layer."""
+    attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
+    return attention + 3 * spec.hidden_size * spec.intermediate_size
+
+
+def head_weights(spec: ModelSpec) -> int:
+    return spec.hidden_size * spec.vocab_size
+
+
+def weight_count(spec: ModelSpec) -> int:
+    """Numbers that a call with logits reads: all layers and the head, the embedding's few rows left out."""
+    return spec.num_layers * layer_weights(spec) + head_weights(spec)
+
+
+def stored_count(spec: ModelSpec) -> int:
+    """Numbers in memory: the embedding too, unless it is the head."""
+    return weight_count(spec) + (0 if spec.tie_word_embeddings else head_weights(spec))
+
+
+def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+
+
+def row_flops(spec: ModelSpec) -> float:
+    """Of the matrix products of one row with logits: a multiplication and an addition per weight."""
+    return 2.0 * weight_count(spec)
+
+
+def call_floor_us(
+    spec: ModelSpec,
+    num_rows: int,
+    num_sequences: int,
+    context: int,
+    itemsize: int,
+    *,
+    bytes_per_s: float,
+    flops_per_s: float,
+) -> float:
+    """The least time of a call with logits of every row: its bytes or its arithmetic, whichever takes longer."""
+    moved = weight_count(spec) * itemsize + num_sequences * context * kv_bytes_per_token(spec, itemsize)
+    attention = 4.0 * num_rows * context * spec.num_heads * spec.head_dim * spec.num_layers
+    return 1e6 * max(moved / bytes_per_s, (num_rows * row_flops(spec) + attention) / flops_per_s)
+
+
+class AttentionShape(NamedTuple):
+    """B sequences of `rows` rows each after `context` tokens."""
+
+    num_sequences: int
+    context: int
+    rows: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    kv_block_size: int = 16
+
+
+def attention_bytes(shape: AttentionShape, itemsize: int) -> int:
+    """Of pruned_chunk_attention: keys and values of the context read; the chunk's read and written to the pool;
+    queries read, outputs written; block table, lengths and slots."""
+    b, context, rows, heads, kv_heads, head_dim, size = shape
+    pool = 2 * b * context * kv_heads * head_dim
+    chunk = 2 * 2 * b * rows * kv_heads * head_dim  # read, and written to the pool
+    queries = 2 * b * rows * heads * head_dim  # and the outputs
+    indices = b * -(-(context + rows) // size) + 2 * b + 1 + b * rows
+    return (pool + chunk + queries) * itemsize + indices * INT32
+
+
+def exit_score_bytes(num_rows: int, hidden_size: int, num_candidates: int, itemsize: int) -> int:
+    """Of exit_scores: each row, the head's rows of its candidates, the candidates' ids, the scores in float32."""
+    return num_rows * (hidden_size * itemsize * (1 + num_candidates) + num_candidates * (8 + 4))
+
+
+def compaction_bytes(num_kept: int, hidden_size: int, itemsize: int) -> int:
+    """Of compact_rows: kept rows read and written, and their indices."""
+    return num_kept * (2 * hidden_size * itemsize + 8)
+
+
+def kv_write_bytes(num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Of write_kv: keys and values read and written, and the slots."""
+    return num_rows * (2 * 2 * num_kv_heads * head_dim * itemsize + INT32)

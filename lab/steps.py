@@ -1,0 +1,211 @@
+"""What became of drafted tokens and of the target's work, from the records of a run's steps.
+
+While the engine runs a step is only noted down; figures are worked out afterwards. Tokens are keyed by seed and
+position, so a draft token that nobody tested would have been accepted iff the answer has it in its place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.decision import PipelineMode
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.timing import PhaseEvent
+
+MODEL_CALLS = frozenset({"draft_model", "target_model", "prefill_model"})
+PLANNING = frozenset({"schedule", "observe"})
+
+
+class StepNote(NamedTuple):
+    """A step's record without its logits. Arrays are over the B sequences that were verified."""
+
+    start_ns: int
+    end_ns: int
+    mode: PipelineMode
+    sequences: list[Sequence]
+    ahead: set[Sequence]  # of these, the ones that the draft ran ahead for
+    num_tokens: np.ndarray  # [B] before the step
+    drafted: np.ndarray  # [B, K]
+    num_drafted: np.ndarray  # [B]
+    num_rows: np.ndarray  # [B] that went into the target
+    num_kept: np.ndarray  # [B] that came out
+    num_accepted: np.ndarray  # [B]
+    num_emitted: np.ndarray  # [B]
+    num_row_layers: int
+    propose_us: float
+    verify_us: float
+    overlap_us: float
+
+
+class StepLog:
+    """Notes of one engine's steps, and the laps of both lanes, in virtual time without them. `start` begins anew."""
+
+    def __init__(self, engine: Engine, *, with_laps: bool = True) -> None:
+        self._stepper = engine.stepper
+        self._with_laps = with_laps
+        self.start()
+        engine.stepper.observers.append(self._note)
+
+    def start(self) -> None:
+        self.notes: list[StepNote] = []
+        self.target_laps: list[PhaseEvent] = []  # and those of the step itself
+        self.draft_laps: list[PhaseEvent] = []
+        if self._with_laps:
+            self._stepper.times.events, self._stepper.draft_times.events = self.target_laps, self.draft_laps
+
+    def _note(self, record: StepRecord) -> None:
+        frontier, verification, acceptance = record.frontier, record.verification, record.acceptance
+        self.notes.append(
+            StepNote(
+                record.start_ns,
+                record.end_ns,
+                record.plan.decision.mode,
+                record.plan.decodes,
+                set(record.plan.drafts).intersection(record.plan.decodes) if record.plan.drafts else set(),
+                record.num_tokens,
+                frontier.drafted,
+                frontier.num_drafted,
+                frontier.num_rows,
+                verification.num_kept,
+                acceptance.num_accepted,
+                acceptance.num_emitted,
+                verification.num_row_layers,
+                record.propose_us,
+                record.verify_us,
+                record.overlap_us,
+            )
+        )
+
+
+class Lost(NamedTuple):
+    """Draft tokens that were never tested and would have been accepted, by why they were not."""
+
+    to_trim: int
+    to_exit: int
+
+
+def count_lost(notes: list[StepNote]) -> Lost:
+    """Compares dropped tokens with what the answers hold in their place; all answers must be complete.
+
+    A dropped token counts only where everything before it in its chain was accepted, or would have been.
+    """
+    to_trim = to_exit = 0
+    for note in notes:
+        drops = (note.num_kept < note.num_drafted) & (note.num_accepted == note.num_kept)
+        for row in np.flatnonzero(drops):
+            sequence, kept, drafted = note.sequences[row], int(note.num_kept[row]), int(note.num_drafted[row])
+            first = int(note.num_tokens[row])  # place of the chain's first token
+            answer = sequence.token_ids[first + kept : min(first + drafted, sequence.num_tokens)]
+            dropped = note.drafted[row, kept : kept + answer.size]
+            run = int(np.logical_and.accumulate(answer == dropped).sum())
+            pruned = min(run, max(0, int(note.num_rows[row]) - kept))
+            to_exit += pruned
+            to_trim += run - pruned
+    return Lost(to_trim, to_exit)
+
+
+def figures(log: StepLog, num_layers: int) -> dict[str, float]:
+    """Everything that bench.json says of a run beyond its answers; num_layers are the target's."""
+    notes = log.notes
+    drafted, rows, kept, accepted, emitted = (
+        np.concatenate([getattr(note, name) for note in notes])
+        for name in ("num_drafted", "num_rows", "num_kept", "num_accepted", "num_emitted")
+    )
+    ahead = np.concatenate([[sequence in note.ahead for sequence in note.sequences] for note in notes]).astype(bool)
+    lost = count_lost(notes)
+    num_accepted = int(accepted.sum())
+    full_rows = int(kept.sum())
+    pruned_layers = sum(note.num_row_layers for note in notes) - full_rows * num_layers
+    pruned_rows = int((rows - kept).sum())
+    # Running ahead leaves out the bonus row of a chain: no row that confidence found unworthy.
+    trimmed_rows = int((drafted + 1 - rows - ahead).sum())
+    batch = np.array([len(note.sequences) for note in notes])
+    modes = {f"share_{mode.value}": np.mean([note.mode is mode for note in notes]).item() for mode in PipelineMode}
+    return {
+        "num_steps": len(notes),
+        "mean_batch_size": float(batch.mean()),
+        "mean_length": float(drafted.mean()),
+        "rows_drafted": int(drafted.sum()),
+        "rows_verified": int(rows.sum()),
+        "rows_trimmed": trimmed_rows,
+        "rows_pruned": pruned_rows,
+        "row_layers_accepted": int(emitted.sum()) * num_layers,
+        "row_layers_rejected": (full_rows - int(emitted.sum())) * num_layers,
+        "row_layers_pruned": pruned_layers,
+        "row_layers_saved_by_trim": trimmed_rows * num_layers,
+        "row_layers_saved_by_exit": pruned_rows * num_layers - pruned_layers,
+        "lost_to_trim": lost.to_trim,
+        "lost_to_exit": lost.to_exit,
+        "retention": num_accepted / (num_accepted + sum(lost)) if num_accepted else 1.0,
+        "chains_ahead": int(ahead.sum()),
+        "chains_ahead_discarded": int((ahead & (accepted < drafted)).sum()),
+        **modes,
+        **_time_figures(log),
+        **(_lap_figures(log) if log.target_laps else {}),
+    }
+
+
+def _time_figures(log: StepLog) -> dict[str, float]:
+    notes = log.notes
+    overlap_us = sum(note.overlap_us for note in notes)
+    phases_us = sum(note.propose_us + note.verify_us for note in notes) - overlap_us
+    return {
+        "overlap_share": overlap_us / phases_us if phases_us else 0.0,
+        "step_us_p50": float(np.median([(note.end_ns - note.start_ns) / 1e3 for note in notes])),
+        "verify_us_p50": float(np.median([note.verify_us for note in notes])),
+    }
+
+
+def _lap_figures(log: StepLog) -> dict[str, float]:
+    plan_us = np.array(planning_us(log.target_laps))
+    laps = [*log.target_laps, *log.draft_laps]
+    busy_us = _union_us(laps)
+    calls_us = _union_us([lap for lap in laps if lap.phase in MODEL_CALLS])
+    return {
+        "plan_us_p50": float(np.percentile(plan_us, 50)),
+        "plan_us_p99": float(np.percentile(plan_us, 99)),
+        "plan_share": float(plan_us.sum()) / busy_us,
+        "step_overhead_share": 1.0 - calls_us / busy_us,
+    }
+
+
+def planning_us(laps: list[PhaseEvent]) -> list[float]:
+    """Scheduler and policy per step: its plan, and what is learned from its record."""
+    steps: list[float] = []
+    for lap in laps:
+        if lap.phase in PLANNING:
+            spent = (lap.end_ns - lap.start_ns) / 1e3
+            if lap.phase == "schedule" or not steps:
+                steps.append(spent)
+            else:
+                steps[-1] += spent
+    return steps
+
+
+def _union_us(laps: list[PhaseEvent]) -> float:
+    """Time that at least one lap covers; the lanes' laps may overlap."""
+    spans = np.array(sorted((lap.start_ns, lap.end_ns) for lap in laps), np.int64)  # [L, 2]
+    ends = np.maximum.accumulate(spans[:, 1])
+    starts = np.maximum(spans[:, 0], np.concatenate([[spans[0, 0]], ends[:-1]]))
+    return float(np.maximum(spans[:, 1] - starts, 0).sum()) / 1e3
+
+
+def series(notes: list[StepNote], num_bins: int) -> dict[str, list[float]]:
+    """Course of a run in up to num_bins equal spans of time; spans without a step are left out."""
+    start, end = notes[0].start_ns, notes[-1].end_ns
+    bins: dict[int, list[StepNote]] = {}
+    for note in notes:
+        bins.setdefault(min(num_bins - 1, (note.end_ns - start) * num_bins // (end - start)), []).append(note)
+    course: dict[str, list[float]] = {name: [] for name in ("time_s", "batch_size", "length", "accepted", "rows")}
+    for index, group in sorted(bins.items()):
+        count = sum(len(note.sequences) for note in group)
+        course["time_s"].append(round((index + 0.5) * (end - start) / num_bins / 1e9, 4))
+        course["batch_size"].append(round(count / len(group), 3))
+        course["length"].append(round(sum(int(note.num_drafted.sum()) for note in group) / count, 3))
+        course["accepted"].append(round(sum(int(note.num_accepted.sum()) for note in group) / count, 3))
+        course["rows"].append(round(sum(int(note.num_rows.sum()) for note in group) / len(group), 3))
+    return course

@@ -1,0 +1,79 @@
+"""The one writer of reports: columns as data, tables in Markdown and on a terminal, results as JSON beside them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab import environment
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """key: of a row, or what makes the value of it. A row without the value has an empty cell."""
+
+    heading: str
+    key: str | Callable[[Any], Any]
+    form: str = "{}"
+    unit: str = ""
+    meaning: str = ""
+
+    def show(self, row: Row) -> str:
+        value = self.key(row) if callable(self.key) else row.get(self.key)
+        return "" if value is None else self.form.format(value)
+
+
+def number(value: Any) -> str:
+    """Three significant digits of a float, whole numbers whole; anything else as it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in values.items())
+
+
+def markdown_table(columns: Sequence[Column | str], rows: Iterable[Row]) -> list[str]:
+    """A column that is only named shows what a row has under this name."""
+    chosen = [
+        Column(each, lambda row, key=each: number(row.get(key))) if isinstance(each, str) else each for each in columns
+    ]
+    lines = ["| " + " | ".join(column.heading for column in chosen) + " |", "|" + "---|" * len(chosen)]
+    return lines + ["| " + " | ".join(column.show(row).replace("|", "/") for column in chosen) + " |" for row in rows]
+
+
+def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -> Any:
+    """For rich: the first column to the left, figures to the right."""
+    from rich.table import Table
+
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="")
+    for index, column in enumerate(columns):
+        heading = f"{column.heading} {column.unit}".strip()
+        table.add_column(
+            heading, justify="right" if index else "left", no_wrap=not index, min_width=max(map(len, heading.split()))
+        )
+    for row in rows:
+        table.add_row(*(column.show(row) for column in columns))
+    return table
+
+
+def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:
+    """STEM.json with every figure and STEM.md: a head, the command that remakes it, the lines. Returns its text."""
+    command = environment.without_places(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    head = [f"# {title}", "", f"Remade by `{command}`.", *environment.as_lines(meta), ""]
+    text = "\n".join([*head, *lines]).rstrip() + "\n"
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    content = {"meta": meta | {"command": command}, "rows": rows}
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    stem.with_name(f"{stem.name}.md").write_text(text)
+    return text
