@@ -1,9 +1,9 @@
 """The oracle: drafts exactly the tokens that will be accepted, and so verifies only rows that emit one.
 
 It reads the planted outcomes, which no policy that serves can know. Of what will be accepted it drafts as much as earns
-most tokens per time in the step, by the costs of the world, in turns on the whole device, and no longer chains than
-most tokens per time in the step, by the costs of the world, in turns on the whole device; chains are no longer than those
-makes shorter steps may answer sooner.
+most tokens per time in the step, by the costs of the world, in turns on the whole device; its chains are no longer than
+those of policies that adapt. It looks no further than a step: where draft calls are dear and requests come one by one,
+a policy whose steps are shorter may answer sooner.
 """
 
 from __future__ import annotations
