@@ -180,7 +180,7 @@ def test_the_command_writes_figures_and_every_assumption(csv, tmp_path):
 def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
     path = csv(HEADER + "".join(f"2023-11-16 18:15:{index:02d}.0000000,200,60\n" for index in range(48)))
     named = ("--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "fixed:4,survival,oracle")
-    more = ("--loads", "0.5,1.2", "--mix", "0.9/0.5", "--draft-call-ms", 2.7, "--host-step-ms", 1)
+    more = ("--loads", "0.5,1.2", "--mix", "0.9/0.5", "--draft-call-ms", 0.8)
     done = simulate("--trace", path, *named, *more, "--requests", 48, "--output", tmp_path)
     assert done.exit_code == 0, done.output
     content = json.loads((tmp_path / "simulation.json").read_text())

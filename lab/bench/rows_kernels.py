@@ -33,14 +33,11 @@ class Products:
 
         @numba.njit(nogil=True)
         def multiply(y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, scratch):  # noqa: PLR0917
-            # fmt: off
-            multiply_rows(  # pyright: ignore[reportCallIssue]
-                code, y, x, weights, offset, num_inputs, num_outputs,
-                first, last, num_rows, False, scratch,
-            )
-            # fmt: on
+            multiply_rows(
+                code, y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, False, scratch
+            )  # fmt: skip
 
-        sizes = [-(-stored_bytes(*shape, weight_format) // 64) * 64 for shape in SHAPES]
+        sizes = [-(-stored_bytes(shape[0], shape[1], weight_format) // 64) * 64 for shape in SHAPES]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])
         self.weights = np.zeros(self._offsets[-1], np.uint8)
         rng = np.random.default_rng(0)

@@ -1,8 +1,9 @@
 """The oracle: drafts exactly the tokens that will be accepted, and so verifies only rows that emit one.
 
 It reads the planted outcomes, which no policy that serves can know. Of what will be accepted it drafts as much as earns
-most tokens per time in the step, by the costs of the world: the longest run of a batch is not worth a call for itself.
-So it is the most that choosing lengths can bring, step by step, in turns on the whole device.
+most tokens per time in the step, by the costs of the world, in turns on the whole device; its chains are no longer than
+those of policies that adapt. It looks no further than a step: where draft calls are dear and requests come one by one,
+a policy whose steps are shorter may answer sooner.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 from lab.simulation.acceptance import Outcomes
-
-MAX_TOKENS = 32  # of a chain
 
 
 class OraclePolicy:
@@ -31,7 +31,7 @@ class OraclePolicy:
         self._costs = costs
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        accepted = np.array([min(self._num_accepted(sequence), MAX_TOKENS) for sequence in sequences])
+        accepted = np.array([min(self._num_accepted(sequence), MAX_ADAPTIVE_TOKENS) for sequence in sequences])
         lengths = np.arange(int(accepted.max()) + 1)
         rows = np.minimum(accepted[:, None], lengths).sum(axis=0) + len(sequences)  # [L]: all emit a token
         context = self._costs.batch_context([float(sequence.num_tokens) for sequence in sequences])
