@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LINES = 300
+MAX_LINES = 350
 ANY = frozenset({"*"})
 RUNTIMES = frozenset(
     [
