@@ -1,0 +1,118 @@
+"""docs/tutorial-policy.md: its file is a policy that `generate`, `simulate` and `bench` take by its path."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from engines.build import build_engines
+from faser_backend.cli import app
+from faser_backend.core.errors import ConfigError
+from faser_backend.policy.registry import parse_policy
+from lab.bench.command import BenchOptions, run_bench
+from lab.contestants import Sizing
+from lab.control_worlds import all_worlds, run
+from tests.harness import drive, fake_engine, guessed
+from tests.serving_pair import write_pair
+from tests.test_engine import alone, random_requests
+
+TUTORIAL = Path(__file__).resolve().parents[1] / "docs" / "tutorial-policy.md"
+
+
+@pytest.fixture(scope="module")
+def policy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file as the tutorial gives it."""
+    (code,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
+    assert code.count("\n") <= 40
+    path = tmp_path_factory.mktemp("tutorial") / "caution.py"
+    path.write_text(code)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("pair")
+    pair = write_pair(home / "pair")
+    build_engines(pair / "target", pair / "draft", home / "engine")
+    return home / "engine"
+
+
+def test_answers_are_those_of_plain_decoding(policy_file: Path):
+    requests = random_requests(0, 8)
+    engine, _ = fake_engine(parse_policy(f"file:{policy_file}", guessed))
+    assert drive(engine, requests).tokens == alone(requests)
+    assert engine.metrics().num_accepted > 0
+
+
+def test_it_follows_acceptance(policy_file: Path):
+    """In virtual time, where drafts are cheap: better than none."""
+    world = next(world for world in all_worlds() if world.name == "memory bound, 8")
+    assert run(world, f"file:{policy_file}", 0)["tokens_per_s"] > 1.2 * run(world, "none", 0)["tokens_per_s"]
+
+
+def test_generate_takes_it(policy_file: Path, engine_dir: Path):
+    def generated(policy: str) -> dict:
+        arguments = ["--engine-dir", str(engine_dir), "--prompt-ids", "1,2,3", "--max-tokens", "12", "--json"]
+        done = CliRunner().invoke(app, ["generate", *arguments, "--policy", policy])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    mine = generated(f"file:{policy_file}")
+    assert mine["num_drafted"] > 0 and mine["token_ids"] == generated("none")["token_ids"]
+
+
+def test_simulate_and_bench_have_a_row_for_it(policy_file: Path, engine_dir: Path, tmp_path: Path):
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{index:02d}.0000000,20,12\n" for index in range(4)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
+    name = f"file:{policy_file}"
+    named = ["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", name, "--requests", "4"]
+    done = CliRunner().invoke(app, ["simulate", "--trace", str(trace), *named, "--output", str(tmp_path / "sim")])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "sim" / "simulation.json").read_text())["rows"]
+    assert name in {row["policy"] for row in found}
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):\n    return x"}) + "\n" for i in range(3)))
+    sizing = Sizing(1, 0.01, 1, 0.2, 1, 6, (0.8,), bursty_ablations=False)
+    options = BenchOptions(tmp_path / "bench", engine_dir, f"none,{name}", prompts=prompts)
+    run_bench(options, sizing, command="faser bench --test")
+    found = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert name in {row["policy"] for row in found}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "FileNotFoundError"),
+        ("make_policy = 1", "TypeError"),
+        ("import no_such_module", "ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_is_no_policy_is_one_error(tmp_path: Path, content: str | None, message: str):
+    path = tmp_path / "mine.py"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        parse_policy(f"file:{path}", guessed)
+    with pytest.raises(ConfigError, match="Python file"):
+        parse_policy("file:mine.txt", guessed)
+
+
+def test_explain_tells_what_was_weighed(engine_dir: Path):
+    arguments = ["--engine-dir", str(engine_dir), "--prompt-ids", "1,2,3", "--max-tokens", "24", "--explain"]
+    done = CliRunner().invoke(app, ["generate", *arguments, "--policy", "faser"])
+    assert done.exit_code == 0, done.output
+    shown = done.stderr
+    assert "plain" in shown and "serial" in shown
+    marked = [line for line in shown.splitlines() if line.startswith(" *")]
+    assert marked, shown
+    speeds = [float(line.split()[-1]) for line in shown.splitlines() if re.match(r" [* ] (plain|serial)", line)]
+    assert np.isfinite(speeds).all() and len(speeds) >= 2 * len(marked)
+    silent = CliRunner().invoke(app, ["generate", *arguments, "--policy", "fixed:2"])
+    assert "tokens/ms" not in silent.stderr
