@@ -18,7 +18,7 @@ POLICIES = (
     "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb",
     "faser",
 )  # fmt: skip
-ORACLE = "oracle"  # knows what will be accepted, in virtual time alone
+ORACLE = "oracle"  # knows what will be accepted; no policy that serves, so none that is registered
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
 SIMULATED = ("none", *STATIC, "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser")
 MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
@@ -112,7 +112,7 @@ def choose_contestants(
     if names is not None:
         ablations = {contestant.name: contestant for contestant in ABLATIONS}
         chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
-        unknown = [c.name for c in chosen if _kind(c.policy) not in usages]
+        unknown = [c.name for c in chosen if _kind(c.policy) not in {*usages, ORACLE}]
         if unknown:
             raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
         return chosen, []
@@ -120,11 +120,14 @@ def choose_contestants(
     known = [spec for spec in ladder if _kind(spec) in usages]
     for kind, usage in usages.items():
         if kind not in map(_kind, ladder):
+            if usage.startswith("file:"):
+                continue  # the user's own
             if ":" in usage:
                 missing.append(f"{usage}: takes an argument; name one with --policies")
             else:
                 known.append(kind)
-    return [*map(Contestant, known), *(ablation for ablation in ABLATIONS if ablation.policy in known)], missing
+    ablations = (ablation for ablation in ABLATIONS if ablation.policy in known)
+    return [*map(Contestant, [*known, ORACLE]), *ablations], missing
 
 
 def split_names(text: str) -> list[str]:
@@ -145,11 +148,10 @@ def _kind(spec: str) -> str:
 def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
     """As choose_contestants, with every fixed length and the oracle, and without those that draft with n-grams: a
     simulated text has none. Raises ConfigError for one of these that the user named."""
-    asked = None if names is None else [name for name in names if name != ORACLE]
-    chosen, missing = choose_contestants(asked, SIMULATED)
+    chosen, missing = choose_contestants(names, SIMULATED)
     others = [each.name for each in chosen if each.options.get("draft") == "ngram"]
     if others and names is not None:
         raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
     chosen = [each for each in chosen if each.name not in others]
-    chosen += [Contestant(ORACLE)] * (names is None or ORACLE in names)
+    chosen.sort(key=lambda each: each.policy == ORACLE)  # behind all others
     return chosen, [*missing, *(f"{name}: n-grams need texts, and a simulation has none" for name in others)]

@@ -25,7 +25,9 @@ from faser_backend.core.errors import FaserError
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import build_engine
+from faser_backend.serving.drafting import serving_knowledge
 from lab.answers import Answer, Job
 
 PLACE = "in process"
@@ -174,6 +176,10 @@ class InProcess:
 
     def engine(self, name: str) -> Engine:
         return self._engines[name]
+
+    def knowledge(self, config: EngineConfig) -> Knowledge:
+        """What a policy of such an engine may know."""
+        return serving_knowledge(self._engine_dir, EngineManifest.load(self._engine_dir), config)
 
     def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""

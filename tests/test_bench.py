@@ -14,7 +14,7 @@ from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy import registry
-from faser_backend.policy.speculation import FixedLength
+from faser_backend.policy.baselines import FixedLength
 from lab.bench import command
 from lab.bench.command import BenchOptions, run_bench
 from lab.bench.timeline import LANES
@@ -138,7 +138,7 @@ def test_a_registered_policy_takes_part_by_itself(monkeypatch):
     assert Contestant("mine") in chosen and any("theirs:K" in text for text in missing)
     monkeypatch.setattr(registry, "_POLICIES", {"none": registry._POLICIES["none"]})
     chosen, missing = choose_contestants(None)
-    assert [contestant.name for contestant in chosen] == ["none"] and len(missing) == len(POLICIES) - 1
+    assert [contestant.name for contestant in chosen] == ["none", "oracle"] and len(missing) == len(POLICIES) - 1
 
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
@@ -185,3 +185,13 @@ def test_lost_tokens_are_those_that_the_answer_has_in_their_place(drafted, rows,
     sequence.append([10, 11, 12, 13])
     first = 4 if drafted[0] == 12 else 2
     assert count_lost([note(sequence, first, drafted, rows=rows, kept=kept, accepted=accepted)]) == lost
+
+
+def test_the_oracle_drafts_what_it_saw_accepted(options: BenchOptions, tmp_path: Path):
+    """After its warm-up every token that it drafts is kept, and its answers are everybody's."""
+    asked = BenchOptions(tmp_path, options.engine_dir, "none,oracle", prompts=options.prompts, seed=4)
+    run_bench(asked, TINY, command="faser bench --test")
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    oracle = [row for row in rows if row["policy"] == "oracle"]
+    assert {row["load"] for row in oracle} == {row["load"] for row in rows}
+    assert all(row["row_layers_rejected"] == 0 for row in oracle if row["load"] != "bursty"), "no row in vain"

@@ -30,12 +30,14 @@ from lab import environment
 from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
 from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
+from lab.bench.oracle import make_oracle
 from lab.bench.report import render
 from lab.bench.roofline import roofline
 from lab.bench.timeline import trace_events
 from lab.contestants import (
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
+    ORACLE,
     Contestant,
     Sizing,
     choose_contestants,
@@ -181,7 +183,7 @@ def _config(policy: str, options: BenchOptions, manifest: EngineManifest, **chan
     most_tokens = max(context, MAX_NUM_SEQS * min(context, MAX_CONTEXT))
     # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
     return EngineConfig.from_options(
-        policy=policy,
+        policy=FIXED_REFERENCE if policy == ORACLE else policy,  # it takes the policy's place
         max_num_seqs=MAX_NUM_SEQS,
         max_queue_size=0,
         num_kv_blocks=-(-most_tokens // size),
@@ -203,7 +205,10 @@ def _open(
     opened = []
     for contestant in contestants:
         try:
-            place.open(contestant.name, config_of(contestant))
+            config = config_of(contestant)
+            place.open(contestant.name, config)
+            if contestant.policy == ORACLE:
+                make_oracle(place.engine(contestant.name), place.knowledge(config).costs)
             opened.append(contestant)
         except ConfigError as error:
             if not contestant.options:
