@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.policy.registry import policy_usages
+from faser_backend.policy.registry import FILE, policy_usages
 
 REFERENCE = "none"
 FIXED_REFERENCE = "fixed:4"  # what a user of a fixed length would pick
@@ -112,7 +112,7 @@ def choose_contestants(
     if names is not None:
         ablations = {contestant.name: contestant for contestant in ABLATIONS}
         chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
-        unknown = [c.name for c in chosen if _kind(c.policy) not in {*usages, ORACLE}]
+        unknown = [c.name for c in chosen if _kind(c.policy) not in {*usages, ORACLE, FILE}]
         if unknown:
             raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
         return chosen, []
@@ -120,8 +120,6 @@ def choose_contestants(
     known = [spec for spec in ladder if _kind(spec) in usages]
     for kind, usage in usages.items():
         if kind not in map(_kind, ladder):
-            if usage.startswith("file:"):
-                continue  # the user's own
             if ":" in usage:
                 missing.append(f"{usage}: takes an argument; name one with --policies")
             else:

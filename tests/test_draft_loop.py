@@ -129,7 +129,7 @@ def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode)
     for num_blocks in (200, 30):
         num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
         # `faser` decodes plainly where nothing promises more; with answers this short it may not come back from there.
-        assert num_loops == 0 if policy == "none" else num_loops > (2 if policy == "faser" else 10)
+        assert num_loops == 0 if policy == "none" else num_loops > (2 if policy in {"faser", "survival"} else 10)
 
 
 @pytest.mark.parametrize("mode", PipelineMode)

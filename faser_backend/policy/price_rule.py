@@ -146,8 +146,10 @@ class PriceRule:
     def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
         """What it takes the draft to read what it has missed of those that may draft; infinity where none may."""
         lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
+        if not lags:
+            return float("inf")
         context = self.costs.batch_context([each.num_tokens for each in sequences])
-        return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context)) if lags else float("inf")
+        return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context))
 
     def _consider_look(self, sequences: Sequence[RunningSequence], context: int) -> None:
         """Looks at speculation while decoding plainly, and at plain decoding and chains of twice the length in turn

@@ -20,6 +20,7 @@ from faser_backend.policy.price_rule import PriceRule
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_TOKENS, Knowledge, SpeculationPolicy
 
 LoadKnowledge = Callable[[], Knowledge]
+FILE = "file"  # file:PATH is a policy of the user's own
 
 
 def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
@@ -28,6 +29,8 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     load_knowledge is called only by policies that weigh time: a missing or stale profile matters to no other.
     """
     name, _, argument = spec.partition(":")
+    if name == FILE:
+        return _parse_file(spec, argument, load_knowledge)
     if name not in _POLICIES:
         raise ConfigError(f"policy = {spec!r}: unknown; known are {known_policies()}")
     _, parse = _POLICIES[name]
@@ -56,7 +59,7 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
 
 
 def known_policies() -> str:
-    return ", ".join(policy_usages().values())
+    return ", ".join([*policy_usages().values(), f"{FILE}:PATH"])
 
 
 def policy_usages() -> dict[str, str]:
@@ -127,7 +130,6 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "survival": ("survival", _parse_survival),
     "gp-lcb": ("gp-lcb", _parse_gp_lcb),
     "faser": ("faser", _parse_faser),
-    "file": ("file:PATH", _parse_file),
 }
 
 
