@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +67,7 @@ def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -
 
 def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:
     """STEM.json with every figure and STEM.md: a head, the command that remakes it, the lines. Returns its text."""
-    command = environment.without_places(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    command = environment.command_line()
     head = [f"# {title}", "", f"Remade by `{command}`.", *environment.as_lines(meta), ""]
     text = "\n".join([*head, *lines]).rstrip() + "\n"
     stem.parent.mkdir(parents=True, exist_ok=True)

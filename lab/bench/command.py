@@ -33,14 +33,7 @@ from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
 from lab.bench.report import render
 from lab.bench.roofline import roofline
 from lab.bench.timeline import trace_events
-from lab.contestants import (
-    FIXED_REFERENCE,
-    MAX_NUM_SEQS,
-    Contestant,
-    Sizing,
-    choose_contestants,
-    split_names,
-)
+from lab.contestants import FIXED_REFERENCE, MAX_NUM_SEQS, WHOLE, Contestant, Sizing, choose_contestants, split_names
 from lab.drive import ClosedLoop, InProcess
 from lab.profiling.profile import run_profile
 from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
@@ -48,7 +41,8 @@ from lab.steps import StepLog
 from lab.traces import read_trace
 
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
-MODES = ("serial", "run_ahead", "ping_pong")
+# Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
+MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
 
 
@@ -113,7 +107,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
         )
         results = ladder.run(sizing)
         events, timelines = _timelines(
-            place, lambda mode: _config(FIXED_REFERENCE, options, manifest, pipeline=mode), workload, missing, bar
+            place, lambda mode: _config(MODES[mode], options, manifest, pipeline=mode), workload, missing, bar
         )
     add_comparisons(results.rows)
     warnings += spread_warning(results.rows)
@@ -215,18 +209,14 @@ def _open(
 
 
 def _timelines(
-    place: InProcess,
-    config_of: Callable[[str], EngineConfig],
-    workload: Workload,
-    missing: list[str],
-    bar: Progress,
+    place: InProcess, config_of: Callable[[str], EngineConfig], workload: Workload, missing: list[str], bar: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Events of a few hundred steps of each pipeline mode, and the modes by name."""
     task = bar.add_task("timelines", total=len(MODES))
     events: list[dict[str, Any]] = []
     shown = []
     jobs = jobs_of(workload.prompts, 4 * TIMELINE_CLIENTS, TIMELINE_TOKENS, 0.8, workload.seed)
-    for mode in MODES:
+    for mode, policy in MODES.items():
         name = f"timeline {mode}"
         try:
             place.open(name, config_of(mode))
@@ -235,8 +225,8 @@ def _timelines(
             continue
         log = StepLog(place.engine(name))
         place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
-        if any(note.mode.value == mode for note in log.notes):
-            shown.append(f"{FIXED_REFERENCE}, {mode.replace('_', '-')}")
+        if mode == "auto" or any(note.mode.value == mode for note in log.notes):
+            shown.append(f"{policy}, {mode.replace('_', '-')}")
             events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
         else:
             missing.append(f"timeline of {mode}: no step ran in this mode")
