@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from faser_backend.cli_options import print_progress
@@ -30,14 +30,14 @@ from lab import environment
 from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
 from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
-from lab.bench.report import render
-from lab.bench.roofline import roofline
+from lab.bench.report import render, roofline
 from lab.bench.timeline import trace_events
 from lab.contestants import FIXED_REFERENCE, MAX_NUM_SEQS, WHOLE, Contestant, Sizing, choose_contestants, split_names
 from lab.drive import ClosedLoop, InProcess
 from lab.profiling.profile import run_profile
 from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
 from lab.steps import StepLog
+from lab.tables import progress_bar
 from lab.traces import read_trace
 
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
@@ -95,7 +95,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     with ExitStack() as stack:
         place = InProcess(engine_dir, {})
         stack.callback(place.close)
-        bar = stack.enter_context(_bar(console))
+        bar = stack.enter_context(progress_bar(console))
         present = _open(place, contestants, lambda c: _config(c.policy, options, manifest, **c.options), missing, bar)
         task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
         ladder = Ladder(
@@ -247,15 +247,3 @@ def _write(output: Path, meta: dict[str, Any], results: Results, events: list[di
             (Path(partial) / name).write_text(text, encoding="utf-8")
         for name in texts:
             os.replace(Path(partial) / name, output / name)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:44}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=2,  # drawing competes with what is measured
-    )

@@ -118,7 +118,8 @@ def _run_child(folder: Path, job: dict[str, Any], limit_s: float) -> Outcome:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot even be killed
             child.wait(EXIT_S)
-    outcome = Outcome("", **(json.loads(found_file.read_text()) if found_file.exists() else {"status": "partial"}))
+    found: dict[str, Any] = json.loads(found_file.read_text()) if found_file.exists() else {"status": "partial"}
+    outcome = Outcome("", **found)
     if outcome.status == "partial" and code is None:
         outcome.status, outcome.error = "timed out", "did not end within its limit and was killed"
     elif outcome.status == "partial":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from faser_backend.config import EngineConfig
 from faser_backend.device.runtime import ModelPair
@@ -34,6 +32,7 @@ from lab.profiling.cases import choose_cases
 from lab.profiling.measure import Bench, Effort, Sampled, Share, fit_error, fit_segments, shares_of
 from lab.profiling.step_costs import StepCosts, StepTimes, measure_exits, measure_lanes, measure_trim
 from lab.profiling.tables import print_tables
+from lab.tables import progress_bar
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
@@ -165,15 +164,7 @@ def run_profile(
     engine_dir: Path, *, is_quick: bool, prompts: Path | None = None, retention: float = DEFAULT_RETENTION
 ) -> None:
     """The command: progress on stderr, the profile into the directory, the tables on stdout."""
-    bar = Progress(
-        TextColumn("{task.description:24}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        refresh_per_second=2,  # drawing competes with what is measured
-    )
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task("loading", total=1.0)
         profile = profile_engine(
             engine_dir,
