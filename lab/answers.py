@@ -92,20 +92,14 @@ def summarise(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
     }
 
 
-def merge_repeats(repeats: list[dict[str, float]]) -> dict[str, Any]:
-    """The median of each figure (of counts the lower one), the lowest and highest throughput, and, for ratios within
-    a repeat, each repeat's throughput and median time of an answer."""
+def merge_repeats(repeats: Sequence[dict[str, Any]], kept: Sequence[str] = PAIRED_FIGURES) -> dict[str, Any]:
+    """The median of each figure (of counts the lower one), and each repeat's of those that are kept, for ratios within
+    a repeat."""
     merged: dict[str, Any] = {}
     for key, first in repeats[0].items():
         median = statistics.median_low if isinstance(first, int) else statistics.median
         merged[key] = median(repeat[key] for repeat in repeats)
-    throughput = [r["tokens_per_s"] for r in repeats]
-    return merged | {
-        "tokens_per_s_min": min(throughput),
-        "tokens_per_s_max": max(throughput),
-        "repeats": len(repeats),
-        **{f"{key}_repeats": [r[key] for r in repeats] for key in PAIRED_FIGURES},
-    }
+    return merged | {f"{key}_repeats": [repeat[key] for repeat in repeats] for key in kept}
 
 
 def count_different(answers: list[Answer], reference: list[Answer]) -> int:
@@ -139,15 +133,9 @@ def summarise_categories(jobs: Sequence[Job], answers: Sequence[Answer]) -> Cate
 
 
 def merge_categories(repeats: Sequence[Categories]) -> Categories:
-    """The median of each figure (of counts the lower one), and each repeat's speed, for ratios within a repeat."""
-    merged: Categories = {}
-    for category, first in repeats[0].items():
-        found = merged[category] = {}
-        for key, value in first.items():
-            median = statistics.median_low if isinstance(value, int) else statistics.median
-            found[key] = median(repeat[category][key] for repeat in repeats)
-        found["request_tokens_per_s_repeats"] = [repeat[category]["request_tokens_per_s"] for repeat in repeats]
-    return merged
+    """As merge_repeats, category by category."""
+    kept = ("request_tokens_per_s",)
+    return {category: merge_repeats([repeat[category] for repeat in repeats], kept) for category in repeats[0]}
 
 
 def add_category_speedups(categories: Categories, reference: Categories) -> None:

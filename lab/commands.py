@@ -18,7 +18,8 @@ def profile(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Texts to calibrate on: JSON lines with "prompt", or lines.', show_default="the target's own"
+            help='Texts to calibrate on: JSON lines with "prompt" or "text"; .txt: lines.',
+            show_default="the target's own",
         ),
     ] = None,
 ) -> None:

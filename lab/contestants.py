@@ -36,10 +36,6 @@ class Contestant:
     def name(self) -> str:
         return f"{self.policy} ({self.note})" if self.note else self.policy
 
-    @property
-    def is_static(self) -> bool:
-        return self.policy.startswith("fixed:") and not self.options
-
 
 # On a GPU, in the order in which they are measured where time is short; rivals take part in the bursty load.
 GPU_RIVALS = ("none", "fixed:4", "faser", "survival", "goodput")

@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from lab.places import ROOT
@@ -94,6 +97,15 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "not a git checkout"
     return head + "+" * bool(changed)
+
+
+def command_line() -> str:
+    """The command that runs, as a reader would repeat it."""
+    program = Path(sys.argv[0]).resolve()
+    words = [program.name]
+    if program.is_relative_to(ROOT / "lab"):
+        words = ["python", "-m", ".".join(program.relative_to(ROOT).with_suffix("").parts)]
+    return without_places(shlex.join([*words, *sys.argv[1:]]))
 
 
 def without_places(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.decision import PipelineMode
+from faser_backend.core.decision import PipelineMode, Score
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.engine import Engine
@@ -39,6 +39,8 @@ class StepNote(NamedTuple):
     propose_us: float
     verify_us: float
     overlap_us: float
+    reason: str = ""  # of the decision, in words
+    scores: tuple[Score, ...] = ()  # what the policy weighed
 
 
 class StepLog:
@@ -59,11 +61,12 @@ class StepLog:
 
     def _note(self, record: StepRecord) -> None:
         frontier, verification, acceptance = record.frontier, record.verification, record.acceptance
+        decision = record.plan.decision
         self.notes.append(
             StepNote(
                 record.start_ns,
                 record.end_ns,
-                record.plan.decision.mode,
+                decision.mode,
                 record.plan.decodes,
                 set(record.plan.drafts).intersection(record.plan.decodes) if record.plan.drafts else set(),
                 record.num_tokens,
@@ -77,6 +80,8 @@ class StepLog:
                 record.propose_us,
                 record.verify_us,
                 record.overlap_us,
+                decision.reason,
+                decision.scores,
             )
         )
 

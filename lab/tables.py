@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,9 +66,26 @@ def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -
     return table
 
 
+def progress_bar(console: Any = None) -> Any:
+    """rich's, on stderr, for all commands."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    # Drawing competes with what is measured.
+    return Progress(*columns, TimeRemainingColumn(), console=console or Console(file=sys.stderr), refresh_per_second=2)
+
+
 def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:
     """STEM.json with every figure and STEM.md: a head, the command that remakes it, the lines. Returns its text."""
-    command = environment.without_places(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    command = environment.command_line()
     head = [f"# {title}", "", f"Remade by `{command}`.", *environment.as_lines(meta), ""]
     text = "\n".join([*head, *lines]).rstrip() + "\n"
     stem.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -80,15 +80,14 @@ def scaled(trace: Trace, rate: float) -> Trace:
     _check_rate(rate)
     factor = trace.rate / rate
     words = f"{trace.description}, gaps scaled by {factor:.4g} to {rate:g} requests/s"
-    return Trace(trace.arrivals_s * factor, trace.num_prompt_tokens, trace.num_output_tokens, words)
+    return replace(trace, arrivals_s=trace.arrivals_s * factor, description=words)
 
 
 def arriving_as(trace: Trace, other: Trace) -> Trace:
     """This trace's lengths with another's arrivals. Raises ConfigError where the other is shorter."""
     if len(other) < len(trace):
         raise ConfigError(f"arrivals: {len(other)} requests are too few for {len(trace)}")
-    arrivals = other.arrivals_s[: len(trace)]
-    return Trace(arrivals, trace.num_prompt_tokens, trace.num_output_tokens, other.description)
+    return replace(trace, arrivals_s=other.arrivals_s[: len(trace)], description=other.description)
 
 
 def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) -> Trace:
@@ -106,13 +105,10 @@ def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) ->
     gaps = np.random.default_rng([seed, 0xA441]).exponential(size=len(trace) + 1)
     shares = np.cumsum(gaps)[:-1] / gaps.sum()
     arrivals = np.interp(shares, counted, phase) * len(trace) / rate
-    words = (
-        f"Poisson arrivals, {rate:g} requests/s on average, constant rate, seed {seed}"
-        if peak_trough == 1.0
-        else f"Poisson arrivals, {rate:g} requests/s on average, one swing from trough to peak and back, "
-        f"sinusoidal in the rate's logarithm, peak/trough {peak_trough:g}, seed {seed}"
-    )
-    return Trace(arrivals - arrivals[0], trace.num_prompt_tokens, trace.num_output_tokens, words)
+    swings = "one swing from trough to peak and back, sinusoidal in the rate's logarithm, peak/trough"
+    course = "constant rate" if peak_trough == 1.0 else f"{swings} {peak_trough:g}"
+    words = f"Poisson arrivals, {rate:g} requests/s on average, {course}, seed {seed}"
+    return replace(trace, arrivals_s=arrivals - arrivals[0], description=words)
 
 
 def with_mean_lengths(trace: Trace, mean_prompt: float, mean_output: float) -> Trace:
@@ -145,9 +141,7 @@ def fitted_to(trace: Trace, max_context: int) -> Trace:
 
 
 def make_lengths(
-    count: int,
-    rng: np.random.Generator,
-    medians: tuple[int, int] = (MEDIAN_PROMPT_TOKENS, MEDIAN_OUTPUT_TOKENS),
+    count: int, rng: np.random.Generator, medians: tuple[int, int] = (MEDIAN_PROMPT_TOKENS, MEDIAN_OUTPUT_TOKENS)
 ) -> Trace:
     """Made-up lengths of prompts and outputs; all arrive at once."""
     prompts, outputs = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,8 @@ def test_bench_serving_tells_results_by_category(engine_dir: Path, questions: Pa
     asked = asked_prompts(args, engine_dir)
     policies = ["none", "fixed:2"]
     place = InProcess(engine_dir, {name: EngineConfig.from_options(policy=name) for name in policies})
-    rows = measure_loads(place, "in process", args, asked.prompts, lambda _: policies)
+    contestants = {name: partial(place.run, name) for name in policies}
+    rows = measure_loads(contestants, "in process", args, asked.prompts)
     place.close()
     assert [row["num_different"] for row in rows] == [0, 0]
     for row in rows:

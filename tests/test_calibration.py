@@ -19,9 +19,8 @@ from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins, rising_shares
 from faser_backend.serving.compose import build_engine
-from lab.profiling.calibration import calibrate
+from lab.profiling.calibration import TOKENS_EACH, calibrate, calibration_requests, tokenised_prompts
 from lab.profiling.chains import record_chains
-from lab.profiling.texts import TOKENS_EACH, calibration_requests, read_prompts
 from tests.tiny_models import write_checkpoint, write_draft
 
 
@@ -190,24 +189,26 @@ def test_prompts_are_read_from_json_lines_and_from_text(engine: Path, tmp_path: 
     (tmp_path / "a.jsonl").write_text('{"prompt": "token5", "id": 1}\n\n{"prompt": "token7"}\n')
     (tmp_path / "a.txt").write_text("token5\n\ntoken7\n")
     for name in ("a.jsonl", "a.txt"):
-        assert [ids.tolist() for ids in read_prompts(tmp_path / name, engine, manifest)] == [[5], [7]]
+        assert [ids.tolist() for ids in tokenised_prompts(tmp_path / name, engine, manifest)] == [[5], [7]]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("a.jsonl", '{"prompt": "token5"}\n{"text": "token7"}', 'line 2: not a JSON object with "prompt"'),
-        ("a.jsonl", "[1]\n", "line 1: not a JSON object"),
-        ("a.jsonl", '{"prompt": 7}\n', "line 1: prompt = 7: must be a string"),
-        ("a.jsonl", '{"prompt": ""}\n', "line 1: the tokenizer makes no token"),
+        (
+            "a.jsonl",
+            '{"prompt": "token5"}\n{"title": "token7"}',
+            'line 2: must be a JSON object with "turns"',
+        ),
+        ("a.jsonl", '{"prompt": 7}\n', "line 1: prompt = 7: must be text"),
         ("a.txt", "token5\n", "1 prompts; at least 2"),
-        ("a.txt", "", "0 prompts; at least 2"),
-        ("missing.txt", None, "not readable as text"),
+        ("a.txt", "", "holds no prompts"),
+        ("missing.txt", None, "no such file"),
     ],
 )
 def test_bad_prompts_are_named(engine: Path, tmp_path: Path, name: str, content: str | None, named: str) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=named) as caught:
-        read_prompts(tmp_path / name, engine, EngineManifest.load(engine))
+        tokenised_prompts(tmp_path / name, engine, EngineManifest.load(engine))
     assert name in str(caught.value)

@@ -162,7 +162,7 @@ def test_prompts_that_cannot_be_read_end_the_command(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert f"error: prompts = {missing}: not readable as text" in capsys.readouterr().err
+    assert f"error: prompts {missing}: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

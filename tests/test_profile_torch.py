@@ -24,8 +24,8 @@ from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runt
 from lab.profiling import calibration as calibration_module
 from lab.profiling import profile as profile_module
 from lab.profiling.cases import Case, choose_cases, make_batch
-from lab.profiling.overhead import wait_for_calls
 from lab.profiling.profile import profile_engine
+from lab.profiling.step_costs import wait_for_calls
 from lab.profiling.timed_calls import TimedRunner, open_loop
 from tests.tiny_models import write_checkpoint, write_draft
 

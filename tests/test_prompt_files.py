@@ -171,11 +171,11 @@ def test_chat_without_a_template_is_refused_before_anything_runs(
     assert "without a chat template; leave --chat out" in err
 
 
-@pytest.mark.parametrize("script", ["bench_serving.py", "anchors/bench_peers.py"])
-def test_scripts_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path, script: str):
-    command = [sys.executable, str(ROOT / "scripts" / script), "--engine-dir", str(engine_dir)]
+@pytest.mark.parametrize("program", ["scripts/bench_serving.py", "-m lab.bench.side_by_side peers"])
+def test_scripts_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path, program: str):
+    command = [sys.executable, *program.split(), "--engine-dir", str(engine_dir)]
     given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == f"error: prompts {tmp_path / 'nowhere.jsonl'}: no such file\n"
 

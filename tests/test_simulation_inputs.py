@@ -15,9 +15,8 @@ from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import logits
 from lab.shapes import MACHINES, PAIRS, layer_weights, stored_count
-from lab.simulation.acceptance import VOCAB_SIZE, demo_process, fitted_fits
+from lab.simulation.acceptance import RETENTION, VOCAB_SIZE, demo_process, fitted_fits
 from lab.simulation.costs import kv_capacity_tokens, roofline, with_host
-from lab.simulation.knowledge import RETENTION
 from lab.simulation.worlds import roofline_world, spread_levels
 from tests.test_traces import HEADER, csv
 

@@ -24,10 +24,9 @@ from faser_backend.policy.trim import admit, continues
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
-from lab.profiling import trim_cost
-from lab.profiling.overhead import LOADS
+from lab.profiling import step_costs
+from lab.profiling.step_costs import LOADS, STOPS_NOTHING, TRIM_LENGTHS, measure_trim, records_of_steps
 from lab.profiling.tables import overhead_line
-from lab.profiling.trim_cost import LENGTHS, STOPS_NOTHING, measure_trim, records_of_steps
 from tests.forcing import rule as rule_of
 from tests.tiny_models import write_checkpoint, write_draft
 
@@ -68,7 +67,7 @@ def test_steps_draft_the_full_length_every_second_one_trimmed(engine_dir: Path) 
 
 
 def test_a_rule_that_stops_chains_would_be_found_out(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trim_cost, "STOPS_NOTHING", rule_of([0.5, 0.6], [1.0, 1.0], draft_us=1.0, price=10.0))
+    monkeypatch.setattr(step_costs, "STOPS_NOTHING", rule_of([0.5, 0.6], [1.0, 1.0], draft_us=1.0, price=10.0))
     engine = build_engine(engine_dir, EngineConfig.from_options(policy="fixed:3"))
     try:
         records = records_of_steps(engine, 2, 3, 6, np.random.default_rng(0))
@@ -86,10 +85,11 @@ def test_every_load_is_measured_and_the_engine_closed(engine_dir: Path) -> None:
         engine.close = lambda: closed.append(close())  # type: ignore[method-assign]
         return engine
 
-    trim_us, trim_sequence_us, samples = measure_trim(make_engine, is_quick=True, seed=0)
-    assert {(each.num_draft_tokens, each.num_sequences) for each in samples} == {(k, b) for k in LENGTHS for b in LOADS}
-    assert all(each.untrimmed_us > 0 and each.trimmed_us > 0 for each in samples)
-    assert trim_us >= 0 and trim_sequence_us >= 0 and closed == [None]
+    found, points = measure_trim(make_engine, is_quick=True, seed=0)
+    loads = {(k, b) for k in TRIM_LENGTHS for b in LOADS}
+    assert {(each["num_draft_tokens"], each["num_sequences"]) for each in points} == loads
+    assert all(each["untrimmed_us"] > 0 and each["trimmed_us"] > 0 for each in points)
+    assert min(found.values()) >= 0 and closed == [None]
 
 
 def test_the_added_time_is_what_neighbours_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +105,10 @@ def test_the_added_time_is_what_neighbours_differ_by(monkeypatch: pytest.MonkeyP
         found[3].propose_us = 1e6
         return found
 
-    monkeypatch.setattr(trim_cost, "records_of_steps", records)
+    monkeypatch.setattr(step_costs, "records_of_steps", records)
     idle: Any = SimpleNamespace(close=lambda: None)
-    trim_us, trim_sequence_us, _ = measure_trim(lambda config: idle, is_quick=True, seed=0)
-    assert (trim_us, trim_sequence_us) == pytest.approx((30.0, 2.0), rel=1e-3)
+    found, _ = measure_trim(lambda config: idle, is_quick=True, seed=0)
+    assert found == pytest.approx({"trim_us": 30.0, "trim_sequence_us": 2.0}, rel=1e-3)
 
 
 # -- the profile ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Peak memory of building a checkpoint that is larger than it may need: the proof that weights are streamed.
 
-    python scripts/check_big_checkpoint.py [--num-layers N] [--dtype BF16] [--ranks N] [--runtime R] [--engine-dtype D]
+    python -m lab.bench.big_checkpoint [--num-layers N] [--dtype BF16] [--ranks N] [--runtime R] [--engine-dtype D]
 
 Writes a random checkpoint (at least 2 GB) in shards to a temporary folder, builds it in a fresh process and
 prints the process's peak resident memory: mapped pages of the checkpoint count, the system's cache does not.

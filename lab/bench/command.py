@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from faser_backend.cli_options import print_progress
@@ -31,13 +31,13 @@ from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
 from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
 from lab.bench.oracle import make_oracle
-from lab.bench.report import render
-from lab.bench.roofline import roofline
+from lab.bench.report import render, roofline
 from lab.bench.timeline import trace_events
 from lab.contestants import (
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
     ORACLE,
+    WHOLE,
     Contestant,
     Sizing,
     choose_contestants,
@@ -47,10 +47,12 @@ from lab.drive import ClosedLoop, InProcess
 from lab.profiling.profile import run_profile
 from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
 from lab.steps import StepLog
+from lab.tables import progress_bar
 from lab.traces import read_trace
 
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
-MODES = ("serial", "run_ahead", "ping_pong")
+# Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
+MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
 
 
@@ -103,7 +105,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     with ExitStack() as stack:
         place = InProcess(engine_dir, {})
         stack.callback(place.close)
-        bar = stack.enter_context(_bar(console))
+        bar = stack.enter_context(progress_bar(console))
         present = _open(place, contestants, lambda c: _config(c.policy, options, manifest, **c.options), missing, bar)
         task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
         ladder = Ladder(
@@ -115,7 +117,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
         )
         results = ladder.run(sizing)
         events, timelines = _timelines(
-            place, lambda mode: _config(FIXED_REFERENCE, options, manifest, pipeline=mode), workload, missing, bar
+            place, lambda mode: _config(MODES[mode], options, manifest, pipeline=mode), workload, missing, bar
         )
     add_comparisons(results.rows)
     warnings += spread_warning(results.rows)
@@ -220,18 +222,14 @@ def _open(
 
 
 def _timelines(
-    place: InProcess,
-    config_of: Callable[[str], EngineConfig],
-    workload: Workload,
-    missing: list[str],
-    bar: Progress,
+    place: InProcess, config_of: Callable[[str], EngineConfig], workload: Workload, missing: list[str], bar: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Events of a few hundred steps of each pipeline mode, and the modes by name."""
     task = bar.add_task("timelines", total=len(MODES))
     events: list[dict[str, Any]] = []
     shown = []
     jobs = jobs_of(workload.prompts, 4 * TIMELINE_CLIENTS, TIMELINE_TOKENS, 0.8, workload.seed)
-    for mode in MODES:
+    for mode, policy in MODES.items():
         name = f"timeline {mode}"
         try:
             place.open(name, config_of(mode))
@@ -240,8 +238,8 @@ def _timelines(
             continue
         log = StepLog(place.engine(name))
         place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
-        if any(note.mode.value == mode for note in log.notes):
-            shown.append(f"{FIXED_REFERENCE}, {mode.replace('_', '-')}")
+        if mode == "auto" or any(note.mode.value == mode for note in log.notes):
+            shown.append(f"{policy}, {mode.replace('_', '-')}")
             events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
         else:
             missing.append(f"timeline of {mode}: no step ran in this mode")
@@ -262,15 +260,3 @@ def _write(output: Path, meta: dict[str, Any], results: Results, events: list[di
             (Path(partial) / name).write_text(text, encoding="utf-8")
         for name in texts:
             os.replace(Path(partial) / name, output / name)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:44}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=2,  # drawing competes with what is measured
-    )

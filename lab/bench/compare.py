@@ -59,11 +59,7 @@ def add_comparisons(rows: list[Row]) -> None:
     for group in groups(rows).values():
         by_name = {row["policy"]: row for row in group}
         static = best_static(group)
-        references = {
-            "none": by_name.get(REFERENCE),
-            "fixed4": by_name.get(FIXED_REFERENCE),
-            "best_static": static,
-        }
+        references = {"none": by_name.get(REFERENCE), "fixed4": by_name.get(FIXED_REFERENCE), "best_static": static}
         for row in group:
             row["is_best_static"] = row is static
             for name, reference in references.items():

@@ -125,20 +125,28 @@ def read_perf_analyzer(folder: Path, max_tokens: int) -> Iterator[Row]:
             yield row | {"e2e_ms_p50": float(load["p50 latency"]) / 1e3}
 
 
+# Where aiperf and sglang.bench_serving report the figures of a row.
+AIPERF = {
+    "tokens_per_s": ("output_token_throughput", "avg"), "ttft_ms_p50": ("time_to_first_token", "p50"),
+    "ttft_ms_p99": ("time_to_first_token", "p99"), "tpot_ms_p50": ("inter_token_latency", "p50"),
+    "e2e_ms_p50": ("request_latency", "p50"),
+}  # fmt: skip
+SGLANG = {
+    "num_requests": "completed", "tokens_per_s": "output_throughput", "ttft_ms_p50": "median_ttft_ms",
+    "ttft_ms_p99": "p99_ttft_ms", "tpot_ms_p50": "median_tpot_ms", "e2e_ms_p50": "median_e2e_latency_ms",
+}  # fmt: skip
+
+
 def read_aiperf(summary: Path) -> Row:
     """summary: in a folder named aiperf-SWEEP-VALUE."""
     _, sweep, value = summary.parent.name.split("-")
     fields = json.loads(summary.read_text())
+    counts = {"num_requests": "request_count", "num_errors": "error_request_count"}
     return {
         "tool": "aiperf",
         "load": f"{value} {UNITS[sweep]}",
-        "num_requests": round(fields["request_count"]["avg"]),
-        "num_errors": round((fields.get("error_request_count") or {"avg": 0})["avg"]),
-        "tokens_per_s": fields["output_token_throughput"]["avg"],
-        "ttft_ms_p50": fields["time_to_first_token"]["p50"],
-        "ttft_ms_p99": fields["time_to_first_token"]["p99"],
-        "tpot_ms_p50": fields["inter_token_latency"]["p50"],
-        "e2e_ms_p50": fields["request_latency"]["p50"],
+        **{name: round((fields.get(key) or {"avg": 0})["avg"]) for name, key in counts.items()},
+        **{name: fields[key][part] for name, (key, part) in AIPERF.items()},
     }
 
 
@@ -150,13 +158,8 @@ def read_sglang(line: str) -> Row:
     return {
         "tool": "sglang",
         "load": load + (f", {fields['dataset_name']}" if fields["dataset_name"] != "custom" else ""),
-        "num_requests": fields["completed"],
         "num_errors": sum(bool(error) for error in fields["errors"]),
-        "tokens_per_s": fields["output_throughput"],
-        "ttft_ms_p50": fields["median_ttft_ms"],
-        "ttft_ms_p99": fields["p99_ttft_ms"],
-        "tpot_ms_p50": fields["median_tpot_ms"],
-        "e2e_ms_p50": fields["median_e2e_latency_ms"],
+        **{name: fields[key] for name, key in SGLANG.items()},
     }
 
 

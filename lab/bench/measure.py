@@ -65,7 +65,8 @@ def measure(
                 categories[name].append(summarise_categories(jobs, answers[name]))
     rows = []
     for name in filter(found.__getitem__, names):
-        row = {"policy": name, **merge_repeats(found[name])}
+        row = {"policy": name, **merge_repeats(found[name]), "repeats": len(found[name])}
+        row["tokens_per_s_min"], row["tokens_per_s_max"] = (end(row["tokens_per_s_repeats"]) for end in (min, max))
         row["num_different"] = count_different(answers[name], answers[names[0]]) if names[0] in answers else None
         row["categories"] = merge_categories(categories[name]) if categories[name] else {}
         first = rows[0] if rows else row

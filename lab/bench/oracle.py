@@ -14,7 +14,7 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from lab.simulation.oracle import OraclePolicy
+from lab.simulation.engine import OraclePolicy
 
 Text = tuple[bytes, int, float]  # prompt, seed, temperature: what fixes an answer
 

@@ -1,8 +1,7 @@
 """Other people's programs on the same pair: llama.cpp's server, and transformers' generate.
 
 Both are given the token ids that our text models make of a prompt or message, so that tokenisers and chat templates
-play no part. transformers and torch are imported only
-when asked for; llama-server is a binary that the caller names.
+play no part. transformers and torch are imported only when asked for; llama-server is a binary that the caller names.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,16 +18,15 @@ import aiohttp
 from tokenizers import Tokenizer
 
 from lab.answers import Answer, Job
-from lab.bench.servers import free_ports
+from lab.bench.servers import ServerProcess, free_ports
 
-START_TIMEOUT_S = 60.0
 MIN_SLOT_CONTEXT, SPARE_TOKENS = 512, 16
 
 
-class LlamaServer:
+class LlamaServer(ServerProcess):
     """llama-server on a loopback port, num_slots requests at a time. draft None: no speculation.
 
-    slot_context: tokens of the longest request, prompt and answer.
+    slot_context: tokens of the longest request, prompt and answer. Raises RuntimeError where it does not come up.
     """
 
     def __init__(
@@ -44,6 +39,7 @@ class LlamaServer:
         num_slots: int,
         slot_context: int,
         threads: int,
+        log: Path,
     ) -> None:
         # Beyond a request the draft looks ahead, and the server keeps a little for itself.
         context = max(MIN_SLOT_CONTEXT, slot_context + num_draft + SPARE_TOKENS) * num_slots
@@ -54,19 +50,12 @@ class LlamaServer:
         if draft is not None:
             options += ["-md", str(draft), "--spec-draft-n-max", str(num_draft), "-td", str(threads)]
             options += ["--spec-type", "draft-simple"]
-        self.process = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self._wait_ready()
-
-    def _wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(self._url + "/health", timeout=1):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        self.close()
-        raise RuntimeError("llama-server did not come up; run it by hand with the same options to see why")
+        super().__init__([str(binary), *options], self._url + "/health", log)
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
 
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         return asyncio.run(self._run(jobs, num_clients))
@@ -99,11 +88,6 @@ class LlamaServer:
                         answer.num_drafted = timings.get("draft_n", 0)
                         answer.num_accepted = timings.get("draft_n_accepted", 0)
             answer.digest = text.hexdigest()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(10)
 
 
 def llama_body(job: Job) -> dict[str, Any]:

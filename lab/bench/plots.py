@@ -74,16 +74,30 @@ def draw_all(rows: list[Row], series: list[Row]) -> dict[str, str]:
     return {name: svg for name, svg in found.items() if svg}
 
 
+def _panels_by_load(loads: list[str], names: list[str], line_height: float, label: str) -> tuple[Figure, list[Axes]]:
+    """A panel per load, a line per contestant in each; the first contestant on top."""
+    size = (2.6 * len(loads) + 1.6, line_height * len(names) + 1.4)
+    figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size)
+    for axes in grid[0]:
+        axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
+        axes.grid(axis="y", visible=False)
+    grid[0, 0].set_yticks(range(len(names)), names)
+    grid[0, 0].invert_yaxis()
+    figure.supxlabel(label, fontsize=9.5)
+    return figure, list(grid[0])
+
+
+def _names(rows: list[Row], key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
 def gains(rows: list[Row]) -> str:
     """A dot per contestant: how much better than the reference, a panel per load. Whiskers: lowest and highest
     throughput, over the reference's median."""
-    names = list(dict.fromkeys(row["policy"] for row in rows))
-    loads = list(dict.fromkeys(row["load"] for row in rows))
-    others = _others(rows)
-    size = (2.6 * len(loads) + 1.6, 0.29 * len(names) + 1.3)
-    figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size)
+    names, loads, others = _names(rows, "policy"), _names(rows, "load"), _others(rows)
+    figure, panels = _panels_by_load(loads, names, 0.29, f"times as fast as {REFERENCE}")
     markers = dict(zip(_temperatures(rows), "os^D", strict=False))
-    for axes, load in zip(grid[0], loads, strict=True):
+    for axes, load in zip(panels, loads, strict=True):
         for (name, temperature), group in groups(rows).items():
             if name == load:
                 reference = next(row for row in group if row["policy"] == REFERENCE)
@@ -94,11 +108,6 @@ def gains(rows: list[Row]) -> str:
         axes.axvline(1.0, color="#6b6b6b", linewidth=1, linestyle="--")
         axes.set_title(f"{load} ({'whole answers' if load == BURSTY.name else 'throughput'})")
         axes.set_xlim(left=0.0)
-        axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
-        axes.grid(axis="y", visible=False)
-    grid[0, 0].set_yticks(range(len(names)), names)
-    grid[0, 0].invert_yaxis()
-    figure.supxlabel(f"times as fast as {REFERENCE}", fontsize=9.5)
     handles = [Line2D([], [], marker=mark, linestyle="", color="#444444", label=_law(t)) for t, mark in markers.items()]
     if len(handles) > 1:
         figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=1)
@@ -158,13 +167,11 @@ def throughput_latency(rows: list[Row]) -> str:
 
 def row_layers(rows: list[Row]) -> str:
     """Where the target's work went, per emitted token: a stacked bar per contestant, a panel per load."""
-    temperature = rows[-1]["temperature"]
-    here = [row for row in rows if row["temperature"] == temperature]
-    loads, names = (list(dict.fromkeys(row[key] for row in here)) for key in ("load", "policy"))
-    size = (2.6 * len(loads) + 1.6, 0.25 * len(names) + 1.5)
-    figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size)
+    here = [row for row in rows if row["temperature"] == rows[-1]["temperature"]]
+    loads, names = _names(here, "load"), _names(here, "policy")
+    figure, panels = _panels_by_load(loads, names, 0.25, "target rows per emitted token, in whole rows of all layers")
     parts = (("accepted", ACCEPTED), ("rejected", REJECTED), ("pruned", PRUNED))
-    for axes, load in zip(grid[0], loads, strict=True):
+    for axes, load in zip(panels, loads, strict=True):
         for row in (row for row in here if row["load"] == load):
             left = 0.0
             # An accepted row gives exactly one token, so work per token is work over accepted work.
@@ -173,11 +180,6 @@ def row_layers(rows: list[Row]) -> str:
                 axes.barh(names.index(row["policy"]), width, left=left, color=colour, height=0.72)
                 left += width
         axes.set_title(load)
-        axes.xaxis.set_major_locator(MaxNLocator(4, prune="upper"))
-        axes.grid(axis="y", visible=False)
-    grid[0, 0].set_yticks(range(len(names)), names)
-    grid[0, 0].invert_yaxis()
-    figure.supxlabel("target rows per emitted token, in whole rows of all layers", fontsize=9.5)
     handles = [Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in parts]
     figure.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.55, 1.0), ncols=3)
     figure.tight_layout()

@@ -171,3 +171,7 @@ def main() -> None:
     )
     lines = [notes, "", *markdown_table(COLUMNS, rows)]
     print(write_results(args.output / args.name, "What scheduler and policy cost per step", meta, lines, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,8 +19,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 from tritonclient.grpc import service_pb2_grpc
 
@@ -30,6 +27,7 @@ from faser_backend.serving.demo_engine import DEMO_PAIR
 from lab.answers import Answer, Job, summarise
 from lab.bench.wire import RefusedError, ask, make_request, read_answer
 from lab.prompts import DEMO_PROMPTS, PromptMaker, read_prompts
+from lab.tables import progress_bar
 from lab.traces import Trace, fitted_to, read_trace, scaled
 
 CONNECT_TIMEOUT_S = 10.0
@@ -77,12 +75,8 @@ def run_replay(options: ReplayOptions) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)
     replayed = Replayed()
-    console = Console(file=sys.stderr)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
     is_whole = True
-    with bar:
+    with progress_bar() as bar:
         jobs = list(bar.track(_jobs(options, trace), total=len(trace), description="prompts"))
         task = bar.add_task("answers", total=len(jobs))
         try:

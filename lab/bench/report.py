@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from faser_backend.manifest import ModelSpec
 from lab.answers import category_rows
 from lab.bench.compare import groups, in_words
 from lab.bench.plots import draw_all
 from lab.contestants import MAX_NUM_SEQS
+from lab.shapes import row_flops
 from lab.tables import Column
 
 Row = dict[str, Any]
+ROOFLINE_REPEATS = 7
+MATMUL_SIZE = 1024
 
 
 def _columns(*fields: tuple[str, str, str | Callable[[Row], Any], str, str]) -> tuple[Column, ...]:
@@ -131,6 +137,37 @@ def render(bench: dict[str, Any]) -> str:
         num_bins=meta["num_series_bins"],
         roofline=roofline_in_words(meta["roofline"], rows),
     )
+
+
+def roofline(spec: ModelSpec, weight_bytes: int) -> dict[str, float]:
+    """Floors of one target call of 1 row and of R rows, without attention and KV traffic.
+
+    They are its bytes and FLOPs over peaks that numpy measures: copying a buffer as large as the weights (so the same
+    caches serve it), and a large float32 product.
+    """
+    source = np.ones(weight_bytes // 4, np.float32)
+    sink, square = np.empty_like(source), np.ones((MATMUL_SIZE, MATMUL_SIZE), np.float32)
+    bandwidth = 2 * source.nbytes / _best_s(lambda: np.copyto(sink, source))
+    peak = 2.0 * MATMUL_SIZE**3 / _best_s(lambda: square @ square)
+    memory_s, row_s = weight_bytes / bandwidth, row_flops(spec) / peak
+    return {
+        "weight_bytes": weight_bytes,
+        "flops_per_row": row_flops(spec),
+        "copy_gb_per_s": bandwidth / 1e9,
+        "matmul_gflops": peak / 1e9,
+        "floor_us_1_row": 1e6 * max(memory_s, row_s),
+        "floor_us_per_row": 1e6 * row_s,
+        "memory_bound_rows": memory_s / row_s,
+    }
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(ROOFLINE_REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def roofline_in_words(found: dict[str, float], rows: list[Row]) -> str:

@@ -35,25 +35,19 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class Server:
-    """`faser serve` on free loopback ports. Raises RuntimeError with the log's end if it does not come up."""
+class ServerProcess:
+    """A server in a process of its own, ready when `health` answers."""
 
-    def __init__(self, options: list[str], log: Path) -> None:
-        http, grpc, metrics = free_ports(3)
-        self.url = f"127.0.0.1:{grpc}"
-        self.health = f"http://127.0.0.1:{http}/v2/health/ready"
-        self._log = log
-        ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-        faser = Path(sys.executable).with_name("faser")
+    def __init__(self, command: list[str], health: str, log: Path) -> None:
+        self.health, self._log = health, log
         with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [str(faser), "serve", *ports, *options], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT
-            )
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
 
     def log_tail(self) -> str:
         return self._log.read_text()[-4000:]
 
     def wait_ready(self) -> None:
+        """Raises RuntimeError with the log's end if it does not come up."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -73,6 +67,17 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+class Server(ServerProcess):
+    """`faser serve` on free loopback ports."""
+
+    def __init__(self, options: list[str], log: Path) -> None:
+        http, grpc, metrics = free_ports(3)
+        self.url = f"127.0.0.1:{grpc}"
+        ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+        faser = Path(sys.executable).with_name("faser")
+        super().__init__([str(faser), "serve", *ports, *options], f"http://127.0.0.1:{http}/v2/health/ready", log)
 
 
 class OverTriton:

@@ -1,4 +1,8 @@
-"""Serving speed side by side, behind three scripts: policies of ours, engine directories, and programs of others.
+"""Serving speed side by side: policies of ours, engine directories, or programs of others.
+
+    python scripts/bench_serving.py                             # policies, in this process and through Triton
+    python -m lab.bench.side_by_side engines ENGINE_DIR...      # one model on several runtimes or formats
+    python -m lab.bench.side_by_side peers                      # llama.cpp's server and transformers
 
 For each temperature and number of clients the contestants take turns over the same jobs, and the whole round is
 repeated. Writes NAME.json and NAME.md; tables show medians over repeats.
@@ -7,9 +11,11 @@ repeated. Writes NAME.json and NAME.md; tables show medians over repeats.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +37,6 @@ from lab.prompts import Prompt, PromptSet
 from lab.tables import Column, markdown_table, write_results
 
 OWN_SERVERS = "own servers"
-NO_REUSE = "--no-prefix-reuse"  # prompts come again in every repeat: without reuse each answer pays for its own prefill
 COLUMNS = (
     Column("clients", "num_clients"),
     Column("policy", lambda row: f"`{row['policy']}`"),
@@ -62,46 +67,36 @@ CATEGORY_COLUMNS = (
 )
 
 
-class Asked:
-    """Contestants by name: a policy of a server of ours, or a peer. Those whose turn it is not wait."""
-
-    def __init__(self) -> None:
-        self.contestants: dict[str, Callable[[list[Job], int], tuple[list[Answer], float]]] = {}
-
-    def add_ours(self, over: OverTriton, policies: Sequence[str], prefix: str) -> None:
-        for policy in policies:
-            self.contestants[f"{prefix} {policy}"] = lambda jobs, count, own=policy: over.run(own, jobs, count)
-
-    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-        return self.contestants[policy](jobs, num_clients)
+Run = Callable[[list[Job], int], tuple[list[Answer], float]]  # jobs and clients -> an answer per job, and seconds
 
 
 def measure_loads(
-    place: InProcess | OverTriton | Asked,
-    name: str,
+    contestants: Mapping[str, Run],
+    place: str,
     args: argparse.Namespace,
     prompts: list[Prompt],
-    contestants: Callable[[int], list[str]],
+    *,
+    alone: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Every temperature and number of clients that the command line names; prints a line per row.
 
-    contestants: number of clients -> who takes part, the first being the reference.
+    The first contestant is the reference. alone: who takes part with one client only.
     """
     rows = []
     for temperature in map(float, args.temperatures.split(",")):
         for num_clients in integers(args.clients):
             num_jobs = max(16, args.jobs_per_client * num_clients)
             jobs = jobs_of(prompts, num_jobs, args.max_tokens, temperature, args.seed)
-            names = contestants(num_clients)
-            for each in names:  # allocations and first calls of new shapes are not measured
-                place.run(each, jobs[: 2 * num_clients], num_clients)
+            names = [name for name in contestants if num_clients == 1 or name not in alone]
+            for name in names:  # allocations and first calls of new shapes are not measured
+                contestants[name](jobs[: 2 * num_clients], num_clients)
 
             def serve(
                 order: Sequence[str], jobs: list[Job] = jobs, num_clients: int = num_clients
             ) -> Iterable[tuple[str, Served]]:
-                return ((each, place.run(each, jobs, num_clients)) for each in order)
+                return ((name, contestants[name](jobs, num_clients)) for name in order)
 
-            load = {"place": name, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
+            load = {"place": place, "temperature": temperature, "num_clients": num_clients, "num_jobs": len(jobs)}
             for row in measure(serve, names, jobs, args.repeats):
                 rows.append(load | row)
                 print(one_line(rows[-1]), flush=True)
@@ -152,6 +147,34 @@ def _asked(meta: dict[str, Any]) -> str:
     return f"{max_tokens}-token completions of {prompts['name']}, no end token"
 
 
+def _parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
+    parser = make_parser(doc, *names, *LOOPS, repeats=3, **defaults)
+    add_prompt_options(parser)
+    return parser
+
+
+def _served(stack: ExitStack, engine_dir: Path, policies: list[str], options: list[str]) -> dict[str, Run]:
+    """Policies of ours by name, through servers that the stack stops."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-bench-")))
+    # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+    over = OverTriton(engine_dir, policies, folder, ["--no-prefix-reuse", *options])
+    stack.callback(over.close)
+    return {policy: partial(over.run, policy) for policy in policies}
+
+
+def _llama(
+    stack: ExitStack, args: argparse.Namespace, prompts: PromptSet, target: Path, *, draft: Path | None, num_draft: int
+) -> Run:
+    """llama.cpp's own server, with room for the longest request of every client."""
+    longest = max(len(prompt.token_ids) for prompt in prompts.prompts) + args.max_tokens
+    num_slots = max(integers(args.clients))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-bench-")))
+    room: dict[str, Any] = {"num_slots": num_slots, "slot_context": longest, "threads": args.threads}
+    server = LlamaServer(ANCHORS / "llama-server", target, draft, num_draft, log=folder / "llama.log", **room)
+    stack.callback(server.stop)
+    return server.run
+
+
 def _written(
     args: argparse.Namespace, title: str, asked: PromptSet, notes: list[str], rows: list[dict[str, Any]], **more: Any
 ) -> None:
@@ -162,19 +185,14 @@ def _written(
     print(f"wrote {args.output / args.name}.json and .md")
 
 
-def _folder(stack: ExitStack) -> Path:
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-bench-")))
-
-
-def serving_main() -> None:
+def serving_main(argv: list[str] | None = None) -> None:
     """Serving speed, policy beside policy in one run: in this process, and through a real Triton server."""
-    parser = make_parser(
-        serving_main.__doc__, "engine-dir", *LOOPS, policies="none,fixed:2,fixed:4,fixed:8", clients="1,4,16",
-        temperatures="0,0.8", repeats=3, jobs_per_client=8, max_tokens=100, name="serving",
+    parser = _parser(
+        serving_main.__doc__, "engine-dir", policies="none,fixed:2,fixed:4,fixed:8", clients="1,4,16",
+        temperatures="0,0.8", jobs_per_client=8, max_tokens=100, name="serving",
     )  # fmt: skip
-    add_prompt_options(parser)
     parser.add_argument("--places", default="process,triton")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     engine_dir = args.engine_dir or demo_engine_dir(print_progress)
     policies = args.policies.split(",")
     asked = asked_prompts(args, engine_dir)
@@ -183,7 +201,7 @@ def serving_main() -> None:
     if "process" in args.places:
         configs = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in policies}
         place = InProcess(engine_dir, configs)
-        rows += measure_loads(place, drive.PLACE, args, asked.prompts, lambda _: policies)
+        rows += measure_loads({name: partial(place.run, name) for name in policies}, drive.PLACE, args, asked.prompts)
         notes += ["", "Milliseconds per step in process, over all loads, by phase:", ""]
         for policy in policies:
             phases = ", ".join(f"{phase} {ms:.3f}" for phase, ms in place.overhead(policy).items())
@@ -191,93 +209,77 @@ def serving_main() -> None:
         place.close()
     if "triton" in args.places:
         with ExitStack() as stack:
-            over = OverTriton(engine_dir, policies, _folder(stack), [NO_REUSE, *args.serve_options.split()])
-            stack.callback(over.close)
-            rows += measure_loads(over, servers.PLACE, args, asked.prompts, lambda _: policies)
+            contestants = _served(stack, engine_dir, policies, args.serve_options.split())
+            rows += measure_loads(contestants, servers.PLACE, args, asked.prompts)
     _written(args, "Serving speed", asked, notes, rows)
 
 
-def engines_main() -> None:
+def engines_main(argv: list[str] | None = None) -> None:
     """Engine directories beside one another, and llama.cpp beside them: one model on several runtimes or formats.
 
     Every directory is served through Triton under every policy, every GGUF file by llama.cpp's own server without a
     draft (`scripts/anchors/build_llama.sh` makes it). The first one named is the reference.
     """
-    parser = make_parser(
-        engines_main.__doc__, *LOOPS, policies="none", clients="1,4,16", temperatures="0", threads=2, repeats=3,
-        jobs_per_client=4, max_tokens=64, name="engines",
+    parser = _parser(
+        engines_main.__doc__, policies="none", clients="1,4,16", temperatures="0", threads=2, jobs_per_client=4,
+        max_tokens=64, name="engines",
     )  # fmt: skip
     parser.add_argument("engine_dirs", type=Path, nargs="+")
     parser.add_argument("--llama", type=Path, action="append", default=[], help="a GGUF file for llama.cpp")
-    add_prompt_options(parser)
-    args = parser.parse_args()
-    prompts = asked_prompts(args, args.engine_dirs[0])
-    longest = max(len(prompt.token_ids) for prompt in prompts.prompts) + args.max_tokens
-    policies, place = args.policies.split(","), Asked()
-    slots = {"num_slots": max(integers(args.clients)), "slot_context": longest, "threads": args.threads}
+    args = parser.parse_args(argv)
+    asked = asked_prompts(args, args.engine_dirs[0])
+    options = ["--num-threads", str(args.threads), *args.serve_options.split()]
     with ExitStack() as stack:
-        for path in args.llama:
-            server = LlamaServer(ANCHORS / "llama-server", path, None, 0, **slots)
-            stack.callback(server.close)
-            place.contestants[f"llama.cpp {path.stem}"] = server.run
-        options = [NO_REUSE, "--num-threads", str(args.threads), *args.serve_options.split()]
+        contestants = {
+            f"llama.cpp {path.stem}": _llama(stack, args, asked, path, draft=None, num_draft=0) for path in args.llama
+        }
         for engine_dir in args.engine_dirs:
-            over = OverTriton(engine_dir, policies, _folder(stack), options)
-            stack.callback(over.close)
-            place.add_ours(over, policies, engine_dir.name)
-        rows = measure_loads(place, OWN_SERVERS, args, prompts.prompts, lambda _: list(place.contestants))
+            ours = _served(stack, engine_dir, args.policies.split(","), options)
+            contestants |= {f"{engine_dir.name} {policy}": run for policy, run in ours.items()}
+        rows = measure_loads(contestants, OWN_SERVERS, args, asked.prompts)
     engines = [described(engine_dir) for engine_dir in args.engine_dirs]
     notes = [f"Through Triton, {args.threads} threads, prefix reuse off: {'; '.join(engines)}."]
     if args.llama:
         notes.append(
             f"llama.cpp ({_llama_version()}) through its own HTTP server, prompt cache off, given our token ids."
         )
-    _written(args, "Engines side by side", prompts, notes, rows, threads=args.threads, engines=engines)
+    _written(args, "Engines side by side", asked, notes, rows, threads=args.threads, engines=engines)
 
 
-def peers_main() -> None:
+def peers_main(argv: list[str] | None = None) -> None:
     """This server beside other people's programs: same pair, prompts, lengths and machine, taking turns.
 
     llama.cpp's server with and without its own draft at every load, transformers' generate, plain and assisted, with
     one client. Ours is measured end to end through Triton. `scripts/anchors/build_llama.sh` makes the binary and the
     GGUF files. Peers that are not installed are named in the report.
     """
-    parser = make_parser(
-        peers_main.__doc__, "engine-dir", *LOOPS, policies="none,fixed:4", clients="1,4,16", temperatures="0,0.8",
-        threads=2, repeats=3, jobs_per_client=4, max_tokens=100, name="peers",
+    parser = _parser(
+        peers_main.__doc__, "engine-dir", policies="none,fixed:4", clients="1,4,16", temperatures="0,0.8", threads=2,
+        jobs_per_client=4, max_tokens=100, name="peers",
     )  # fmt: skip
-    add_prompt_options(parser)
     parser.add_argument("--pair", type=Path, default=DEMO)
     parser.add_argument("--llama-draft", type=int, default=3, help="draft tokens of llama.cpp")
-    args = parser.parse_args()
-    engine_dir, policies = args.engine_dir or demo_engine_dir(), args.policies.split(",")
-    prompts = asked_prompts(args, engine_dir)
-    longest = max(len(prompt.token_ids) for prompt in prompts.prompts) + args.max_tokens
-    place, alone, missing = Asked(), set[str](), ["vLLM, TensorRT-LLM (they need a GPU)"]
-    slots = {"num_slots": max(integers(args.clients)), "slot_context": longest, "threads": args.threads}
+    args = parser.parse_args(argv)
+    engine_dir = args.engine_dir or demo_engine_dir()
+    asked = asked_prompts(args, engine_dir)
+    contestants: dict[str, Run] = {}
+    alone = {"transformers plain": None, "transformers assisted": args.pair / "draft"}
+    missing = ["vLLM, TensorRT-LLM (they need a GPU)"]
     with ExitStack() as stack:
-        binary, target, draft = (ANCHORS / name for name in ("llama-server", "target.gguf", "draft.gguf"))
-        if binary.exists():
+        if (ANCHORS / "llama-server").exists():
+            target, draft = ANCHORS / "target.gguf", ANCHORS / "draft.gguf"
             for name, model in (("llama.cpp plain", None), (f"llama.cpp draft {args.llama_draft}", draft)):
-                server = LlamaServer(binary, target, model, args.llama_draft, **slots)
-                stack.callback(server.close)
-                place.contestants[name] = server.run
+                contestants[name] = _llama(stack, args, asked, target, draft=model, num_draft=args.llama_draft)
         else:
             missing.append("llama.cpp (scripts/anchors/build_llama.sh)")
         if find_spec("transformers") and find_spec("torch"):
-            for name, folder in (("transformers plain", None), ("transformers assisted", args.pair / "draft")):
-                place.contestants[name] = TransformersPeer(args.pair / "target", folder, args.threads).run
-                alone.add(name)
+            for name, folder in alone.items():
+                contestants[name] = TransformersPeer(args.pair / "target", folder, args.threads).run
         else:
             missing.append("transformers (pip install -e .[dev])")
-        over = OverTriton(engine_dir, policies, _folder(stack), [NO_REUSE, *args.serve_options.split()])
-        stack.callback(over.close)
-        place.add_ours(over, policies, "faser")
-
-        def taking_part(num_clients: int) -> list[str]:
-            return [name for name in place.contestants if num_clients == 1 or name not in alone]
-
-        rows = measure_loads(place, OWN_SERVERS, args, prompts.prompts, taking_part)
+        ours = _served(stack, engine_dir, args.policies.split(","), args.serve_options.split())
+        contestants |= {f"faser {policy}": run for policy, run in ours.items()}
+        rows = measure_loads(contestants, OWN_SERVERS, args, asked.prompts, alone=list(alone))
     versions = environment.installed_versions(("transformers", "torch"))
     served = f" (`faser serve {args.serve_options}`)" if args.serve_options else ""
     notes = [
@@ -287,7 +289,7 @@ def peers_main() -> None:
         "prompts or messages. When sampling, answers of peers differ by right: they draw other noise.",
         f"Not measured: {', '.join(missing)}.",
     ]
-    _written(args, "Beside other programs", prompts, notes, rows, peers=versions)
+    _written(args, "Beside other programs", asked, notes, rows, peers=versions)
 
 
 def described(engine_dir: Path) -> str:
@@ -298,3 +300,11 @@ def described(engine_dir: Path) -> str:
 def _llama_version() -> str:
     path = ANCHORS / "llama-version"
     return path.read_text().strip() if path.exists() else "not built"
+
+
+MAINS = {"serving": serving_main, "engines": engines_main, "peers": peers_main}
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in MAINS:
+        sys.exit(f"usage: python -m lab.bench.side_by_side {{{','.join(MAINS)}}} ...; --help after either says more")
+    MAINS[sys.argv[1]](sys.argv[2:])

@@ -1,7 +1,7 @@
 """A timeline in Chrome's trace event format, for ui.perfetto.dev: the step and both lanes, side by side.
 
 One process per pipeline mode; in it the lanes `step`, `draft` and `target`. An event of the step lane
-carries what the step did; an event of another lane is one lap of that lane.
+carries what the step did and why the policy chose it; an event of another lane is one lap of that lane.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _event(name: str, place: tuple[int, str], span_ns: tuple[int, int], origin_n
 
 
 def _args(note: StepNote) -> dict[str, Any]:
-    return {
+    """What the step did; of a policy that weighs ways to run a step, also its reason and the best of its scores."""
+    args: dict[str, Any] = {
         "batch_size": len(note.sequences),
         "drafted": int(note.num_drafted.sum()),
         "rows": int(note.num_rows.sum()),
@@ -71,3 +72,10 @@ def _args(note: StepNote) -> dict[str, Any]:
         "tokens": int(note.num_emitted.sum()),
         "overlap_us": round(note.overlap_us, 1),
     }
+    if note.reason:
+        args["reason"] = note.reason
+    if note.scores:
+        best = max(note.scores, key=lambda score: score.tokens_per_us)
+        args["best_mode"] = "plain" if best.mode is None else best.mode.value
+        args["best_tokens_per_ms"] = round(1e3 * best.tokens_per_us, 3)
+    return args

@@ -23,7 +23,7 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.serving.runtimes import open_runtime
-from lab.bench.side_by_side import add_prompt_options, asked_prompts
+from lab.options import add_prompt_options, asked_prompts
 
 
 class Reader:

@@ -24,21 +24,18 @@ from lab.gpu.report import Report, default_path, describe, render
 FULL_BUDGET_S = 450.0
 PARTS = (
     Part("device", "device and libraries", "lab.gpu.device:device", 20),
-    Part("peaks", "copy bandwidth and matrix products", "lab.gpu.device:peaks", 15),
+    Part("peaks", "copy bandwidth and matrix products", "lab.gpu.device:peaks", 20),
     Part("kernels", "kernels against their references", "lab.gpu.kernels:correctness", 45),
     Part("bandwidth", "bandwidth of kernels", "lab.gpu.kernels:bandwidth", 35),
-    Part("sms", "SM splits", "lab.gpu.sms:run", 20, needs_gpu=True, is_fresh=True),
-    Part("parity", "runtime torch against ONNX Runtime", "lab.gpu.parity:torch_runtime", 50, is_fresh=True),
-    Part("latency", "draft and target on every split", "lab.gpu.latency:run", 75, is_fresh=True),
-    Part("ladder-8b", "ladder, synthetic 8B + 0.6B", "lab.gpu.ladder:pair_8b", 130, is_fresh=True),
-    Part("ladder-demo", "ladder, demo pair", "lab.gpu.ladder:demo", 50, is_fresh=True),
+    Part("sms", "SM splits", "lab.gpu.sms:run", 20, needs_gpu=True),
+    Part("parity", "runtime torch against ONNX Runtime", "lab.gpu.parity:torch_runtime", 50),
+    Part("latency", "draft and target on every split", "lab.gpu.latency:run", 75),
+    Part("ladder-8b", "ladder, synthetic 8B + 0.6B", "lab.gpu.ladder:pair_8b", 130),
+    Part("ladder-demo", "ladder, demo pair", "lab.gpu.ladder:demo", 50),
     Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 40),
     Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 40),
-    Part(
-        "ladder-32b", "ladder, synthetic 32B + 0.6B", "lab.gpu.ladder:pair_32b", 70, needs_gpu=True,
-        is_fresh=True,
-    ),
-    Part("sweep", "launches of the attention kernel", "lab.gpu.kernels:sweep", 40, is_fresh=True),
+    Part("ladder-32b", "ladder, synthetic 32B + 0.6B", "lab.gpu.ladder:pair_32b", 70, needs_gpu=True),
+    Part("sweep", "launches of the attention kernel", "lab.gpu.kernels:sweep", 40),
 )  # fmt: skip
 
 
@@ -79,9 +76,8 @@ def main() -> int:
 
     def record(name: str, outcome: Outcome) -> None:
         report.record(name, outcome)
-        if outcome.status != "running":
-            last = outcome.error.splitlines()[-1] if outcome.error else ""
-            print(f"{name:12} {outcome.status:10} {outcome.seconds:6.1f} s  {last}", file=sys.stderr, flush=True)
+        last = outcome.error.splitlines()[-1] if outcome.error else ""
+        print(f"{name:12} {outcome.status:10} {outcome.seconds:6.1f} s  {last}", file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a child on the GPU is ended too
     Harness(setting, options.budget_s, FULL_BUDGET_S, record).run(parts)

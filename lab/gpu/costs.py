@@ -19,8 +19,7 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCo
 from lab.gpu.calls import PairCalls
 from lab.gpu.worker import Context
 from lab.profiling.cases import Case
-from lab.profiling.fit import fit_segments
-from lab.profiling.measure import Sampled
+from lab.profiling.measure import Sampled, fit_segments
 
 Point = dict[str, Any]  # model, partition, sequences, rows, context, segment_us
 DRAFT_TOKENS = 4  # per draft sample, as the mean of so many tokens of a chain

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from faser_backend.device.cuda.noise import TorchNoise
-from lab.gpu.kernel_cases import DTYPES, GEOMETRIES, AttentionCall, random_call
+from lab.gpu.kernel_cases import DTYPES, GEOMETRIES, AttentionCall, Geometry, random_call
 from plugins import decoder_reference, reference
 from plugins.add_rms_norm import add_rms_norm
 from plugins.exit_scores import exit_scores
@@ -43,28 +43,19 @@ def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
 
 
 def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype = DTYPES[name]
     num_rows, vocab_size = (int(rng.integers(1, top)) for top in (70, 900))
     hidden_size, num_candidates = int(rng.choice(WIDTHS)), int(rng.choice([1, 3, 8]))
-    hidden, head = (
-        normal(dtype, device, rng, num_rows, hidden_size),
-        normal(dtype, device, rng, vocab_size, hidden_size),
-    )
+    hidden, head = (normal(DTYPES[name], device, rng, count, hidden_size) for count in (num_rows, vocab_size))
     candidates = torch.tensor(rng.integers(0, vocab_size, (num_rows, num_candidates)), device=device)
-    out, expected = (torch.full((num_rows, num_candidates), POISON, device=device) for _ in range(2))
-    exit_scores(hidden, head, candidates, out)
-    reference.exit_scores(hidden, head, candidates, expected)
-    return _error(out, expected) / math.sqrt(hidden_size)  # of sums of so many products of unit normals
+    out = torch.empty(num_rows, num_candidates, device=device)
+    error = _compare(exit_scores, reference.exit_scores, (hidden, head, candidates), out)
+    return error / math.sqrt(hidden_size)  # of sums of so many products of unit normals
 
 
 def _check_compaction(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype, num_rows, hidden_size = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
-    hidden = normal(dtype, device, rng, num_rows, hidden_size)
-    kept = torch.tensor(np.flatnonzero(rng.random(num_rows) < 0.6), device=device)
-    out, expected = (torch.full((kept.numel(), hidden_size), POISON, dtype=dtype, device=device) for _ in range(2))
-    compact_rows(hidden, kept, out)
-    reference.compact_rows(hidden, kept, expected)
-    return _error(out, expected)
+    hidden = _random_rows(name, device, rng, int(rng.choice(WIDTHS)))
+    kept = torch.tensor(np.flatnonzero(rng.random(len(hidden)) < 0.6), device=device)
+    return _compare(compact_rows, reference.compact_rows, (hidden, kept), hidden[: len(kept)])
 
 
 def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
@@ -77,37 +68,35 @@ def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
 
 
 def _check_norm(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype, num_rows, width = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
-    hidden, delta = (normal(dtype, device, rng, num_rows, width) for _ in range(2))
-    weight = normal(torch.float32, device, rng, width)
-    results = [[torch.full_like(hidden, POISON) for _ in range(2)] for _ in range(2)]
-    add_rms_norm(hidden, delta, weight, 1e-6, *results[0])
-    decoder_reference.add_rms_norm(hidden, delta, weight, 1e-6, *results[1])
-    return max(_error(found, expected) for found, expected in zip(*results, strict=True))
+    hidden = _random_rows(name, device, rng, int(rng.choice(WIDTHS)))
+    delta, weight = (
+        normal(hidden.dtype, device, rng, *hidden.shape),
+        normal(torch.float32, device, rng, hidden.shape[1]),
+    )
+    inputs = (hidden, delta, weight, 1e-6)
+    return _compare(add_rms_norm, decoder_reference.add_rms_norm, inputs, hidden, hidden)
 
 
 def _check_rotation(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype, num_rows = DTYPES[name], int(rng.integers(1, 70))
-    heads, kv_heads, head_dim, _ = GEOMETRIES[name][int(rng.integers(len(GEOMETRIES[name])))]
-    qkv = normal(dtype, device, rng, num_rows, heads + 2 * kv_heads, head_dim)
-    positions = torch.tensor(rng.integers(0, 500, num_rows), device=device)
+    heads, kv_heads, head_dim, _ = _geometry(name, rng)
+    qkv = normal(DTYPES[name], device, rng, int(rng.integers(1, 70)), heads + 2 * kv_heads, head_dim)
+    positions = torch.tensor(rng.integers(0, 500, len(qkv)), device=device)
     angles = torch.outer(torch.arange(500), 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))).to(device)
-    norms = [normal(torch.float32, device, rng, head_dim) if rng.random() < 0.5 else None] * 2
-    found, expected = (torch.full_like(qkv[:, : heads + kv_heads], POISON).contiguous() for _ in range(2))
-    tables = angles.cos(), angles.sin()
-    rotate_heads(qkv, positions, *tables, found, num_heads=heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
-    expect: Any = decoder_reference.rotate_heads
-    expect(qkv, positions, *tables, *norms, 1e-6, heads, expected)
-    return _error(found, expected)
+    norm = normal(torch.float32, device, rng, head_dim) if rng.random() < 0.5 else None
+
+    def rotate(*arguments: Any) -> None:
+        rotate_heads(*arguments, num_heads=heads, q_norm=norm, k_norm=norm, eps=1e-6)
+
+    def expect(qkv: Any, positions: Any, cos: Any, sin: Any, out: Any) -> None:
+        decoder_reference.rotate_heads(qkv, positions, cos, sin, norm, norm, 1e-6, heads, out)
+
+    return _compare(rotate, expect, (qkv, positions, angles.cos(), angles.sin()), qkv[:, : heads + kv_heads])
 
 
 def _check_gate(name: str, device: str, rng: np.random.Generator) -> float:
-    dtype, num_rows, width = DTYPES[name], int(rng.integers(1, 70)), int(rng.choice(WIDTHS))
-    gate_up = normal(dtype, device, rng, num_rows, 2 * width)
-    found, expected = (torch.full((num_rows, width), POISON, dtype=dtype, device=device) for _ in range(2))
-    gated_silu(gate_up, found)
-    decoder_reference.gated_silu(gate_up, expected)
-    return _error(found, expected)
+    width = int(rng.choice(WIDTHS))
+    gate_up = _random_rows(name, device, rng, 2 * width)
+    return _compare(gated_silu, decoder_reference.gated_silu, (gate_up,), gate_up[:, :width])
 
 
 def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
@@ -124,9 +113,28 @@ def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
     return _error(found.cpu(), expected)
 
 
+def _geometry(name: str, rng: np.random.Generator) -> Geometry:
+    return GEOMETRIES[name][int(rng.integers(len(GEOMETRIES[name])))]
+
+
 def _random_call(name: str, device: str, rng: np.random.Generator) -> AttentionCall:
-    geometries = GEOMETRIES[name]
-    return random_call(geometries[int(rng.integers(len(geometries)))], DTYPES[name], device, rng)
+    return random_call(_geometry(name, rng), DTYPES[name], device, rng)
+
+
+def _random_rows(name: str, device: str, rng: np.random.Generator, width: int) -> torch.Tensor:
+    return normal(DTYPES[name], device, rng, int(rng.integers(1, 70)), width)
+
+
+def _compare(
+    kernel: Callable[..., None], expect: Callable[..., None], inputs: tuple[Any, ...], *like: torch.Tensor
+) -> float:
+    """The largest error over outputs of these shapes, poisoned before."""
+    outputs = [
+        [torch.full(each.shape, POISON, dtype=each.dtype, device=each.device) for each in like] for _ in range(2)
+    ]
+    for run, own in zip((kernel, expect), outputs, strict=True):
+        run(*inputs, *own)
+    return max(_error(*pair) for pair in zip(*outputs, strict=True))
 
 
 CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {

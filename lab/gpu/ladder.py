@@ -20,13 +20,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.runtimes import open_runtime
-from lab.contestants import (
-    FIXED_REFERENCE,
-    GPU_NAMES,
-    GPU_RIVALS,
-    Contestant,
-    choose_contestants,
-)
+from lab.contestants import FIXED_REFERENCE, GPU_NAMES, GPU_RIVALS, Contestant, choose_contestants
 from lab.gpu.calls import PairCalls
 from lab.gpu.costs import CallCosts, with_overhead
 from lab.gpu.economics import predicted_round, step_us, with_prediction
@@ -38,8 +32,7 @@ from lab.gpu.worker import Context, Result
 from lab.places import DEMO
 from lab.prompts import DEMO_PROMPTS, read_prompts
 from lab.shapes import PAIRS, TINY_PAIR, Pair
-from lab.simulation.acceptance import CHAIN_SLACK, Outcomes, demo_process
-from lab.simulation.knowledge import knowledge_of
+from lab.simulation.acceptance import CHAIN_SLACK, Outcomes, demo_process, knowledge_of
 
 PAIR_SIZES = Sizes((64, 1, 8, 32), prompt_tokens=96, output_tokens=48, waves=1, repeats=2, bursty_s=7.0)
 LARGE_SIZES = Sizes((24, 1), prompt_tokens=96, output_tokens=32, waves=1, repeats=1, bursty_s=5.0)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,24 +81,23 @@ def _compare(context: Context, runtime: str, dtypes: tuple[str, ...]) -> Result:
     return found
 
 
+@dataclass(frozen=True, slots=True)
 class Reference:
     """What ONNX Runtime says: texts [prompt + answer], and the logits of each answer's rows."""
 
-    def __init__(self, engine_dir: Path, prompts: list[np.ndarray], texts: list[np.ndarray], num_tokens: int) -> None:
-        self.engine_dir = engine_dir
-        self.prompts = prompts
-        self.texts = texts
-        self.num_tokens = num_tokens
-        self.logits: dict[str, np.ndarray] = {}  # by model, [prompts, num_tokens, V]
+    engine_dir: Path
+    prompts: list[np.ndarray]
+    texts: list[np.ndarray]
+    num_tokens: int
+    logits: dict[str, np.ndarray]  # by model, [prompts, num_tokens, V]
 
 
 def _reference(engine_dir: Path, prompts: list[np.ndarray], num_tokens: int) -> Reference:
     texts = answers(engine_dir, prompts, num_tokens, policy="none")
-    reference = Reference(engine_dir, prompts, texts, num_tokens)
     with _opened(engine_dir) as (runtime, models):
-        for name, model in zip(ModelPair._fields, models, strict=True):
-            reference.logits[name] = forced_logits(runtime, model, prompts, texts)
-    return reference
+        named = zip(ModelPair._fields, models, strict=True)
+        logits = {name: forced_logits(runtime, model, prompts, texts) for name, model in named}
+    return Reference(engine_dir, prompts, texts, num_tokens, logits)
 
 
 def _check(context: Context, found: Result, row: dict[str, Any], engine_dir: Path, reference: Reference) -> None:

@@ -9,6 +9,7 @@ shifted to the wanted rate: chances vary by request and position, and the draft'
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,11 +47,8 @@ class PlantedSampler:
         self._real.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
         self._outcomes.plant(slot, sampling.seed, num_prompt_tokens)
 
-    def remove(self, slot: int) -> None:
-        self._real.remove(slot)
-
-    def append(self, slot: int, tokens: list[int]) -> None:
-        self._real.append(slot, tokens)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def sample(self, logits: DeviceArray, rows: SamplingRows) -> np.ndarray:
         self._real.sample(logits, rows)
@@ -66,27 +64,13 @@ class PlantedSampler:
         self._real.candidate_margins(scores, candidates, rows, with_noise=with_noise)
         return self._outcomes.exit_margins(rows.slots, rows.positions)
 
-    def probabilities(self, logits: DeviceArray, rows: SamplingRows) -> np.ndarray:
-        return self._real.probabilities(logits, rows)
-
-    def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
-        return self._real.uniforms(rows, purpose, num_steps)
-
-    def log_probs(self, logits: DeviceArray, token_ids: np.ndarray) -> np.ndarray:
-        return self._real.log_probs(logits, token_ids)
-
-    def to_host(self, logits: DeviceArray) -> np.ndarray:
-        return self._real.to_host(logits)
-
 
 class PlantedDraftLoop:
     """core.ports.DraftLoop: the device drafts with tokens of its own, and planted ones are handed on."""
 
     def __init__(self, real: DraftLoop, outcomes: Outcomes) -> None:
         self._real, self._outcomes = real, outcomes
-
-    def can_draft(self, slots: np.ndarray) -> bool:
-        return self._real.can_draft(slots)
+        self.can_draft = real.can_draft
 
     def draft(
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int

@@ -16,10 +16,7 @@ from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import assemble_on, choose_policy
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.bench.measure import PEAK_TO_TROUGH, Served, measure
-from lab.contestants import (
-    REFERENCE,
-    Contestant,
-)
+from lab.contestants import REFERENCE, Contestant
 from lab.drive import ClosedLoop, Feed, OpenLoop, OwnClock, serve_requests, take_turns
 from lab.gpu.lent_runtime import LentRuntime, overlap_figures
 from lab.gpu.worker import Context

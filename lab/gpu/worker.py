@@ -1,6 +1,6 @@
-"""The child's side of harness.py: runs one part after another and tells what they came to.
+"""The child's side of harness.py: runs one part and leaves what it came to in a file.
 
-Events leave through what was standard output; everything that is printed goes to standard error.
+Everything that is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 LAST_LINES = 12  # of a traceback, in the results
 
@@ -48,38 +49,33 @@ class Context:
 
 
 def main() -> None:
-    with os.fdopen(os.dup(1), "w") as events:
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr
-        _tell(events, _encoded({"event": "ready"}))
-        for line in sys.stdin:
-            _tell(events, _run(json.loads(line), events))
+    job, found = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results: Result = {}
 
+    def leave(status: str, error: str = "") -> None:
+        """Numbers of numpy become plain ones; anything else that JSON cannot hold is an error of the part. The rename
+        makes the file appear whole."""
+        partial = found.with_suffix(".partial")
+        content = {"status": status, "result": results, "error": error}
+        partial.write_text(json.dumps(content, default=lambda value: value.item()))
+        os.replace(partial, found)
 
-def _run(job: dict[str, Any], events: TextIO) -> str:
-    """The last event of a job."""
-    context = Context(
-        **job["setting"],
-        end_s=time.monotonic() + job["soft_limit_s"],
-        results=job["results"],
-        save=lambda result: _tell(events, _encoded({"event": "partial", "result": result})),
-    )
+    def save(result: Result) -> None:
+        nonlocal results
+        results = result
+        leave("partial")
+
+    end_s = time.monotonic() + job["soft_limit_s"]
+    context = Context(**job["setting"], end_s=end_s, results=job["results"], save=save)
     module, _, function = job["run"].partition(":")
     try:
-        return _encoded({"event": "done", "result": getattr(importlib.import_module(module), function)(context)})
+        save(getattr(importlib.import_module(module), function)(context))
+        leave("done")
     except Exception:
-        lines = traceback.format_exc().strip().splitlines()
-        return _encoded({"event": "failed", "error": "\n".join(lines[-LAST_LINES:])})
-
-
-def _encoded(event: dict[str, Any]) -> str:
-    """Numbers of numpy become plain ones; anything else that JSON cannot hold is an error of the part."""
-    return json.dumps(event, default=lambda value: value.item())
-
-
-def _tell(events: TextIO, event: str) -> None:
-    events.write(event + "\n")
-    events.flush()
+        error = "\n".join(traceback.format_exc().strip().splitlines()[-LAST_LINES:])
+        saved = json.loads(found.read_text())["result"] if found.exists() else {}
+        results = saved
+        leave("failed", error)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,23 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import Limits
+from faser_backend.core.request import Limits, Request, SamplingParams
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts, MatchCalibration, logits, margin_bins
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 from faser_backend.serving.profile_calibration import Calibration, ExitReport, ReliabilityBin
-from lab.profiling.chains import Chains, record_chains
-from lab.profiling.exit_fit import (
-    Survivals,
-    area_under_curve,
-    fit_logistic,
-    replay,
-    threshold_for,
-)
-from lab.profiling.overhead import MakeEngine
-from lab.profiling.texts import calibration_requests, read_prompts
+from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tokenizer import TextTokenizer
+from lab.profiling.chains import Chains, MakeEngine, record_chains
+from lab.profiling.exit_fit import Survivals, area_under_curve, fit_logistic, replay, threshold_for
+from lab.prompts import read_prompts
 
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 128, 32
+TEMPERATURES = (0.0, 0.8, 0.0, 1.0)  # half greedy
+TOKENS_EACH = 64  # greedy texts of small models loop when they grow long, and loops are easy to draft
+MAX_PROMPT_TOKENS = 256
 REPLAYED_LENGTHS = (4, MAX_ADAPTIVE_TOKENS)
 MIN_OUTCOMES = 20  # accepted and rejected tokens each, in both halves, or nothing is fitted to them
 
@@ -53,7 +51,7 @@ def calibrate(
     rng = np.random.default_rng(seed)
     models = ModelPair(manifest.target, manifest.draft)
     limits = Limits(models.vocab_size, models.max_context)
-    texts = [] if prompts is None else read_prompts(prompts, engine_dir, manifest)
+    texts = [] if prompts is None else tokenised_prompts(prompts, engine_dir, manifest)
     num_requests = QUICK_NUM_REQUESTS if is_quick else NUM_REQUESTS
     requests = calibration_requests(texts, manifest.end_ids, limits, num_requests, rng)
     depths = {
@@ -63,6 +61,44 @@ def calibrate(
     }
     chains = record_chains(make_engine, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress)
     return fit(chains, depths, retention, source="own text" if prompts is None else prompts.name)
+
+
+def tokenised_prompts(path: Path, engine_dir: Path, manifest: EngineManifest) -> list[np.ndarray]:
+    """Token ids of each prompt of a file, as text models of this directory read it. Raises ConfigError."""
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, PromptFormat.load(engine_dir, manifest))
+    try:
+        token_ids = [tokenizer.encode_prompt(prompt.text) for prompt in read_prompts(path)]
+    finally:
+        tokenizer.close()
+    found = [np.array(ids, np.int64) for ids in token_ids if ids]
+    if len(found) < 2:
+        raise ConfigError(f"prompts {path}: {len(found)} prompts; at least 2 are needed, one of them held out")
+    return found
+
+
+def calibration_requests(
+    prompts: list[np.ndarray], end_ids: tuple[int, ...], limits: Limits, num_requests: int, rng: np.random.Generator
+) -> list[tuple[int, Request]]:
+    """(group, request) pairs, every prompt at all temperatures; requests of one prompt are of one group.
+
+    Without prompts the target writes its own texts: sampled ones start where texts start, at the end token, and greedy
+    ones at a random token behind it, or all of them would be the same. None of them ends early.
+    """
+    longest = max(min(MAX_PROMPT_TOKENS, limits.max_context - TOKENS_EACH), 2)
+    requests = []
+    for index in range(num_requests):
+        text, temperature = index // len(TEMPERATURES), TEMPERATURES[index % len(TEMPERATURES)]
+        if prompts:
+            group = text % len(prompts)
+            prompt = prompts[group][-longest:]
+        else:
+            group, prompt = text, np.array(end_ids[:1], np.int64)
+            if temperature == 0.0 or not end_ids:
+                prompt = np.append(prompt, rng.integers(0, limits.vocab_size))
+        max_tokens = min(TOKENS_EACH, limits.max_context - prompt.size)
+        sampling = SamplingParams(temperature=temperature, seed=index)
+        requests.append((group, Request(f"calibration-{index}", prompt, max_tokens, sampling)))
+    return requests
 
 
 def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, source: str) -> Calibration:
@@ -106,13 +142,7 @@ def _chances(counts: dict[str, MarginCounts], chains: Chains) -> np.ndarray:
 
 
 def _fit_exit(
-    segment: int,
-    depth: tuple[int, int],
-    *,
-    fitted: Chains,
-    held_out: Chains,
-    chances: Chances,
-    retention: float,
+    segment: int, depth: tuple[int, int], *, fitted: Chains, held_out: Chains, chances: Chances, retention: float
 ) -> ExitReport:
     """Bias and weights from the tested tokens of `fitted`, the threshold from its useful rows."""
     features = np.stack([logits(chances.fitted), fitted.exit_margins[segment]], axis=-1)[fitted.is_tested]

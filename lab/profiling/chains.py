@@ -6,13 +6,14 @@ without taking a row out. So margins, exit margins and acceptances are those of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner
+from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner, TrimRule
 from faser_backend.core.errors import FaserError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
@@ -20,7 +21,11 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from lab.drive import write_all
-from lab.profiling.overhead import MakeEngine
+
+MakeEngine = Callable[[EngineConfig], Engine]  # on the runtime that is profiled; its caller closes the engine
+
+
+_BY_CHAIN = ("num_drafted", "num_accepted", "group", "is_sampled")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,39 +55,48 @@ class Chains:
         return np.arange(self.margins.shape[1]) < np.minimum(self.num_accepted + 1, self.num_drafted)[:, None]
 
     def take(self, index: np.ndarray) -> Chains:
+        return Chains.joined([self], lambda arrays: arrays[0][index])
+
+    @staticmethod
+    def joined(parts: list[Chains], join: Callable[[list[np.ndarray]], np.ndarray] = np.concatenate) -> Chains:
+        """All parts as one, array by array."""
+        segments = parts[0].exit_margins
         return Chains(
-            self.margins[index],
-            {segment: margins[index] for segment, margins in self.exit_margins.items()},
-            self.num_drafted[index],
-            self.num_accepted[index],
-            self.group[index],
-            self.is_sampled[index],
+            join([part.margins for part in parts]),
+            {segment: join([part.exit_margins[segment] for part in parts]) for segment in segments},
+            *(join([getattr(part, name) for part in parts]) for name in _BY_CHAIN),
         )
 
     def shortened(self, num_draft_tokens: int) -> Chains:
         """As if at most so many tokens had been drafted."""
-        return Chains(
-            self.margins[:, :num_draft_tokens],
-            {segment: margins[:, :num_draft_tokens] for segment, margins in self.exit_margins.items()},
-            np.minimum(self.num_drafted, num_draft_tokens),
-            np.minimum(self.num_accepted, num_draft_tokens),
-            self.group,
-            self.is_sampled,
+        return replace(
+            self,
+            margins=self.margins[:, :num_draft_tokens],
+            exit_margins={segment: margins[:, :num_draft_tokens] for segment, margins in self.exit_margins.items()},
+            num_drafted=np.minimum(self.num_drafted, num_draft_tokens),
+            num_accepted=np.minimum(self.num_accepted, num_draft_tokens),
         )
 
 
 class ProbePolicy:
-    """A fixed length for everyone, and a pruner at the exits: for engines that are measured, not served."""
+    """A fixed length for everyone, a pruner at the exits, trim rules in turn, a step each.
+
+    For engines that are measured, not served.
+    """
 
     is_drafting = True
     partitions = (WHOLE,)
 
-    def __init__(self, num_draft_tokens: int, pruner: Pruner | None) -> None:
+    def __init__(
+        self, num_draft_tokens: int, pruner: Pruner | None = None, trims: Sequence[TrimRule | None] = (None,)
+    ) -> None:
         self._num_draft_tokens = num_draft_tokens
         self._pruner = pruner
+        self._trims = itertools.cycle(trims)
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([self._num_draft_tokens] * len(sequences), pruner=self._pruner)
+        lengths = [self._num_draft_tokens] * len(sequences)
+        return Decision(lengths, pruner=self._pruner, trim=next(self._trims))
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
@@ -122,17 +136,9 @@ class Listener:
 
     def chains(self) -> Chains:
         """All that were heard; raises FaserError where nothing was."""
-        records = self._records
-        if not records:
+        if not self._records:
             raise FaserError("calibration: nothing was drafted")
-        return Chains(
-            np.concatenate([chains.margins for chains in records]),
-            {segment: np.concatenate([chains.exit_margins[segment] for chains in records]) for segment in self.exits},
-            np.concatenate([chains.num_drafted for chains in records]),
-            np.concatenate([chains.num_accepted for chains in records]),
-            np.concatenate([chains.group for chains in records]),
-            np.concatenate([chains.is_sampled for chains in records]),
-        )
+        return Chains.joined(self._records)
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
         return np.pad(array.astype(np.float64), ((0, 0), (0, self._width - array.shape[1])))

@@ -1,4 +1,4 @@
-"""Times real model calls on the partitions of this machine.
+"""Times real model calls on the partitions of this machine, and fits costs to them.
 
 All calls of a partition are interleaved in random order, sweep after sweep, and the median over sweeps is
 kept: what disturbs the machine for a while touches few samples of each call. A split's shares are timed
@@ -6,7 +6,7 @@ while the other model works on the other share. A call has ended when the device
 
 Calls are timed as they are used. A draft sample is a run of calls, on the whole machine after a target call, which
 leaves little of the draft in the caches; a first call in between is not timed, for what it takes more is found by
-profiling/overhead.py. A target sample follows calls of its own shape, as step follows step,
+profiling/step_costs.py. A target sample follows calls of its own shape, as step follows step,
 and where it verifies drafted rows a draft call comes in between. Timed right after a large call instead, one row took
 twice as long as it does in plain decoding (1387 us, 675 us after 8 calls), and speculation looked better than it is.
 """
@@ -31,7 +31,9 @@ from faser_backend.device.kv_pool import feature_pools
 from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
 from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
-from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
+from faser_backend.serving.profile_store import FitError
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.profiling.cases import Case, make_batch
 from lab.profiling.timed_calls import TimedRunner, chain_case, is_chain, open_loop
@@ -155,7 +157,7 @@ class Bench:
                 if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
                     before()
                 if model == DRAFT and runner.loop is None:
-                    runner.time(batch, 1)  # what a round's first call takes more, profiling/overhead.py finds
+                    runner.time(batch, 1)  # what a round's first call takes more, profiling/step_costs.py finds
                 samples[int(index)].append(runner.time(batch, num_calls))
         return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
 
@@ -242,3 +244,45 @@ def _summary(case: Case, times: np.ndarray, first_us: float) -> Sampled:
 
 def _nothing() -> None:
     """What runs before a sample where nothing has to."""
+
+
+def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:
+    """A cost per segment from the points that are not held out. pads: see CostModel.is_padded."""
+    fitted = [point for point in points if not point.case.is_held_out]
+    shapes = shapes_of([point.case for point in fitted], widths, pads=pads)
+    times = np.array([point.segment_us for point in fitted])
+    return tuple(fit_call_cost(shapes, times[:, segment]) for segment in range(times.shape[1]))
+
+
+def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError:
+    """Errors of whole calls, all segments together, on the fitted and on the held-out points."""
+    cases = [point.case for point in points]
+    predicted = model.call_us(
+        share.model,
+        share.partition,
+        np.array([case.num_rows for case in cases]),
+        np.array([len(case.counts) for case in cases]),
+        np.array([case.context for case in cases]),
+        max_rows=np.array([max(case.counts) for case in cases]),
+        num_logit_rows=np.array([case.num_logit_rows for case in cases]),
+    )
+    measured = np.array([sum(point.segment_us) for point in points])
+    is_held_out = np.array([case.is_held_out for case in cases])
+    fitted, held_out = (
+        mean_absolute_percentage_error(predicted[of], measured[of]) for of in (~is_held_out, is_held_out)
+    )
+    num_held_out = int(is_held_out.sum())
+    spread = float(np.median([point.spread for point in points]) * 100.0)
+    new_shape_us = float(np.median([point.first_us - sum(point.segment_us) for point in points]))
+    return FitError(
+        share.model, share.partition, len(cases) - num_held_out, num_held_out, fitted, held_out, spread, new_shape_us
+    )
+
+
+def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:
+    rows = [(case.num_rows, len(case.counts), max(case.counts), case.num_logit_rows) for case in cases]
+    num_rows, num_sequences, max_rows, num_logit_rows = np.array(rows, np.float64).T
+    if not pads:  # as CostModel.call_us has it: on average, a sequence reads its context and its own rows
+        max_rows = num_rows / num_sequences
+    num_tokens = np.array([case.context for case in cases]) + max_rows
+    return CallShapes(num_rows, num_sequences, max_rows, widths[num_tokens.astype(np.int64)], num_logit_rows)

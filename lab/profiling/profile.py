@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from faser_backend.config import EngineConfig
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.cost_model import NO_OVERHEAD, CostModel, OverheadCost
+from faser_backend.policy.cost_model import NO_OVERHEAD, CostModel
 from faser_backend.serving.compose import engine_on
 from faser_backend.serving.profile_store import (
     PROFILE_FILE,
@@ -30,12 +29,10 @@ from faser_backend.serving.profile_store import (
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from lab.profiling.calibration import calibrate
 from lab.profiling.cases import choose_cases
-from lab.profiling.exit_cost import ExitSample, measure_exits
-from lab.profiling.fit import fit_error, fit_segments
-from lab.profiling.measure import Bench, Effort, Sampled, Share, shares_of
-from lab.profiling.overhead import StepSample, StepTimes, measure_lanes
+from lab.profiling.measure import Bench, Effort, Sampled, Share, fit_error, fit_segments, shares_of
+from lab.profiling.step_costs import StepCosts, StepTimes, measure_exits, measure_lanes, measure_trim
 from lab.profiling.tables import print_tables
-from lab.profiling.trim_cost import TrimSample, measure_trim
+from lab.tables import progress_bar
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
@@ -55,8 +52,8 @@ def profile_engine(
 ) -> Profile:
     """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 
-    prompts: a file of texts to continue (texts.py); None lets the target write its own. retention: share of tokens
-    that would be accepted and that an exit must keep. Raises ManifestError for a broken directory, ConfigError for
+    prompts: a file of texts to continue; None lets the target write its own. retention: share of tokens that
+    would be accepted and that an exit must keep. Raises ManifestError for a broken directory, ConfigError for
     an option out of range. Saves nothing: the caller does, once all is measured.
     """
     manifest = EngineManifest.load(engine_dir)
@@ -109,19 +106,19 @@ class _Profiler:
             for share, points in sampled.items()
         }
         calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
-        overhead, overhead_points, trim_points, exit_points = self._measure_overhead(calls, steps)
+        found = self._measure_steps(calls, steps)
         self._report("done", 1.0)
-        model = replace(calls, overhead=overhead)
+        model = replace(calls, overhead=found.overhead)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             costs=costs,
-            overhead=overhead,
+            overhead=found.overhead,
             errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
             points=[_point(share, point) for share, points in sampled.items() for point in points],
-            overhead_points=[sample._asdict() for sample in overhead_points],
-            trim_points=[sample._asdict() for sample in trim_points],
-            exit_points=[sample._asdict() for sample in exit_points],
+            overhead_points=found.overhead_points,
+            trim_points=found.trim_points,
+            exit_points=found.exit_points,
             calibration=calibration,
         )
 
@@ -147,43 +144,27 @@ class _Profiler:
             sampled[share] = bench.measure(share, effort, tell)
         return sampled
 
-    def _measure_overhead(
-        self, calls: CostModel, steps: StepTimes
-    ) -> tuple[OverheadCost, list[StepSample], list[TrimSample], list[ExitSample]]:
+    def _measure_steps(self, calls: CostModel, steps: StepTimes) -> StepCosts:
         self._report("step overhead", (self._num_parts - 1) / self._num_parts)
+        effort: dict[str, Any] = {"is_quick": self._is_quick, "seed": self._seed}
         steps.visit()
-        found: dict[str, float] = {}
-        trim_samples: list[TrimSample] = []
+        found, trim_points, exit_points = measure_lanes(self._runtime), [], []
         if self._manifest.draft is not None:
-            found["trim_us"], found["trim_sequence_us"], trim_samples = measure_trim(
-                self._make_engine, is_quick=self._is_quick, seed=self._seed
-            )
-        exit_samples: list[ExitSample] = []
+            more, trim_points = measure_trim(self._make_engine, **effort)
+            found |= more
         if self._manifest.exit_layers:
-            found["exit_us"], found["exit_row_us"], exit_samples = measure_exits(
-                self._runtime, self._models, self._make_engine, is_quick=self._is_quick, seed=self._seed
-            )
-        lanes_us = measure_lanes(self._runtime)
-        if lanes_us is not None:
-            found["lanes_us"] = lanes_us
+            more, exit_points = measure_exits(self._runtime, self._models.target, self._make_engine, **effort)
+            found |= more
         steps.visit()
-        overhead, samples = steps.fit(calls)
-        return replace(overhead, **found), samples, trim_samples, exit_samples
+        overhead, overhead_points = steps.fit(calls)
+        return StepCosts(replace(overhead, **found), overhead_points, trim_points, exit_points)
 
 
 def run_profile(
     engine_dir: Path, *, is_quick: bool, prompts: Path | None = None, retention: float = DEFAULT_RETENTION
 ) -> None:
     """The command: progress on stderr, the profile into the directory, the tables on stdout."""
-    bar = Progress(
-        TextColumn("{task.description:24}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        refresh_per_second=2,  # drawing competes with what is measured
-    )
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task("loading", total=1.0)
         profile = profile_engine(
             engine_dir,

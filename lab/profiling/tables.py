@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +11,9 @@ from rich.table import Table
 from faser_backend.policy.cost_model import CostModel, OverheadCost
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.profile_store import Profile
+from lab.tables import Column, terminal_table
 
+RULES = ("trim", "exit", "cascade")  # of a Replay
 BUSY_SPREAD_PERCENT = 15.0  # an idle machine repeats a call within a few percent
 
 
@@ -49,53 +53,43 @@ def overhead_line(overhead: OverheadCost, *, has_exits: bool) -> str:
 
 def error_table(profile: Profile, costs: CostModel) -> Table:
     """A line per model and partition: two predicted calls, then mean absolute errors in percent."""
-    table = _table("Predicted calls at context 128, and mean errors of predictions")
-    table.add_column("model", no_wrap=True)
-    table.add_column("cores", no_wrap=True)
-    for name in ("1 row us", "16x5 us", "fit %", "held out %", "spread %", "new shape us"):
-        table.add_column(name, justify="right")
+    columns = [
+        *(Column(name, name) for name in ("model", "cores")),
+        *(Column(name, name, "{:.0f}") for name in ("1 row us", "16x5 us")),
+        *(Column(name, name, "{:.1f}") for name in ("fit %", "held out %", "spread %")),
+        Column("new shape us", "new shape us", "{:.0f}"),
+    ]
+    rows = []
     for error in profile.errors:
         examples = costs.call_us(error.model, error.partition, np.array([1, 80]), np.array([1, 16]), 128)
-        table.add_row(
-            error.model,
-            error.partition,
-            *(f"{us:.0f}" for us in examples),
-            f"{error.fitted_percent:.1f}",
-            f"{error.held_out_percent:.1f}",
-            f"{error.spread_percent:.1f}",
-            f"{error.new_shape_us:.0f}",
-        )
-    return table
+        errors = (error.fitted_percent, error.held_out_percent, error.spread_percent, error.new_shape_us)
+        values = (error.model, error.partition, *examples, *errors)
+        rows.append({column.heading: value for column, value in zip(columns, values, strict=True)})
+    return terminal_table("Predicted calls at context 128, and mean errors of predictions", columns, rows)
 
 
 def chance_table(calibration: Calibration) -> Table:
     """A line per bin of draft margins: predicted and observed chance that a draft token is accepted."""
-    table = _table("Chance of acceptance, held out")
-    for name in ("margin from", "predicted", "observed", "tokens"):
-        table.add_column(name, justify="right")
-    for each in calibration.reliability:
-        table.add_row(f"{each.margin:g}", f"{each.predicted:.3f}", f"{each.observed:.3f}", str(each.num_tested))
-    return table
+    columns = (
+        Column("margin from", "margin", "{:g}"),
+        Column("predicted", "predicted", "{:.3f}"),
+        Column("observed", "observed", "{:.3f}"),
+        Column("tokens", "num_tested"),
+    )
+    return terminal_table("Chance of acceptance, held out", columns, map(asdict, calibration.reliability))
 
 
 def exit_table(calibration: Calibration) -> Table:
     """A line per exit and draft length: percent of row-layers saved, and of useful draft rows kept."""
-    table = _table("Exits, held out: AUC; percent of row-layers saved / useful rows kept")
-    for name in ("layer", "AUC exit", "draft", "both", "drafted", "trim", "exit", "trim+exit"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("layer", "AUC exit", "draft", "both", "drafted", "trim", "exit", "trim+exit")
+    rows = []
     for report in calibration.exits:
-        scores = (f"{auc:.3f}" for auc in (report.margin_auc, report.draft_auc, report.both_auc))
-        lead = (str(report.calibration.layer), *scores)
+        aucs = (f"{auc:.3f}" for auc in (report.margin_auc, report.draft_auc, report.both_auc))
+        lead = (report.calibration.layer, *aucs)
         for length, replay in report.replays.items():
-            pairs = (
-                (replay.trim_saved, replay.trim_kept),
-                (replay.exit_saved, replay.exit_kept),
-                (replay.cascade_saved, replay.cascade_kept),
-            )
-            table.add_row(*lead, str(length), *(f"{100 * saved:.1f}/{100 * kept:.1f}" for saved, kept in pairs))
+            pairs = ((getattr(replay, f"{name}_saved"), getattr(replay, f"{name}_kept")) for name in RULES)
+            shown = (f"{100 * saved:.1f}/{100 * kept:.1f}" for saved, kept in pairs)
+            rows.append(dict(zip(names, (*lead, length, *shown), strict=True)))
             lead = ("", "", "", "")
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="")
+    title = "Exits, held out: AUC; percent of row-layers saved / useful rows kept"
+    return terminal_table(title, [Column(name, name) for name in names], rows)

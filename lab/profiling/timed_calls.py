@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner
+from faser_backend.core.ports import DraftLoop, ModelRunner
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.runtime import OpenRunner
 from faser_backend.serving.runtimes import AnyRuntime
@@ -84,34 +84,16 @@ class WaitingRunner:
     """
 
     def __init__(self, runner: ModelRunner, runtime: AnyRuntime) -> None:
-        self.num_segments = runner.num_segments
-        self.num_layers = runner.num_layers
-        self.exits = runner.exits
-        self.vocab_size = runner.vocab_size
-        self.max_logit_rows = runner.max_logit_rows
-        self._runner = runner
-        self._runtime = runtime
+        self._runner, self._runtime = runner, runtime
 
-    def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:
-        """See core.ports.ModelRunner."""
-        output = self._runner.run_segment(segment, rows, hidden)
-        self._runtime.synchronize()
-        return output
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._runner, name)
+        if name not in ("run_segment", "run_segment_with_scores", "run_layer"):
+            return found
 
-    def run_segment_with_scores(
-        self, segment: int, rows: RowBatch, hidden: DeviceArray | None, exit_candidates: np.ndarray
-    ) -> tuple[DeviceArray, DeviceArray]:
-        """See core.ports.ModelRunner."""
-        outputs = self._runner.run_segment_with_scores(segment, rows, hidden, exit_candidates)
-        self._runtime.synchronize()
-        return outputs
+        def run(*arguments: Any) -> Any:
+            outputs = found(*arguments)
+            self._runtime.synchronize()
+            return outputs
 
-    def take_rows(self, hidden: DeviceArray, kept: np.ndarray) -> DeviceArray:
-        """See core.ports.ModelRunner."""
-        return self._runner.take_rows(hidden, kept)
-
-    def run_layer(self, rows: RowBatch, hidden: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
-        """See core.ports.HeadRunner, which the runner is where this is called."""
-        outputs = cast(HeadRunner, self._runner).run_layer(rows, hidden)
-        self._runtime.synchronize()
-        return outputs
+        return run

@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request
-from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from lab import environment
 from lab.answers import Job, jobs_of, summarise
@@ -56,12 +55,12 @@ class Pace:
     """Tokens per second of both loads, their geometric mean, over as many turns as were taken."""
 
     def __init__(self, engine_dir: Path, jobs: list[Job]) -> None:
-        configs = {
-            policy: EngineConfig.from_options(policy=policy, enable_prefix_reuse=False, max_num_seqs=PACE_SEQUENCES)
-            for policy in PACE_POLICIES
-        }
+        options = {"enable_prefix_reuse": False, "max_num_seqs": PACE_SEQUENCES}
+        configs = {policy: EngineConfig.from_options(policy=policy, **options) for policy in PACE_POLICIES}
         self._place = InProcess(engine_dir, configs)
-        self._loads = [_Load(self._place.engine(policy), self._requests(jobs)) for policy in PACE_POLICIES]
+        self._requests = {policy: self._without_end(jobs) for policy in PACE_POLICIES}
+        self._num_running = dict.fromkeys(PACE_POLICIES, 0)
+        self.start()
         for _ in range(10):  # first calls of shapes are not measured
             self.take_turn()
 
@@ -70,45 +69,30 @@ class Pace:
 
     def start(self) -> None:
         """What was measured before does not count."""
-        for load in self._loads:
-            load.num_tokens, load.seconds = 0, 0.0
+        self._num_tokens, self._seconds = dict.fromkeys(PACE_POLICIES, 0), dict.fromkeys(PACE_POLICIES, 0.0)
 
     def take_turn(self) -> None:
-        """Runs each load for a moment."""
-        for load in self._loads:
-            load.run(PACE_TURN_S)
+        """Runs whole steps of each load for a moment, with so many requests in flight."""
+        for policy in PACE_POLICIES:
+            engine = self._place.engine(policy)
+            start = now = time.perf_counter()
+            while now - start < PACE_TURN_S:
+                for _ in range(self._num_running[policy], PACE_SEQUENCES):
+                    engine.submit(next(self._requests[policy]))
+                outputs = engine.step()
+                self._num_running[policy] = PACE_SEQUENCES - sum(output.is_final for output in outputs)
+                self._num_tokens[policy] += sum(len(output.token_ids) for output in outputs)
+                now = time.perf_counter()
+            self._seconds[policy] += now - start
 
     def tokens_per_s(self) -> float:
         """Since `start`, after one turn at least."""
-        return math.prod(load.num_tokens / load.seconds for load in self._loads) ** (1 / len(self._loads))
+        return math.prod(self._num_tokens[p] / self._seconds[p] for p in PACE_POLICIES) ** (1 / len(PACE_POLICIES))
 
-    def _requests(self, jobs: list[Job]) -> Iterator[Request]:
+    def _without_end(self, jobs: list[Job]) -> Iterator[Request]:
         """The jobs over and over, under ever new names."""
         for index, job in enumerate(itertools.cycle(jobs)):
             yield replace(self._place.request(0, job), request_id=f"pace-{index}")
-
-
-class _Load:
-    """So many requests in flight, without an end."""
-
-    def __init__(self, engine: Engine, requests: Iterator[Request]) -> None:
-        self._engine = engine
-        self._requests = requests
-        self._num_running = 0
-        self.num_tokens = 0
-        self.seconds = 0.0
-
-    def run(self, seconds: float) -> None:
-        """Whole steps for at least so long."""
-        start = now = time.perf_counter()
-        while now - start < seconds:
-            for _ in range(self._num_running, PACE_SEQUENCES):
-                self._engine.submit(next(self._requests))
-            outputs = self._engine.step()
-            self._num_running = PACE_SEQUENCES - sum(output.is_final for output in outputs)
-            self.num_tokens += sum(len(output.token_ids) for output in outputs)
-            now = time.perf_counter()
-        self.seconds += now - start
 
 
 def options_of(policy: str) -> dict[str, Any]:

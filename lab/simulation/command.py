@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
@@ -31,7 +28,7 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import Column, terminal_table
+from lab.tables import Column, progress_bar, terminal_table
 from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
 PAPERS_WORLDS = ("h100 + qwen3-32b/0.6b", "h100x2 + qwen3-32b/0.6b", "h100x2 + llama3.3-70b/3.2-1b")
@@ -228,25 +225,15 @@ Job = tuple[SimulateOptions, Contestant, str]
 def _simulate_all(jobs: list[Job], what: str) -> list[dict[str, Any]]:
     """Side by side on all cores, in the order of the jobs."""
     num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
-    bar = Progress(
-        TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(file=sys.stderr)
-    )
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task(what, total=len(jobs))
-        if num_workers == 1:
-            return list(_advancing(lambda: bar.advance(task), (simulate_one(*job) for job in jobs)))
+        rows: list[dict[str, Any]] = []
         with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            running = {pool.submit(simulate_one, *job): place for place, job in enumerate(jobs)}
-            ended = {
-                running[done]: done.result() for done in _advancing(lambda: bar.advance(task), as_completed(running))
-            }
-    return [ended[place] for place in range(len(jobs))]
-
-
-def _advancing(advance: Callable[[], None], work: Iterable[Any]) -> Iterable[Any]:
-    for each in work:
-        advance()
-        yield each
+            run = map if num_workers == 1 else pool.map  # one worker is this process
+            for row in run(simulate_one, *zip(*jobs, strict=True)):
+                rows.append(row)
+                bar.advance(task)
+    return rows
 
 
 def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:

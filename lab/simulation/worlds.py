@@ -13,10 +13,9 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.serving.profile_store import load_cost_model
 from lab.shapes import find_machine, find_pair
-from lab.simulation.acceptance import demo_process, fitted_fits
+from lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
 from lab.simulation.costs import ASSUMPTIONS, host_in_words, kv_capacity_tokens, roofline, with_host
 from lab.simulation.engine import World
-from lab.simulation.knowledge import RETENTION
 
 AGREEMENT = ("Draft and target agree", "Acceptance is that")  # how what is assumed of acceptance begins
 SPREAD_LEVELS = 64  # acceptances that stand for a normal distribution
@@ -73,9 +72,7 @@ def spread_levels(mean: float, deviation: float) -> list[float]:
 def behind_host(world: World, draft_call_ms: float | None, host_step_ms: float | None) -> World:
     told = host_in_words(draft_call_ms, host_step_ms)
     return replace(
-        world,
-        costs=with_host(world.costs, draft_call_ms, host_step_ms),
-        assumptions=(*world.assumptions, *told),
+        world, costs=with_host(world.costs, draft_call_ms, host_step_ms), assumptions=(*world.assumptions, *told)
     )
 
 

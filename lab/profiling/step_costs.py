@@ -1,0 +1,323 @@
+"""Measures what a step costs around its model calls, with the real engine on random prompts: OverheadCost of a profile.
+
+Plain steps tell scheduling, packing, sampling and commit, and what drafting takes beyond its calls as predicted (the
+first call of a round finds caches full of the target's data). Every second step trims, or asks an exit, where those are
+measured: both kinds of steps make the same calls, in the same company.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE, TrimRule
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.manifest import ModelEngine
+from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.timing import MODEL_PHASES
+from faser_backend.policy.calibration import MarginCurve, MatchCalibration
+from faser_backend.policy.cost_fit import fit_non_negative, fit_overhead, fit_trim
+from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
+from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
+from faser_backend.serving.runtimes import AnyRuntime
+from lab.profiling.cases import Case, make_batch
+from lab.profiling.chains import MakeEngine, ProbePolicy
+from lab.profiling.timed_calls import WaitingRunner
+
+LOADS = (1, 8, 32)  # sequences
+LENGTHS = (1, 3, 6)  # draft tokens of each, in plain steps
+TRIM_LENGTHS = (3, 6)  # in steps of which every second one trims
+EXIT_LENGTH = 4
+DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
+EXIT_PHASES = ("target_rows", "exit")
+PROMPT_TOKENS, EXIT_CONTEXT_TOKENS = 8, 64
+LANE_REPEATS = 200
+WALL = "wall"
+_LEAST_US = 0.1  # where a difference drowns in noise
+
+_KNOTS = MarginCurve.margin_knots  # as many as served rules have
+# All is certain and time is worth nothing.
+STOPS_NOTHING = TrimRule(
+    margin_knots=_KNOTS,
+    match_logits=np.full(_KNOTS.size, 40.0),
+    offsets=np.zeros(1),
+    margin_shares=np.full(_KNOTS.size, 1.0 / _KNOTS.size),
+    verify_us=np.ones(2),
+    column_us=0.0,
+    draft_us=np.zeros(2),
+    tokens_per_us=0.0,
+    row_price=0.0,
+)
+
+Point = dict[str, Any]  # medians of one load, for profile.json
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """overhead: what is not measured has its default. Points are what it was fitted to."""
+
+    overhead: OverheadCost
+    overhead_points: list[Point]
+    trim_points: list[Point]
+    exit_points: list[Point]
+
+
+class StepTimes:
+    """Plain steps of the real engine, sampling at temperature 1, in one thread.
+
+    Collected in several visits over the course of a profile: a shared machine is slow for some seconds at a time, and
+    medians leave out a visit that was.
+    """
+
+    def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int) -> None:
+        self._runtime = runtime
+        self._make_engine = make_engine
+        self._num_steps = 4 if is_quick else 8  # of a visit
+        self._rng = np.random.default_rng(seed)
+        self._times: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by draft tokens and sequences
+
+    def visit(self) -> None:
+        """Runs some steps of each kind."""
+        for num_draft_tokens in LENGTHS:
+            engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
+            wait_for_calls(engine, self._runtime)
+            try:
+                for num_sequences in LOADS:
+                    phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._num_steps, self._rng)
+                    self._times.setdefault((num_draft_tokens, num_sequences), []).extend(map(_outside, phases))
+            finally:
+                engine.close()
+
+    def fit(self, calls: CostModel) -> tuple[OverheadCost, list[Point]]:
+        """calls: whose costs of draft calls are known."""
+        points = []
+        for (num_draft_tokens, num_sequences), times in self._times.items():
+            if times:  # a short context may not hold one
+                step_us, draft_us = np.median(np.array(times), axis=0)
+                points.append(
+                    {
+                        "num_sequences": num_sequences,
+                        "num_draft_tokens": num_draft_tokens,
+                        "step_us": step_us,  # outside the model calls and drafting
+                        "draft_us": draft_us,  # of drafting: calls, packing and sampling
+                        "predicted_calls_us": num_draft_tokens * self._predicted_us(calls, num_sequences),
+                    }
+                )
+        return fit_overhead(*_columns(points)), points
+
+    def _predicted_us(self, calls: CostModel, num_sequences: int) -> float:
+        """Of one draft call."""
+        if (DRAFT, WHOLE) not in calls.segments:
+            return 0.0
+        context = PROMPT_TOKENS + self._num_steps
+        return float(calls.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context, num_logit_rows=num_sequences))
+
+
+def measure_trim(make_engine: MakeEngine, *, is_quick: bool, seed: int) -> tuple[dict[str, float], list[Point]]:
+    """Fields of OverheadCost: what deciding takes, after every draft call which chains go on and in the end which rows
+    to verify. For engines with a draft model: n-grams heed no rule.
+
+    A device that drafts whole chains by itself knows no rule; there it is what cutting them afterwards takes.
+    """
+    rng = np.random.default_rng(seed)
+    engine = make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))
+    points = []
+    try:
+        for num_draft_tokens in TRIM_LENGTHS:
+            for num_sequences in LOADS:
+                records = records_of_steps(engine, num_sequences, num_draft_tokens, 24 if is_quick else 48, rng)
+                untrimmed, trimmed = (
+                    np.array([r.propose_us for r in records if (r.plan.decision.trim is not None) == is_trimmed])
+                    for is_trimmed in (False, True)
+                )
+                num_pairs = min(untrimmed.size, trimmed.size)
+                if num_pairs:  # a short context may not hold one
+                    untrimmed_us = float(np.median(untrimmed))
+                    added_us = float(np.median(trimmed[:num_pairs] - untrimmed[:num_pairs]))  # of neighbours
+                    point = {"num_sequences": num_sequences, "num_draft_tokens": num_draft_tokens}
+                    points.append(point | {"untrimmed_us": untrimmed_us, "trimmed_us": untrimmed_us + added_us})
+    finally:
+        engine.close()
+    trim_us, trim_sequence_us = fit_trim(*_columns(points)) if points else (0.0, 0.0)
+    return {"trim_us": trim_us, "trim_sequence_us": trim_sequence_us}, points
+
+
+def records_of_steps(
+    engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
+) -> list[StepRecord]:
+    """Of the steps, trimmed and untrimmed in turn, in which all sequences decode and draft the full length."""
+    records: list[StepRecord] = []
+    engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, trims=(STOPS_NOTHING, None))
+    engine.stepper.observers.append(records.append)
+    try:
+        phases_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng)
+    finally:
+        engine.stepper.observers.remove(records.append)
+    return [
+        record
+        for record in records
+        if record.num_tokens.size == num_sequences
+        and not record.plan.prefills
+        and record.frontier.num_drafted.min() == num_draft_tokens
+    ]
+
+
+def measure_exits(
+    runtime: AnyRuntime, model: ModelEngine, make_engine: MakeEngine, *, is_quick: bool, seed: int
+) -> tuple[dict[str, float], list[Point]]:
+    """Fields of OverheadCost, of a target with exit layers: scores in the graph, and reading them and taking rows out.
+
+    The graph's part is a segment with and without scores, in turns; the rest is read from the phases of steps, with a
+    pruner that leaves two rows of every chain.
+    """
+    rng, num_repeats = np.random.default_rng(seed), 9 if is_quick else 25
+    scores_us = _scores_us(runtime, model, num_repeats, rng)
+    host_us = _exit_host_us(runtime, model, make_engine, num_repeats, rng)
+    rows = [size * (EXIT_LENGTH + 1) for size in LOADS]
+    total = np.maximum(np.array(scores_us) + np.array(host_us), _LEAST_US)
+    exit_us, exit_row_us = map(float, fit_non_negative(np.column_stack([np.ones(len(rows)), rows]), total))
+    points = [
+        {"num_rows": num_rows, "scores_us": scores, "host_us": host}
+        for num_rows, scores, host in zip(rows, scores_us, host_us, strict=True)
+    ]
+    return {"exit_us": exit_us, "exit_row_us": exit_row_us}, points
+
+
+def _scores_us(runtime: AnyRuntime, model: ModelEngine, num_repeats: int, rng: np.random.Generator) -> list[float]:
+    """Per load, the mean over exits of what scores add to their segment."""
+    block_size, num_rows = runtime.kv_block_size, EXIT_LENGTH + 1
+    context = max(min(EXIT_CONTEXT_TOKENS, model.spec.max_context - num_rows), 0)
+    num_blocks = max(LOADS) * -(-(context + num_rows) // block_size)
+    runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))
+
+    def timed_ns(work: Callable[..., object], *arguments: Any) -> int:
+        start = time.perf_counter_ns()
+        work(*arguments)
+        runtime.synchronize()
+        return time.perf_counter_ns() - start
+
+    added = []
+    try:
+        for size in LOADS:
+            case = Case((num_rows,) * size, context, size * num_rows)
+            batch = make_batch(case, model.spec.vocab_size, block_size, num_blocks, rng)
+            candidates = rng.integers(0, model.spec.vocab_size, (case.num_rows, NUM_CANDIDATES))
+            hidden, differences = None, []
+            for segment in range(runner.num_segments):
+                if segment in runner.exits:
+                    plain, scored = (segment, batch, hidden), (segment, batch, hidden, candidates)
+                    pairs = [
+                        (timed_ns(runner.run_segment, *plain), timed_ns(runner.run_segment_with_scores, *scored))
+                        for _ in range(num_repeats)
+                    ]
+                    differences.append(float(np.median([with_scores - without for without, with_scores in pairs])))
+                output = runner.run_segment(segment, batch, hidden)
+                hidden = runner.take_rows(output, np.arange(case.num_rows))  # a copy
+            added.append(max(float(np.mean(differences)) / 1e3, 0.0))
+    finally:
+        runner.close()
+    return added
+
+
+def _exit_host_us(
+    runtime: AnyRuntime, model: ModelEngine, make_engine: MakeEngine, num_steps: int, rng: np.random.Generator
+) -> list[float]:
+    """Per load, what one exit adds to the phases of a step outside the model."""
+    segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
+    layer = model.segments[segment].last_layer
+    # Chances of 0.5 whatever the margins: survival 0.5 and then 0.25, so that rows 0 and 1 stay.
+    halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
+    pruner = EarlyExit((halving,), MatchCalibration(None).curve)
+    engine = make_engine(EngineConfig.from_options(policy=f"fixed:{EXIT_LENGTH}"))
+    wait_for_calls(engine, runtime)
+    added = []
+    try:
+        for size in LOADS:
+            medians = []
+            for tried in (None, pruner):
+                engine.stepper.scheduler.policy = ProbePolicy(EXIT_LENGTH, tried)
+                steps = phases_of_steps(engine, size, EXIT_LENGTH, num_steps, rng)
+                spent = [sum(step.get(name, 0) for name in EXIT_PHASES) for step in steps]
+                medians.append(float(np.median(spent)) / 1e3)
+            added.append(max(medians[1] - medians[0], 0.0))
+    finally:
+        engine.close()
+    return added
+
+
+def measure_lanes(runtime: AnyRuntime) -> dict[str, float]:
+    """A field of OverheadCost: median time in which the lanes of a split run nothing at all; {} without a split."""
+    if not runtime.menu.splits:
+        return {}
+    lanes = runtime.open_lanes(*runtime.menu.splits[0])
+    try:
+        times = []
+        for _ in range(LANE_REPEATS):
+            start = time.perf_counter_ns()
+            lanes.run_both(lambda: None, lambda: None)
+            times.append(time.perf_counter_ns() - start)
+    finally:
+        lanes.close()
+    return {"lanes_us": float(np.median(times)) / 1e3}
+
+
+def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
+    """From now on the phases of model calls end when the device is done with them."""
+    engine.stepper.partitions = {
+        name: replace(
+            partition,
+            target=WaitingRunner(partition.target, runtime),
+            draft=None if partition.draft is None else WaitingRunner(partition.draft, runtime),
+        )
+        for name, partition in engine.stepper.partitions.items()
+    }
+
+
+def phases_of_steps(
+    engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
+) -> list[dict[str, int]]:
+    """Nanoseconds per phase, and of the whole under WALL, of num_steps steps in which all sequences decode and
+    none ends; fewer steps where the context is short. Then cancels them."""
+    limits = engine.limits
+    max_tokens = min((num_steps + 4) * (num_draft_tokens + 1), limits.max_context - PROMPT_TOKENS)
+    for index in range(num_sequences):
+        sampling = SamplingParams(temperature=1.0, seed=index)
+        prompt = rng.integers(0, limits.vocab_size, PROMPT_TOKENS)
+        engine.submit(Request(f"profile-{index}", prompt, max_tokens, sampling))
+    steps: list[dict[str, int]] = []
+    while len(steps) < num_steps:
+        before = engine.metrics().phase_times_ns
+        start = time.perf_counter_ns()
+        outputs = engine.step()
+        wall_ns = time.perf_counter_ns() - start
+        after = engine.metrics()
+        if after.num_running < num_sequences or any(output.is_final for output in outputs):
+            if not engine.has_work:
+                break
+            continue
+        spent = {name: ns - before.get(name, 0) for name, ns in after.phase_times_ns.items()}
+        if not spent.get("prefill_model", 0) and len(outputs) == num_sequences:
+            steps.append(spent | {WALL: wall_ns})
+    for index in range(num_sequences):
+        engine.cancel(f"profile-{index}")
+    while engine.has_work:
+        engine.step()
+    return steps
+
+
+def _outside(spent: dict[str, int]) -> tuple[float, float]:
+    """Microseconds of a step outside the model calls and drafting, and of drafting with its calls."""
+    model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
+    around_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
+    return (spent[WALL] - model_ns - around_ns) / 1e3, (around_ns + spent.get(DRAFT_CALLS, 0)) / 1e3
+
+
+def _columns(points: list[Point]) -> np.ndarray:
+    """The points' fields, [fields, points]."""
+    return np.array([list(point.values()) for point in points], np.float64).T
