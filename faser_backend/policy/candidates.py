@@ -20,8 +20,8 @@ from faser_backend.policy.calibration import MarginCurve, sigmoid
 _USED = (0.1, 0.2, 0.3, 0.45, 0.6, 0.75)
 FLOORS = np.array([0.0, *_USED, *_USED])  # 0: all chains are alike, nothing is trimmed
 _ROW_FLOORS = np.array([0.0, *_USED, *(0.15 * floor for floor in _USED)])
-_OFFSETS = np.linspace(-1.8, 1.8, 7)  # [G] of requests, between which what chains come to is interpolated
-_LOG_STEP, _NUM_STATES = 0.1, 42  # of -log survival: down to 0.017
+_OFFSETS = np.linspace(-1.6, 1.6, 5)  # [G] of requests, between which what chains come to is interpolated
+_LOG_STEP, _NUM_STATES = 0.15, 28  # of -log survival: down to 0.015
 _GOES_ON, _HAS_ROW = (
     np.arange(_NUM_STATES) * _LOG_STEP <= -np.log(np.maximum(floors, 1e-9))[:, None] for floors in (FLOORS, _ROW_FLOORS)
 )  # bool [F, S]

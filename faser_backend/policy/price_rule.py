@@ -10,6 +10,7 @@ hundredth of the time is saved up for a look at the other. `survival` is this ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +37,9 @@ from faser_backend.policy.traffic import ChainYield, PromptTokens
 HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
 UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are divided by: phases disturb each other
 WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, and between two trim rules
+REFITS, MOST_TABLES = 4, 8  # of a curve, after which chains are reckoned with anew; tables of chains that are kept
+# Steps of which one is learned from, once so many tests and steps of the same kind were: learning takes 0.1 ms.
+LEARN_EVERY, MANY_TESTS, MANY_STEPS = 4, 512, 32
 LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
 FAR_BEHIND = 0.5  # share of the speed that plain decoding loses, from which on it is not looked at unless saved for
@@ -61,7 +65,8 @@ class PriceRule:
         self._times = BatchTimesCache(self.costs, max_draft_tokens)
         chunk_us = self.costs.call_us(DRAFT, WHOLE, _CHUNK, 1, _CHUNK, max_rows=_CHUNK, num_logit_rows=0)
         self._draft_read_us = float(chunk_us) / _CHUNK  # of a token of a prompt
-        self._tables: dict[tuple[float, tuple[int, ...]], tuple[MarginCurve, ChainTable]] = {}
+        self._corrected_times: dict[tuple[int, str], BatchTimes] = {}  # since the last weighing
+        self._tables: dict[tuple[float, ...], ChainTable] = {}
         self.chosen: Score | None = None  # looks aside
         self._scores: tuple[Score, ...] = ()
         self._price = 0.0  # tokens per microsecond
@@ -72,6 +77,7 @@ class PriceRule:
         self._looks_at_longer = False  # next time, while speculating
         self._saved_us = 0.0
         self._was_drafting = self._has_decoded_plainly = False
+        self._num_observed = 0  # steps
         self._num_alike = 0  # steps since plain and speculative decoding changed over
         self._decision: Decision | None = None  # that holds on, for these sequences
         self._decided_for: Sequence[RunningSequence] = []
@@ -90,16 +96,20 @@ class PriceRule:
         assert self.chosen is not None
         self._look_left -= self._look is not None
         decision = self._decision
-        if decision is None or self._num_decided % RENEW_EVERY == 0 or self._decided_for != sequences:
-            decision = self._decision = self._decision_for(self._look or self.chosen, sequences)
+        if decision is None or self._decided_for != sequences:
+            decision = self._decision_for(self._look or self.chosen, sequences)
             self._decided_for = list(sequences)
+        elif decision.trim is not None and self._num_decided % RENEW_EVERY == 0:
+            decision = replace(decision, trim=replace(decision.trim, offsets=self._offsets_by_slot(sequences)))
+        self._decision = decision
         return decision
 
     def _weigh(self, sequences: Sequence[RunningSequence], size: int, share: float) -> None:
         """Scores every candidate for a batch of `size` and chooses one."""
         self._weighed, self._num_decided, self._decision = (size, share), 0, None
+        self._corrected_times.clear()
         offsets = self._acceptance.offsets(sequences)
-        chains = self._chain_table(share)[1].of(offsets)
+        chains = self._chain_table(share).of(offsets)
         context = self.costs.batch_context([each.num_tokens for each in sequences])
         self._scores = tuple(self._score_all(size, context, chains))
         best = max(self._scores, key=self._speed)
@@ -188,9 +198,7 @@ class PriceRule:
             is_resting = self.chosen is None or self.chosen.mode is None
             return Decision([0] * size, prefills_draft=not is_resting, scores=self._scores, reason=reason)
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
-        offsets = np.zeros(1 + max(each.slot for each in sequences))
-        offsets[[each.slot for each in sequences]] = self._acceptance.offsets(sequences)
-        curve = self._chain_table(sampled_share(sequences))[0]
+        offsets, curve = self._offsets_by_slot(sequences), self._acceptance.curve(sampled_share(sequences))
         context = self.costs.batch_context([each.num_tokens for each in sequences])
         pruner = self._pruner(score, cohort, context, curve, offsets)
         if score is self._look and self.chosen is not None and self.chosen.mode is None:
@@ -201,6 +209,12 @@ class PriceRule:
             lengths = [self._most] * size
             trim = self._rule(self._corrected(cohort, context, score.partition), score, curve, offsets)
         return Decision(lengths, score.mode, score.partition, trim, pruner, scores=self._scores, reason=reason)
+
+    def _offsets_by_slot(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
+        slots = [each.slot for each in sequences]
+        offsets = np.zeros(1 + max(slots))
+        offsets[slots] = self._acceptance.offsets(sequences)
+        return offsets
 
     def _rule(self, times: BatchTimes, score: Score, curve: MarginCurve, offsets: np.ndarray) -> TrimRule:
         usual = min(max(round(score.num_rows), 1), times.verify_us.size - 1)
@@ -237,23 +251,25 @@ class PriceRule:
         return None if found is None else EarlyExit((found,), curve, offsets)
 
     def _corrected(self, size: int, context: int, partition: str) -> BatchTimes:
-        return self._times.of(size, context, partition).corrected(self._errors)
+        """Predicted times as they turned out to be when candidates were weighed last."""
+        key = size, partition
+        if key not in self._corrected_times:
+            self._corrected_times[key] = self._times.of(size, context, partition).corrected(self._errors)
+        return self._corrected_times[key]
 
-    def _chain_table(self, share: float) -> tuple[MarginCurve, ChainTable]:
-        """The curve of such a batch, and what chains come to under it; kept until the curve changes."""
-        key = round(share, 2), self._acceptance.version
-        found = self._tables.get(key)
-        if found is None:
-            if len(self._tables) > 8:
+    def _chain_table(self, share: float) -> ChainTable:
+        """What chains of such a batch come to; kept until the curves have changed a few times."""
+        key = round(share, 2), *(version // REFITS for version in self._acceptance.version)
+        if key not in self._tables:
+            if len(self._tables) > MOST_TABLES:
                 self._tables.clear()
-            curve = self._acceptance.curve(share)
-            found = self._tables[key] = curve, ChainTable(curve, self._most)
-        return found
+            self._tables[key] = ChainTable(self._acceptance.curve(share), self._most)
+        return self._tables[key]
 
     # -- learning -------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        self._acceptance.observe(record)
+        self._num_observed += 1
         self._prompts.observe(record)
         if self._look is None:
             self._saved_us += LOOK_SHARE * record.step_us
@@ -262,6 +278,11 @@ class PriceRule:
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
         self._was_drafting = has_drafted
         self._has_decoded_plainly |= not has_drafted
+        knows_chances = not has_drafted or self._acceptance.num_tests >= MANY_TESTS
+        is_settled = knows_chances and self._num_alike >= MANY_STEPS
+        if is_settled and self._num_observed % LEARN_EVERY:
+            return
+        self._acceptance.observe(record)
         is_first = not self._errors.knows(DRAFT if has_drafted else TARGET, decision.partition)
         if (self._num_alike < COLD_STEPS and not is_first) or record.frontier.is_client is not None:
             return

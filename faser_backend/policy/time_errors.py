@@ -21,7 +21,9 @@ _FADE = 0.999  # of every weight, per step
 _MACHINE_SHARE = 0.25  # of a surprise about a well-known bucket that the machine's present speed takes
 _FEW_STEPS = 2.5  # until so many were seen, a surprise is the model's error and not the machine's
 _LOG_OUTLIER = math.log(2.0)  # a step that the machine lost to something else says little: it is cut there
-_NEARNESS = 16.0 ** -np.abs(np.subtract.outer(np.arange(_NUM_BUCKETS), np.arange(_NUM_BUCKETS)))  # [n, n]
+_SMOOTH_EVERY = 8  # observations of well-known calls
+_BUCKETS = np.arange(_NUM_BUCKETS)
+_NEARNESS = 16.0 ** -np.abs(np.subtract.outer(_BUCKETS, _BUCKETS))  # [n, n]
 
 Calls = tuple[str, str]  # (model, partition)
 
@@ -32,14 +34,12 @@ class TimeErrors:
     def __init__(self) -> None:
         self._known: dict[Calls, np.ndarray] = {}  # [2, n] error of the log and its weight
         self._log_machine = 0.0
-        self._logs: dict[Calls, np.ndarray] = {}  # [n] as asked for, until the next observation
+        self._num_observed = 0
+        self._logs: dict[Calls, np.ndarray] = {}  # [n] smoothed, for a few observations
 
     def ratios(self, model: str, partition: str, log2_rows: np.ndarray) -> np.ndarray:
         """Returns measured over predicted time of calls with these log2 of rows, the machine's present speed aside."""
-        logs = self._logs.get((model, partition))
-        if logs is None:
-            logs = self._logs[model, partition] = self._smoothed(model, partition)
-        return np.exp(np.interp(log2_rows, np.arange(_NUM_BUCKETS), logs))
+        return np.exp(np.interp(log2_rows, _BUCKETS, self._smoothed_logs(model, partition)))
 
     def knows(self, model: str, partition: str) -> bool:
         """Tells whether calls of the model were seen there at all."""
@@ -49,7 +49,7 @@ class TimeErrors:
         """Learns from one step's calls of a model."""
         if predicted_us <= 0.0:
             return
-        logs = self._smoothed(model, partition)
+        logs = self._smoothed_logs(model, partition)
         bucket = _bucket(num_rows)
         expected = float(logs[bucket]) + self._log_machine
         surprise = math.log(max(measured_us, 1.0) / predicted_us) - expected
@@ -64,7 +64,16 @@ class TimeErrors:
         self._log_machine += (1.0 - share) * _MACHINE_SHARE * surprise
         weight *= _FADE
         weight[bucket] = min(weight[bucket] + 1.0, _MOST_WEIGHT)
-        self._logs.clear()
+        self._num_observed += 1
+        if weight[bucket] < _MOST_WEIGHT / 2 or self._num_observed % _SMOOTH_EVERY == 0:
+            self._logs.clear()
+
+    def _smoothed_logs(self, model: str, partition: str) -> np.ndarray:
+        """[n] as `_smoothed`, of a few observations ago."""
+        logs = self._logs.get((model, partition))
+        if logs is None:
+            logs = self._logs[model, partition] = self._smoothed(model, partition)
+        return logs
 
     def _smoothed(self, model: str, partition: str) -> np.ndarray:
         """[n] errors of the logs. Where nothing is known of a partition, calls on the whole device stand for them, and
