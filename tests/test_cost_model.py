@@ -9,15 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser_backend.policy.cost_fit import (
-    CallShapes,
-    fit_call_cost,
-    fit_non_negative,
-    fit_overhead,
-    fit_trim,
-    mean_absolute_percentage_error,
-    non_negative_least_squares,
-)
 from faser_backend.policy.cost_model import (
     DRAFT,
     TARGET,
@@ -28,6 +19,15 @@ from faser_backend.policy.cost_model import (
     ModelSize,
     OverheadCost,
     default_cost_model,
+)
+from lab.profiling.cost_fit import (
+    CallShapes,
+    fit_call_cost,
+    fit_non_negative,
+    fit_overhead,
+    fit_trim,
+    mean_absolute_percentage_error,
+    non_negative_least_squares,
 )
 
 NO_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0)

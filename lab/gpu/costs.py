@@ -14,11 +14,11 @@ import numpy as np
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.device.partition import split_name
-from faser_backend.policy.cost_fit import fit_non_negative
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
 from lab.gpu.calls import PairCalls
 from lab.gpu.worker import Context
 from lab.profiling.cases import Case
+from lab.profiling.cost_fit import fit_non_negative
 from lab.profiling.measure import Sampled, fit_segments
 
 Point = dict[str, Any]  # model, partition, sequences, rows, context, segment_us

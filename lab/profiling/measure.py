@@ -31,11 +31,11 @@ from faser_backend.device.kv_pool import feature_pools
 from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
 from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
-from faser_backend.policy.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
 from faser_backend.serving.profile_store import FitError
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.profiling.cases import Case, make_batch
+from lab.profiling.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
 from lab.profiling.timed_calls import TimedRunner, chain_case, is_chain, open_loop
 
 MAX_POOL_BYTES = 512 << 20

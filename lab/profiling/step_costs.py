@@ -22,12 +22,12 @@ from faser_backend.manifest import ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
-from faser_backend.policy.cost_fit import fit_non_negative, fit_overhead, fit_trim
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.profiling.cases import Case, make_batch
 from lab.profiling.chains import MakeEngine, ProbePolicy
+from lab.profiling.cost_fit import fit_non_negative, fit_overhead, fit_trim
 from lab.profiling.timed_calls import WaitingRunner
 
 LOADS = (1, 8, 32)  # sequences
