@@ -40,6 +40,7 @@ WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, a
 REFITS, MOST_TABLES = 4, 8  # of a curve, after which chains are reckoned with anew; tables of chains that are kept
 # Steps of which one is learned from, once so many tests and steps of the same kind were: learning takes 0.1 ms.
 LEARN_EVERY, MANY_TESTS, MANY_STEPS = 4, 512, 32
+OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
 LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
 FAR_BEHIND = 0.5  # share of the speed that plain decoding loses, from which on it is not looked at unless saved for
@@ -59,7 +60,7 @@ class PriceRule:
         self._exits = knowledge.exits if with_modes else ()
         self._most = max_draft_tokens
         self._acceptance = AcceptanceModel(knowledge.margins)
-        self._errors = TimeErrors()
+        self._errors = TimeErrors(0.0 if self.costs.is_measured else OPTIMISM)
         self._yield = ChainYield()
         self._prompts = PromptTokens()
         self._times = BatchTimesCache(self.costs, max_draft_tokens)

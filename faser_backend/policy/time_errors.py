@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
+from faser_backend.policy.cost_model import TARGET
 
 _NUM_BUCKETS = 14  # powers of two of rows
 _MOST_WEIGHT = 64.0  # steps that a bucket's error is the mean of
@@ -31,7 +32,10 @@ Calls = tuple[str, str]  # (model, partition)
 class TimeErrors:
     """Running estimates by model, partition and power of two of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimism: float = 0.0) -> None:
+        """optimism: what the log of the time of target calls is taken for less at sizes that were not seen: where costs
+        are guesses, what is never tried is never known."""
+        self._optimism = optimism
         self._known: dict[Calls, np.ndarray] = {}  # [2, n] error of the log and its weight
         self._log_machine = 0.0
         self._num_observed = 0
@@ -89,7 +93,8 @@ class TimeErrors:
         if known is None:
             return np.full(_NUM_BUCKETS, prior)
         error, weight = known
-        return (_NEARNESS @ (error * weight) + _PRIOR_WEIGHT * prior * _near(weight)) / (
+        hope = self._optimism * (1.0 - _near(weight)) if model == TARGET else 0.0
+        return -hope + (_NEARNESS @ (error * weight) + _PRIOR_WEIGHT * prior * _near(weight)) / (
             _NEARNESS @ weight + _PRIOR_WEIGHT * _near(weight)
         )
 
