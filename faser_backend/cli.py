@@ -181,10 +181,11 @@ def serve(
 
 
 def _add_lab_commands() -> None:
-    """What measures: `lab/` imports this package, and this function alone imports `lab/`."""
+    """What measures and trains: `lab/` imports this package, and this function alone imports `lab/`."""
     from lab.commands import bench, profile, replay, simulate
+    from lab.train_head.command import train_head
 
-    for command in (profile, bench, replay, simulate):
+    for command in (profile, bench, replay, simulate, train_head):
         app.command()(command)
 
 

@@ -25,21 +25,24 @@ log="$(mktemp -t faser-demo.XXXXXX.log)"
 trap 'stop_server; rm -f "$log"' EXIT
 trap 'exit 130' INT TERM
 
-# build_smollm2: its engine into build/smollm2, unless one is there that loads.
+# build_smollm2: its engine into $engine, unless one is there that loads. The trained head drafts where there is one.
 build_smollm2() {
+  local draft=ngram
+  engine=build/smollm2
+  [ ! -f models/smollm2-head/config.json ] || draft=models/smollm2-head engine=build/smollm2-drafted
   ensure_smollm2
   "$VENV/bin/python" -c 'import sys; from pathlib import Path; from faser_backend.manifest import EngineManifest as m; m.load(Path(sys.argv[1]))' \
-    build/smollm2 2>/dev/null && return
-  say "building the engine in build/smollm2"
+    "$engine" 2>/dev/null && return
+  say "building the engine in $engine"
   mkdir -p build
-  "$VENV/bin/faser" build --target "$SMOLLM2" --draft ngram --output build/smollm2
+  "$VENV/bin/faser" build --target "$SMOLLM2" --draft "$draft" --output "$engine"
 }
 
 ensure_venv light
 if [ "$MODEL" = smollm2 ]; then
   build_smollm2
   say "starting Triton"
-  start_server "$log" --engine-dir build/smollm2
+  start_server "$log" --engine-dir "$engine"
   ask=(--chat --prompt "What is the capital of France?" --temperature 0 --max-tokens 64)
 else
   say "starting Triton (the first start builds the demo pair's engines)"

@@ -1,0 +1,168 @@
+"""An EAGLE-3 head in torch (arXiv 2503.01840): one decoder layer over [embedding, what was made of the token before].
+
+Parameters have the published names, so that a state dict is a checkpoint. Knows no data, files or optimizers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, silu
+
+from faser_backend.core.model import ModelSpec, rotary_tables
+
+STRIP = 512  # rows whose logits are at hand at once
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Attention of several steps at once: step k of a chain sees what the target saw before the chain began, and the
+    chain's own earlier steps."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(2 * spec.hidden_size, num_q, bias=False)
+        self.k_proj = nn.Linear(2 * spec.hidden_size, num_kv, bias=False)
+        self.v_proj = nn.Linear(2 * spec.hidden_size, num_kv, bias=False)
+        self.o_proj = nn.Linear(num_q, spec.hidden_size, bias=False)
+
+    def forward(self, both: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """both [B, n, 2 d] -> [B, n, d]; row i of step k is of the chain that begins behind row i of step 1.
+
+        earlier: keys and values of the steps before, [B, H, n, head_dim]; this step's are added.
+        """
+        q = _rotated(self._split(self.q_proj(both), self._num_heads), cos, sin)
+        k = _rotated(self._split(self.k_proj(both), self._num_kv_heads), cos, sin)
+        v = self._split(self.v_proj(both), self._num_kv_heads)
+        shared = self._num_heads // self._num_kv_heads
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        earlier.append((k, v))
+        first_k, first_v = earlier[0]
+        n, scale = both.shape[1], self._head_dim**-0.5
+        future = torch.ones(n, n, dtype=torch.bool, device=both.device).triu(1)
+        scores = (q @ first_k.transpose(2, 3)).float().masked_fill(future, float("-inf"))  # [B, H, n, n]
+        own = [(q * k_j).sum(-1, keepdim=True).float() for k_j, _ in earlier[1:]]  # [B, H, n, 1] each
+        shares = (torch.cat([scores, *own], dim=-1) * scale).softmax(-1).to(v.dtype)
+        mixed = shares[..., :n] @ first_v
+        for j, (_, v_j) in enumerate(earlier[1:]):
+            mixed = mixed + shares[..., n + j, None] * v_j
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor, num_heads: int) -> Tensor:
+        """[B, n, heads * head_dim] -> [B, heads, n, head_dim]"""
+        return x.unflatten(2, (num_heads, self._head_dim)).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The head's layer. The embedding enters attention alone; the residual is the hidden state's."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(spec.hidden_size, spec.rms_eps)
+        self.hidden_norm = Norm(spec.hidden_size, spec.rms_eps)
+        self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_eps)
+        self.self_attn = Attention(spec)
+        self.mlp = Mlp(spec)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + self.self_attn(both, cos, sin, earlier)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Head(nn.Module):
+    """spec: of the head as a Llama of one layer; num_features: layers of the target that are joined."""
+
+    def __init__(self, spec: ModelSpec, num_features: int, target_hidden_size: int, num_ids: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.fc = nn.Linear(num_features * target_hidden_size, spec.hidden_size, bias=False)
+        self.midlayer = MidLayer(spec)
+        self.norm = Norm(spec.hidden_size, spec.rms_eps)
+        self.lm_head = nn.Linear(spec.hidden_size, num_ids, bias=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def chains(self, embedded: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
+        """Hidden states [B, n, d] of each step, normed for the logits.
+
+        embedded [B, n, d] of tokens, features [B, n, num_features * d] of what the target made of them. Row i of step
+        k reads token i + k and gives the logits of token i + k + 1; rows whose tokens end before are of no use.
+        In step 1 it reads features, later its own output of the step before: what drafting does.
+        """
+        n = embedded.shape[1]
+        cos, sin = self._rotary(n + num_steps, embedded.device)
+        hidden, earlier, results = self.fc(features), [], []
+        for step in range(num_steps):
+            shifted = pad(embedded[:, step + 1 :], (0, 0, 0, min(step + 1, n)))
+            own = slice(step, step + n)
+            hidden = self.midlayer(shifted, hidden, cos[own], sin[own], earlier)
+            results.append(self.norm(hidden))
+        return results
+
+    def _rotary(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._tables is None or self._tables[0].shape[0] < num_positions or self._tables[0].device != device:
+            cos, sin = rotary_tables(self.spec)
+            self._tables = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+        return self._tables
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, heads, n, head_dim] turned by tables [n, head_dim / 2]; halves are paired, as Llama has it."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Mean over rows of the cross-entropy between wanted probabilities and a head's, in strips of rows.
+
+    Logits of all rows would take more memory than everything else; a strip's gradient is made while it is at hand.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, matrix: Tensor, wanted: Tensor, bias: Tensor | None = None) -> Tensor:
+        """hidden [R, d], matrix [V, d], wanted [R, V], in one dtype; bias [V] is added to logits; R at least 1."""
+        grad_hidden, grad_matrix = torch.empty_like(hidden), torch.zeros_like(matrix, dtype=torch.float32)
+        total = torch.zeros((), device=hidden.device)
+        for first in range(0, hidden.shape[0], STRIP):
+            own = slice(first, first + STRIP)
+            logits = linear(hidden[own], matrix).float()
+            log_probs = (logits if bias is None else logits.add_(bias)).log_softmax(-1)
+            total -= (wanted[own] * log_probs).sum()
+            grad = log_probs.exp_().sub_(wanted[own]).to(hidden.dtype)
+            grad_hidden[own] = grad @ matrix
+            grad_matrix += grad.T @ hidden[own]
+        ctx.save_for_backward(grad_hidden, grad_matrix)
+        return total / hidden.shape[0]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_matrix = ctx.saved_tensors
+        share = grads[0] / grad_hidden.shape[0]
+        return share * grad_hidden, (share * grad_matrix).to(grad_hidden.dtype), None, None
