@@ -61,7 +61,8 @@ def open_engine(built: Built, policy: str, **options: object) -> Engine:
 def tokens_of(built: Built, policy: str, requests: list[Request], **options: object) -> dict[str, list[int]]:
     engine = open_engine(built, policy, **options)
     tokens = drive(engine, requests).tokens
-    assert policy == "none" or engine.metrics().num_drafted > 0
+    # What adaptive policies draft depends on how long calls took.
+    assert not policy.startswith("fixed") or engine.metrics().num_drafted > 0
     engine.close()
     return tokens
 

@@ -209,7 +209,8 @@ def test_policies_and_batches_change_no_token(policy: str, directory: Path, requ
     assert run(engine, requests) == expected
     metrics = engine.metrics()
     assert (metrics.num_drafted > 0) == (policy != "none")
-    assert policy == "none" or 0 < metrics.num_accepted < metrics.num_drafted
+    # What `survival` drafts depends on how long calls took.
+    assert policy != "fixed:4" or 0 < metrics.num_accepted < metrics.num_drafted
 
 
 def test_preemption_changes_no_token(directory: Path, requests, expected) -> None:
