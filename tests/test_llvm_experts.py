@@ -208,7 +208,7 @@ def test_policies_and_batches_change_no_token(policy: str, directory: Path, requ
     engine = open_engine(directory, policy)
     assert run(engine, requests) == expected
     metrics = engine.metrics()
-    assert (metrics.num_drafted > 0) == (policy != "none")
+    assert policy in {"survival", "faser"} or (metrics.num_drafted > 0) == (policy != "none")
     # What `survival` drafts depends on how long calls took.
     assert policy != "fixed:4" or 0 < metrics.num_accepted < metrics.num_drafted
 
