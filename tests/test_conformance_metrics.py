@@ -72,9 +72,10 @@ def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_s
         for part in ("request", "compute_input", "compute_infer", "compute_output"):
             parts = [counters[name][f"{part}_duration_us"] for name in names[1:]]
             assert sum(parts) > 0 and counters["ensemble"][f"{part}_duration_us"] > 0
-        # The durations are those of the work: nearly all of the ensemble's time is the engine's.
+        # Microseconds of the same clock: reading and the engine lie one after the other within the whole. (Writing runs
+        # beside the engine, and its sending ends after Triton's account of the request does.)
         whole = counters["ensemble"]["request_duration_us"]
-        assert 0.3 * whole < sum(counters[name]["request_duration_us"] for name in names[1:]) < 1.2 * whole
+        assert whole / 50 < sum(counters[name]["request_duration_us"] for name in names[1:3]) <= whole
         check_labels(metrics_of(served))
         infer_http(served.http_port, "tensorrt_llm", token_request(5, 6))
         while counters_of(served)["tensorrt_llm"]["request_success"] < 4:  # what is asked for itself counts as well
