@@ -39,7 +39,7 @@ UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are di
 WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, and between two trim rules
 REFITS, MOST_TABLES = 4, 8  # of a curve, after which chains are reckoned with anew; tables of chains that are kept
 # Steps of which one is learned from, once so many tests and steps of the same kind were: learning takes 0.1 ms.
-LEARN_EVERY, MANY_TESTS, MANY_STEPS = 4, 512, 32
+LEARN_EVERY, MANY_TESTS, MANY_STEPS = 4, 256, 32
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
 LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold

@@ -69,7 +69,7 @@ class TimeErrors:
         weight *= _FADE
         weight[bucket] = min(weight[bucket] + 1.0, _MOST_WEIGHT)
         self._num_observed += 1
-        if weight[bucket] < _MOST_WEIGHT / 2 or self._num_observed % _SMOOTH_EVERY == 0:
+        if weight[bucket] < _FEW_STEPS + 2.0 or self._num_observed % _SMOOTH_EVERY == 0:
             self._logs.clear()
 
     def _smoothed_logs(self, model: str, partition: str) -> np.ndarray:
