@@ -24,19 +24,19 @@ from engines.graph import WeightStore
 from engines.llvm_build import check_llvm, write_llvm_model
 from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
-from engines.tensorrt_build import FLAVOURS, TensorRtCompiler, TensorRtOptions
+from engines.tensorrt_build import TensorRtCompiler, TensorRtOptions
 from engines.tokenizer_config import write_tokenizer
 from engines.torch_build import write_torch_model
 from engines.weight_formats import check_formats, choose_kv_cache_dtype, choose_weights
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.manifest import (
-    CPU_RUNTIMES,
     EngineManifest,
     FileSpec,
     ModelEngine,
     SegmentSpec,
 )
+from faser_backend.runtime_spec import RUNTIMES
 
 Progress = Callable[[str, int, int], None]
 
@@ -59,9 +59,6 @@ class _Steps:
             self.report(what, self.done - 1, self.total)
 
 
-WEIGHTS_ONLY = ("torch", "llvm")  # runtimes whose engines are weights: kernels of ours run the layers
-
-
 @dataclass(frozen=True, slots=True)
 class _Format:
     """How models are written."""
@@ -74,7 +71,7 @@ class _Format:
 
     def num_steps(self, num_models: int, num_segments: int) -> int:
         """Steps of writing all models."""
-        if self.runtime in WEIGHTS_ONLY:
+        if RUNTIMES[self.runtime].is_weights_only:
             return num_models
         return num_segments * (1 if self.compiler is None else 2)
 
@@ -98,7 +95,7 @@ def build_engines(
     """Builds both models into output_dir, replacing an engine directory that was there.
 
     draft_dir: None builds a target alone, for which n-grams of its text will draft.
-    runtime: of manifest.RUNTIMES; without it the CPU's reference. `faser build` has manifest.DEFAULT_RUNTIME.
+    runtime: of runtime_spec.RUNTIMES; without it the CPU's reference. `faser build` has runtime_spec.DEFAULT_RUNTIME.
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
     weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.choose_weights.
     kv_cache_dtype: of keys and values, see engines.weight_formats.choose_kv_cache_dtype.
@@ -114,19 +111,22 @@ def build_engines(
     asked = {"target": weights, "draft": draft_weights}
     check_formats(runtime, asked, has_draft=draft_dir is not None)
     check_output(output)
-    if tensorrt is not None and runtime not in FLAVOURS:
-        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {', '.join(FLAVOURS)}")
+    flavour = RUNTIMES[runtime].tensorrt
+    if tensorrt is not None and flavour is None:
+        able = ", ".join(name for name, spec in RUNTIMES.items() if spec.tensorrt)
+        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {able}")
     steps = _Steps(progress)
     compiler = None
-    if runtime in FLAVOURS:
+    if flavour is not None:
         tensorrt = tensorrt or TensorRtOptions()
         compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
     if tensorrt is not None and max_context is None:
         max_context = tensorrt.limits.max_context
     draft = None if draft_dir is None else Path(draft_dir)
-    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=runtime not in CPU_RUNTIMES)
-    if pair.head is not None and runtime not in CPU_RUNTIMES:
-        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for {' and '.join(CPU_RUNTIMES)} alone")
+    pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
+    if pair.head is not None and not RUNTIMES[runtime].has_heads:
+        able = " and ".join(name for name, spec in RUNTIMES.items() if spec.has_heads)
+        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for {able} alone")
     check_formats(runtime, asked, has_head=pair.head is not None)
     formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
@@ -211,7 +211,7 @@ def _build_model(
     directory: Path,
     steps: _Steps,
 ) -> ModelEngine:
-    if written.runtime in WEIGHTS_ONLY:
+    if RUNTIMES[written.runtime].is_weights_only:
         what = f"{name}: layers 0 to {spec.num_layers}"
         if written.runtime == "llvm":
             steps.begin(f"{what}, weights {written.weights[name].title}")

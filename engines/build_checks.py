@@ -6,15 +6,16 @@ from pathlib import Path
 
 from engines.arrays import CheckpointError
 from faser_backend.core.model import ModelSpec
-from faser_backend.manifest import CPU_RUNTIMES, DTYPES, MANIFEST_FILE, RUNTIMES
+from faser_backend.manifest import DTYPES, MANIFEST_FILE
+from faser_backend.runtime_spec import RUNTIMES
 
 
 def check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
     for field, value, choices in (("runtime", runtime, RUNTIMES), ("dtype", dtype, DTYPES)):
         if value not in choices:
             raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
-    if runtime in CPU_RUNTIMES and dtype != "fp32":
-        raise CheckpointError(f"dtype = {dtype!r}: runtime {runtime!r} is built for 'fp32' alone")
+    if dtype not in (built := RUNTIMES[runtime].dtypes):
+        raise CheckpointError(f"dtype = {dtype!r}: runtime {runtime!r} is built for {built[0]!r} alone")
     if not 1 <= kv_block_size <= 1024:
         raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
 
@@ -29,7 +30,7 @@ def check_output(output: Path) -> None:
 
 def check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
     for name, spec in specs.items():
-        if spec.num_experts and runtime == "torch":
+        if spec.num_experts and not RUNTIMES[runtime].has_experts:
             raise CheckpointError(f"runtime = {runtime!r}: has no kernels for experts ({name}: {spec.family})")
 
 

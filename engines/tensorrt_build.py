@@ -16,9 +16,8 @@ from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_
 from engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
 from engines.tensorrt_progress import BuildMonitor
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
-from plugins.tensorrt_import import ErrorLog, Flavour, TensorRt, TensorRtError, import_tensorrt
-
-FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
+from faser_backend.runtime_spec import flavour_of
+from plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 
 
 class SplitStreams(NamedTuple):
@@ -47,7 +46,7 @@ class TensorRtCompiler:
     def __init__(self, runtime: str, dtype: str, options: TensorRtOptions, report: Callable[[str], None]) -> None:
         """report: called with what TensorRT does now. Raises TensorRtError where it is not installed or lacks the
         GPU that it needs, and CheckpointError for options that it cannot take."""
-        self.tensorrt: TensorRt = import_tensorrt(FLAVOURS[runtime])
+        self.tensorrt: TensorRt = import_tensorrt(flavour_of(runtime))
         if self.tensorrt.flavour == "full":
             require_gpu(self.tensorrt.title)
         self._dtype = dtype

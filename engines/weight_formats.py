@@ -19,7 +19,8 @@ from engines.arrays import CheckpointError, converted_blocks
 from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
 from engines.weights import ModelWeights
 from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec, WeightFormat
-from faser_backend.manifest import CPU_KV_CACHE_DTYPES, CPU_RUNTIMES
+from faser_backend.manifest import CPU_KV_CACHE_DTYPES
+from faser_backend.runtime_spec import RUNTIMES
 
 FLOAT32, INT8, INT4 = "fp32", "int8", "int4"
 INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how many rows the call has
@@ -54,20 +55,21 @@ def check_formats(
             raise CheckpointError(f"{field}: must be one of {', '.join(WEIGHT_FORMATS)}")
         if weight_format == FLOAT32:
             continue
-        if runtime not in CPU_RUNTIMES:
+        if not RUNTIMES[runtime].is_cpu:
             raise CheckpointError(f"{field}: for runtimes of a CPU alone; on {runtime!r} choose the dtype")
-        if weight_format == INT4 and runtime != "llvm":
-            raise CheckpointError(f"{field}: for runtime 'llvm' alone")
+        if weight_format not in RUNTIMES[runtime].weight_formats:
+            able = (name for name, spec in RUNTIMES.items() if weight_format in spec.weight_formats)
+            raise CheckpointError(f"{field}: for runtime {' or '.join(map(repr, able))} alone")
         if side == "draft" and not has_draft:
             raise CheckpointError(f"{field}: there is no draft model to build")
-        if has_head and runtime != "llvm":
+        if has_head and not RUNTIMES[runtime].keeps_formats:
             raise CheckpointError(f"{field}: pairs with an EAGLE-3 head, which may share matrices, take 'fp32' alone")
 
 
 def choose_weights(runtime: str, asked: str | None, weights: ModelWeights) -> WeightFormat:
     """asked: None leaves the choice. Runtime "llvm" then keeps what the checkpoint holds, the embedding and the head in
     formats of their own; others, which would cast it, take float32."""
-    if runtime != "llvm":
+    if not RUNTIMES[runtime].keeps_formats:
         return WeightFormat(asked or FLOAT32)
     weights = weights.with_queries_keys_and_values_apart()
     matrices = {
@@ -125,7 +127,7 @@ def choose_kv_cache_dtype(runtime: str, dtype: str, asked: str | None, specs: Ma
     """asked: None leaves the choice: on a CPU fp16, as precise as the weights are, where both checkpoints hold 16
     bits a number and this machine's CPU has instructions for halves, else fp32. Other runtimes keep keys and values
     in the engine's dtype. Raises CheckpointError."""
-    choices = CPU_KV_CACHE_DTYPES if runtime in CPU_RUNTIMES else (dtype,)
+    choices = CPU_KV_CACHE_DTYPES if RUNTIMES[runtime].is_cpu else (dtype,)
     if asked is not None and asked not in choices:
         raise CheckpointError(f"kv_cache_dtype = {asked!r}: on {runtime!r} must be one of {', '.join(choices)}")
     if asked is not None or len(choices) == 1:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from faser_backend.cli_options import parse_integers, print_progress
 from faser_backend.core.errors import ConfigError
-from faser_backend.manifest import DEFAULT_RUNTIME
+from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
     from engines.build import Progress as Report
@@ -84,7 +84,6 @@ def build(
 ) -> None:
     """Compile a target and a draft checkpoint into an engine directory."""
     from engines.build import build_engines
-    from engines.tensorrt_build import FLAVOURS
 
     asked = {
         "--max-num-seqs": max_num_seqs,
@@ -92,14 +91,15 @@ def build(
         "--compute-capability": compute_capability or None,
     }
     given = [option for option, value in asked.items() if value is not None]
-    if given and runtime not in FLAVOURS:
-        raise ConfigError(f"{given[0]} = {asked[given[0]]}: for --runtime {' or '.join(FLAVOURS)} alone")
+    compiled = [name for name, spec in RUNTIMES.items() if spec.tensorrt]
+    if given and runtime not in compiled:
+        raise ConfigError(f"{given[0]} = {asked[given[0]]}: for --runtime {' or '.join(compiled)} alone")
     with ExitStack() as handles:
         options = None
-        if runtime in FLAVOURS:
+        if runtime in compiled:
             limits = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
             limits["max_context"] = max_context
-            streams = _open_split_streams(handles) if runtime == "tensorrt" else {}
+            streams = _open_split_streams(handles) if RUNTIMES[runtime].tensorrt == "full" else {}
             options = _tensorrt_options(limits, compute_capability, streams)
         build_pair = partial(
             build_engines,

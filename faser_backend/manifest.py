@@ -39,15 +39,13 @@ from typing import Any
 
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat
+from faser_backend.runtime_spec import RUNTIMES, RuntimeSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
-CPU_RUNTIMES = ("onnxruntime", "llvm")
-DEFAULT_RUNTIME = "llvm"  # of `faser build`, and of the demo pair
-RUNTIMES = (*CPU_RUNTIMES, "tensorrt_rtx", "tensorrt", "torch")
 DTYPES = ("fp32", "fp16", "bf16")
-CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of CPU_RUNTIMES; elsewhere keys and values have the engine's dtype
+CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of a CPU; elsewhere keys and values have the engine's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +149,10 @@ class EngineManifest:
         texts = [file for file in (self.tokenizer, self.tokenizer_config, self.prompts) if file is not None]
         return (*texts, *self.target.files, *(self.draft.files if self.draft is not None else ()))
 
+    @property
+    def runtime_spec(self) -> RuntimeSpec:
+        return RUNTIMES[self.runtime]
+
     def save(self, directory: Path) -> None:
         """Writes manifest.json; the rename makes it appear whole or not at all."""
         partial = directory / (MANIFEST_FILE + ".partial")
@@ -187,9 +189,9 @@ class EngineManifest:
         return manifest
 
     def _check_fields(self, path: Path) -> None:
-        _check_choice(path, "runtime", self.runtime, RUNTIMES)
+        _check_choice(path, "runtime", self.runtime, tuple(RUNTIMES))
         _check_choice(path, "dtype", self.dtype, DTYPES)
-        kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime in CPU_RUNTIMES else (self.dtype,)
+        kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime_spec.is_cpu else (self.dtype,)
         _check_choice(path, "kv_cache_dtype", self.kv_cache_dtype, kv_cache_dtypes)
         if self.kv_block_size < 1:
             raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
@@ -206,7 +208,7 @@ class EngineManifest:
                 )
             for segment in model.segments:
                 _check_buckets(path, segment)
-                num_cuts = segment.last_layer - segment.first_layer if self.runtime == "onnxruntime" else 0
+                num_cuts = segment.last_layer - segment.first_layer if self.runtime_spec.has_parts else 0
                 if len(segment.parts) != num_cuts:
                     raise ManifestError(f"{path}: {segment.file.name}: {len(segment.parts)} parts, not {num_cuts}")
         for end_id in self.end_ids:

@@ -15,7 +15,8 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.onnx_runtime import OrtHeadRunner
-from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
+from faser_backend.manifest import EngineManifest
+from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.runtimes import open_runtime
 from tests.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
 from tests.segment_sessions import SegmentSessions

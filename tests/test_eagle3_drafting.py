@@ -17,9 +17,9 @@ from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.onnx_runtime import OrtHeadRunner
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import CPU_RUNTIMES
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
+from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import assemble_on, build_engine
 from faser_backend.serving.runtimes import open_runtime
 from tests.eagle3_models import HEAD, NUM_TARGET_LAYERS, head_tensors, write_head

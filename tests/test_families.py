@@ -21,7 +21,8 @@ from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
-from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
+from faser_backend.manifest import EngineManifest
+from faser_backend.runtime_spec import CPU_RUNTIMES
 from tests.family_models import EXPERTS, VARIANTS, random_model, write_model
 from tests.gathered_runner import GatheredRunner
 from tests.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all

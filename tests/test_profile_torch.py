@@ -16,8 +16,9 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
-from faser_backend.manifest import RUNTIMES, EngineManifest
+from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_knowledge, load_profile
 from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runtime

@@ -15,7 +15,7 @@ import torch
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.manifest import CPU_RUNTIMES
+from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import build_engine
 from lab.train_head import model
 from lab.train_head.begin import feature_layers, frequent_ids, head_spec, new_head, read_target

@@ -77,6 +77,11 @@ class ModelSpec:
     padded_vocab_size: int = 0
     checkpoint_dtype: str = ""  # of the weights on disk, before they were converted to the engine's
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether this is a draft head, which reads hidden states of its target."""
+        return self.family == EAGLE3
+
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [max_context, head_dim / 2] of position * frequency, float32 from float64.

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from faser_backend.core.model import EAGLE3, ModelSpec
+from faser_backend.config import EngineConfig
+from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.lanes import ThreadLanes
@@ -22,11 +24,12 @@ from faser_backend.device.onnx_runtime import OrtHeadRunner, OrtRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.device.sampler import NumpySampler
-from faser_backend.manifest import ModelEngine
+from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
-COMPUTED_BY = {"onnxruntime": ("onnxruntime", "numba"), "llvm": ("numba", "llvmlite")}  # packages, by runtime
 TAKES_TURNS = "none (ONNX Runtime is the reference runtime: draft and target take turns)"
 
+AnyCpuRuntime = TypeVar("AnyCpuRuntime", bound="LlvmRuntime")
 Split = tuple[CorePartition, CorePartition]  # (draft, target)
 
 
@@ -79,7 +82,7 @@ class LlvmRuntime:
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
         arguments = (model, self._engine_dir, share, pool)
-        if model.spec.family == EAGLE3:
+        if model.spec.reads_target:
             return LlvmHeadRunner(*arguments, self._models.target, num_threads=self._num_threads)
         return LlvmRunner(*arguments, num_threads=self._num_threads)
 
@@ -106,9 +109,29 @@ class OrtRuntime(LlvmRuntime):
         return [], TAKES_TURNS
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
-        runner = OrtHeadRunner if model.spec.family == EAGLE3 else OrtRunner
+        runner = OrtHeadRunner if model.spec.reads_target else OrtRunner
         arguments = (model, self._engine_dir, pool.num_blocks, self.kv_block_size, share)
         return runner(*arguments, num_threads=self._num_threads, pool=pool)
+
+
+def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> LlvmRuntime:
+    """Opens this machine's cores for an engine directory."""
+    return _open(LlvmRuntime, engine_dir, manifest, config)
+
+
+def open_onnxruntime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> OrtRuntime:
+    """Opens this machine's cores for an engine directory of graphs."""
+    return _open(OrtRuntime, engine_dir, manifest, config)
+
+
+def _open(kind: type[AnyCpuRuntime], engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyCpuRuntime:
+    return kind(
+        engine_dir,
+        ModelPair(manifest.target, manifest.draft),
+        manifest.kv_block_size,
+        kv_cache_dtype=manifest.kv_cache_dtype,
+        num_threads=config.num_threads,
+    )
 
 
 def useful_splits(
@@ -118,7 +141,7 @@ def useful_splits(
     num_cores, draft = menu.whole.size, models.draft
     if draft is None:
         return [], "none (no draft model: there is nothing to overlap)"
-    if draft.spec.family == EAGLE3:
+    if draft.spec.reads_target:
         return [], "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
     if not menu.can_split:
         return [], f"none ({menu.note})"
@@ -133,9 +156,9 @@ def useful_splits(
     return splits, reason
 
 
-def identity(runtime: str = "llvm") -> dict[str, str | int]:
+def identity(runtime: str = DEFAULT_RUNTIME) -> dict[str, str | int]:
     """What decides how long calls take here, by name: the processor, the cores in use, who compiles and computes."""
-    versions = {name: version(name) for name in COMPUTED_BY[runtime]}
+    versions = {name: version(name) for name in RUNTIMES[runtime].packages}
     return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}
 
 

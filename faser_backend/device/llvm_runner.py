@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import EAGLE3, ModelSpec, rotary_tables
+from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.device.host_threads import Helper, check_blocks, numbers_read, unit_bounds
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_weights import WeightFile, segment_tables
@@ -270,7 +270,7 @@ def _kernel(spec: ModelSpec, pool: KvPool, weight_formats: tuple[str, str, str])
     """Raises ConfigError where this CPU has no instructions for the pool's dtype."""
     from plugins.host_segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
 
-    kind = EAGLE3_HEAD if spec.family == EAGLE3 else EXPERTS if spec.num_experts else DENSE
+    kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
     return segment_kernel(spec.head_dim, readable_dtype(pool), weight_formats, kind)
 
 

@@ -14,7 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError, ManifestError
-from faser_backend.manifest import DEFAULT_RUNTIME, FORMAT_VERSION, EngineManifest
+from faser_backend.manifest import FORMAT_VERSION, EngineManifest
+from faser_backend.runtime_spec import DEFAULT_RUNTIME
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DEMO_PAIR = PROJECT_ROOT / "models" / "demo"

@@ -11,7 +11,6 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import EAGLE3
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
@@ -57,5 +56,5 @@ def make_proposer(
     keeps_probs = config.acceptance == "rejection"
     if models.draft is None:
         return NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
-    proposer = HeadProposer if models.draft.spec.family == EAGLE3 else ModelProposer
+    proposer = HeadProposer if models.draft.spec.reads_target else ModelProposer
     return proposer(sampler, times, block_tables, keeps_probs=keeps_probs)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.model import EAGLE3
 from faser_backend.core.ports import Sampler
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
@@ -45,7 +44,7 @@ def open_partitions(
         if not is_drafting or models.draft is None:
             return {WHOLE: Partition(target, None, None)}, stack.pop_all().close
         draft_pool = runtime.open_pool(models.draft, num_blocks)
-        if models.draft.spec.family == EAGLE3:
+        if models.draft.spec.reads_target:
             draft_pool.features = target_pool.features  # the head reads what the target writes
         draft = opener.runner(models.draft, runtime.menu.whole, draft_pool)
         partitions = {WHOLE: Partition(target, draft, None, runtime.open_draft_loop(draft, sampler))}

@@ -193,7 +193,7 @@ def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
 
 def is_padded(manifest: EngineManifest) -> bool:
     """Whether attention treats all sequences of a call as the longest; kernels of ours take each as it is."""
-    return manifest.runtime == "tensorrt_rtx"
+    return manifest.runtime_spec.is_gathered
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which implementation stands behind each runtime of the manifest. The only place that asks for it by name.
+"""Opens what stands behind each runtime of the manifest (faser_backend/runtime_spec.py).
 
 GPU runtimes are imported where they are asked for: a CPU's engine never loads torch or a CUDA library.
 """
@@ -11,8 +11,9 @@ from typing import Any
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.device import cpu_runtime
-from faser_backend.device.runtime import ModelPair, Runtime
-from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
+from faser_backend.device.runtime import Runtime
+from faser_backend.manifest import EngineManifest
+from faser_backend.runtime_spec import RUNTIMES
 
 MIN_TABLE_BLOCKS = 8  # a GPU's block tables have 8, 16, 32, ... columns
 
@@ -21,30 +22,22 @@ AnyRuntime = Runtime[Any, Any]
 
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
-    models = ModelPair(manifest.target, manifest.draft)
-    if manifest.runtime in CPU_RUNTIMES:
-        opened = cpu_runtime.OrtRuntime if manifest.runtime == "onnxruntime" else cpu_runtime.LlvmRuntime
-        return opened(
-            engine_dir,
-            models,
-            manifest.kv_block_size,
-            kv_cache_dtype=manifest.kv_cache_dtype,
-            num_threads=config.num_threads,
-        )
+    spec = manifest.runtime_spec
     try:
-        from faser_backend.device.cuda.runtime import open_cuda_runtime
+        opener = spec.opener()
     except ImportError as error:
-        extra = "tensorrt" if manifest.runtime == "tensorrt" else "torch"
+        if not spec.extra:
+            raise
         raise ConfigError(
-            f"runtime = {manifest.runtime!r}: needs torch and Triton-language; "
-            f"pip install 'faser-backend[{extra}]' ({error})"
+            f"runtime = {spec.name!r}: needs torch and Triton-language; "
+            f"pip install 'faser-backend[{spec.extra}]' ({error})"
         ) from error
-    return open_cuda_runtime(engine_dir, manifest)
+    return opener(engine_dir, manifest, config)
 
 
 def identity_of(runtime: str) -> dict[str, str | int]:
     """What decides how long its calls take on this machine, by name; looks at the device without opening it."""
-    if runtime in CPU_RUNTIMES:
+    if RUNTIMES[runtime].is_cpu:
         return cpu_runtime.identity(runtime)
     from faser_backend.device.cuda.identity import identity
 
@@ -54,6 +47,6 @@ def identity_of(runtime: str) -> dict[str, str | int]:
 def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
     """Columns of keys that a call reads for a sequence of so many tokens."""
     num_blocks = -(-num_tokens // kv_block_size)
-    if runtime == "tensorrt_rtx":  # gathers what the block table has columns for
+    if RUNTIMES[runtime].is_gathered:  # it gathers what the block table has columns for
         num_blocks = 1 << max(num_blocks - 1, MIN_TABLE_BLOCKS - 1).bit_length()
     return num_blocks * kv_block_size  # attention of ours reads the blocks that there are

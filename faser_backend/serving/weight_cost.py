@@ -14,7 +14,7 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.model import EAGLE3, FLOAT32_WEIGHTS, WeightFormat
+from faser_backend.core.model import FLOAT32_WEIGHTS, WeightFormat
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.serving.runtimes import open_runtime
@@ -62,7 +62,7 @@ def measure_weights(engine_dir: Path, float32_dir: Path) -> list[WeightCost]:
     costs = []
     for side in SIDES:
         model, float32_model = getattr(manifest, side), getattr(reference, side)
-        if model is None or model.spec.family == EAGLE3 or model.weight_format.name == FLOAT32_WEIGHTS.name:
+        if model is None or model.spec.reads_target or model.weight_format.name == FLOAT32_WEIGHTS.name:
             continue
         runner = TextRunner(model, engine_dir, manifest)
         float32_runner = TextRunner(float32_model, float32_dir, reference)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from faser_backend.core.errors import ConfigError
 from faser_backend.device import cpu_runtime
 from faser_backend.device.cuda.green_contexts import DriverError, call_driver
+from faser_backend.runtime_spec import RUNTIMES
 from plugins.tensorrt_import import import_tensorrt
 
 NUM_SMS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -53,12 +54,13 @@ def identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
     driver: cuda.bindings.driver unless given. Raises ConfigError where the runtime's library is missing, FaserError
     where it needs a GPU and there is none.
     """
-    library = _torch_version() if runtime == "torch" else import_tensorrt("rtx" if runtime.endswith("rtx") else "full")
+    flavour = RUNTIMES[runtime].tensorrt
+    library = _torch_version() if flavour is None else import_tensorrt(flavour)
     versions: dict[str, str | int] = {runtime: library if isinstance(library, str) else library.version}
     try:
         facts = gpu_facts(driver or load_driver())
     except (DriverError, ImportError):
-        if runtime != "torch":
+        if flavour is not None:
             raise
         processor = cpu_runtime.identity()
         return {"cpu": processor["cpu"], "num_cores": processor["num_cores"], **versions}

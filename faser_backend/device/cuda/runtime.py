@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
@@ -148,16 +149,17 @@ def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
     return abs(draft.size / (draft.size + target.size) - share_of_bytes)
 
 
-def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime:
+def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:
     """The GPU runtime that an engine directory was built for. Raises ConfigError or FaserError where it cannot run."""
+    del config  # nothing in it is about a GPU
     has_gpu = prepare_cuda()
-    if manifest.runtime != "torch" and not has_gpu:
+    if manifest.runtime_spec.tensorrt and not has_gpu:
         raise ConfigError(
             f"runtime = {manifest.runtime!r}: torch {torch.__version__} sees no CUDA device here; "
             "`faser doctor` tells what is missing"
         )
     device = current_device()
-    if manifest.runtime == "torch":
+    if manifest.runtime_spec.is_weights_only:
         programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device)
     else:
         programs = TensorRtPrograms(engine_dir, manifest.runtime, device, manifest.compiler)

@@ -19,12 +19,12 @@ import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
-from plugins.tensorrt_import import ErrorLog, Flavour, TensorRt, import_tensorrt
+from faser_backend.runtime_spec import flavour_of
+from plugins.tensorrt_import import ErrorLog, TensorRt, import_tensorrt
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # of the memory that TensorRT works in
-FLAVOURS: dict[str, Flavour] = {"tensorrt_rtx": "rtx", "tensorrt": "full"}
 # What `get_engine_validity` says of a file, in the order in which it is worth saying.
 DIAGNOSTICS = {
     "MALFORMED_ENGINE": "is damaged, or no engine of this flavour of TensorRT; build it again",
@@ -59,7 +59,7 @@ class EngineStore:
 
     def __init__(self, runtime: str) -> None:
         """Raises TensorRtError where the runtime's TensorRT is not installed."""
-        self.tensorrt: TensorRt = import_tensorrt(FLAVOURS[runtime])
+        self.tensorrt: TensorRt = import_tensorrt(flavour_of(runtime))
         self.log: ErrorLog = self.tensorrt.error_log()
         if self.tensorrt.has_plugins:
             from plugins.tensorrt_v3 import register_v3_plugin
