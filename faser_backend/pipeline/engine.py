@@ -22,6 +22,7 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
+MOST_FAILED_STEPS = 8  # in a row, after which the engine is given up
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}  # inside the engine, owned by the step thread
         self._in_flight = InFlight.empty()  # what a step left for the next one
         self._metrics = EngineMetrics()
+        self._num_failed_in_a_row = 0  # steps
         stepper.observers.append(self._count_round)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -130,7 +132,8 @@ class Engine:
     # -- the step thread ----------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step. A step that raises fails the requests in it, and nobody else."""
+        """Runs one step. A step that raises fails the requests in it, and nobody else; the last of MOST_FAILED_STEPS
+        in a row raises."""
         self._bind_thread()
         outputs = self._take_commands()
         plan = self.stepper.plan(self._in_flight)
@@ -142,8 +145,12 @@ class Engine:
         try:
             stepped, self._in_flight = self.stepper.run(plan)
         except Exception as error:
+            self._num_failed_in_a_row += 1
+            if self._num_failed_in_a_row >= MOST_FAILED_STEPS:
+                raise  # a device whose error sticks fails every step from now on: better to be started anew
             _log.exception("a step failed; its requests fail, the others go on")
             return outputs + self._fail(plan, error)
+        self._num_failed_in_a_row = 0
         self._count(plan, stepped)
         self._forget(output.request_id for output in stepped if output.is_final)
         return outputs + stepped

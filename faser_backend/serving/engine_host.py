@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
@@ -17,7 +19,14 @@ from faser_backend.serving.tokenizer import TextTokenizer
 class EngineHost:
     """Owns the loop. Raises ManifestError or ConfigError where the engine cannot be served."""
 
-    def __init__(self, options: ServingOptions, config: EngineConfig, reporter: MetricReporter) -> None:
+    def __init__(
+        self,
+        options: ServingOptions,
+        config: EngineConfig,
+        reporter: MetricReporter,
+        on_stopped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_stopped: see EngineLoop."""
         engine_dir = options.engine_dir or demo_engine_dir()
         manifest = EngineManifest.load(engine_dir)
         if options.max_cached_tokens is not None and config.num_kv_blocks is None:
@@ -48,6 +57,7 @@ class EngineHost:
             on_metrics=reporter.report,
             metrics_period_s=options.metrics_period_s,
             on_finished=reporter.observe,
+            on_stopped=on_stopped,
         )
 
     def close(self) -> None:

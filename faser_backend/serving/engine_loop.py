@@ -20,6 +20,7 @@ from faser_backend.pipeline.engine import EngineMetrics
 
 _log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
+DRAIN_POLL_S = 0.02
 
 
 class ServedEngine(Protocol):
@@ -73,7 +74,8 @@ class EngineLoop:
     """Runs steps until `close`. Request ids must be unique among all subscribers.
 
     `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's
-    thread: they hand over and return.
+    thread: they hand over and return. `on_stopped` is called there once the engine is broken and its
+    requests have been failed.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class EngineLoop:
         on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
         metrics_period_s: float = 0.25,
         on_finished: Callable[[RequestOutput, int], None] = lambda output, num_output_tokens: None,
+        on_stopped: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self._on_metrics = on_metrics
         self._on_finished = on_finished
+        self._on_stopped = on_stopped
         self._metrics_period_s = metrics_period_s
         self._lock = threading.Lock()
         self._routes: dict[str, _Route] = {}  # by request id
@@ -125,6 +129,11 @@ class EngineLoop:
             self.engine.cancel(request_id)
         subscriber.outputs.put(None)
 
+    def drain(self) -> None:
+        """Waits until every request has been answered."""
+        while self._routes:
+            time.sleep(DRAIN_POLL_S)
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends after the step in flight; what still runs is failed, blocks and sessions are freed."""
         with self._lock:
@@ -144,6 +153,7 @@ class EngineLoop:
                 _log.exception("the engine stopped")
                 self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                 self._fail_all(self._failure)
+                self._on_stopped()
                 return
             if outputs:
                 self._dispatch(outputs)

@@ -25,6 +25,7 @@ from faser_backend.serving.triton_io import merge
 from faser_backend.serving.wire import Answered, Answering, InflightBatcherWire, Responder, Wire
 
 _log = logging.getLogger(__name__)
+DRAIN_POLL_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +108,11 @@ class Frontend:
     def num_live(self) -> int:
         """Sequences under way."""
         return len(self._live)
+
+    def drain(self) -> None:
+        """Waits until every request has been answered."""
+        while self._live:
+            time.sleep(DRAIN_POLL_S)
 
     def close(self) -> None:
         """Ends the threads; requests that still run are failed."""

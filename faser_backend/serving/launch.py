@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.model_configs import CONTRACTS
+from faser_backend.serving.processes import is_running
 from faser_backend.serving.prompts import read_template
-from faser_backend.serving.server import LaunchOptions, TritonServer
+from faser_backend.serving.server import TELL_S, LaunchOptions, TritonServer
+
+WATCH_S = 0.5  # between two looks at the processes
 
 
 def check_engine(
@@ -41,8 +45,14 @@ def check_engine(
 def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
     """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status."""
     is_signalled = threading.Event()
+    signals: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        signals.append(number)
+        is_signalled.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: is_signalled.set())
+        signal.signal(number, note)
     with TritonServer(options, shows_log=shows_log) as server:
         print(f"starting Triton Inference Server, log in {server.log_file}", file=sys.stderr)
         server.wait_ready(should_stop=is_signalled.is_set)
@@ -52,9 +62,20 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
                 f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}",
                 flush=True,
             )
-        while not is_signalled.wait(0.5):
-            if server.process.poll() is not None:
-                print(f"error: the server ended by itself: {server.failure_reason()}", file=sys.stderr)
-                return 1
-        print("draining", file=sys.stderr)
+        models = server.model_processes()
+        while not is_signalled.wait(WATCH_S):
+            gone = [model for pid, model in models.items() if not is_running(pid)]
+            if server.process.poll() is None and not gone:
+                continue
+            if gone:
+                # The server would stay ready without it and let its requests hang. Whoever supervises starts us anew.
+                reason = f"the process of model {gone[0]!r} is gone; the server ends, log:\n{server.failure_reason()}"
+                time.sleep(TELL_S)
+                server.kill()
+            else:
+                reason = f"the server ended by itself: {server.failure_reason()}"
+            print(f"error: {reason}", file=sys.stderr)
+            return 1
+        print("draining; a second signal ends at once", file=sys.stderr)
+        server.stop(is_hurried=lambda: len(signals) > 1)
     return 0

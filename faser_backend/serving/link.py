@@ -29,6 +29,7 @@ from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.prompts import PromptFormat
 
 _log = logging.getLogger(__name__)
+CLOSE_S = 1.0  # for a frontend to take what it is sent last
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 
 
@@ -95,14 +96,19 @@ class LinkServer:
         self._loop = loop
         self._hello = hello
         self._path = path
+        self._served: list[tuple[Subscription, threading.Thread]] = []
         remove_stale_sockets(path.parent)
         path.unlink(missing_ok=True)
         self._listener = Listener(str(path), family="AF_UNIX", backlog=16)
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
     def close(self) -> None:
+        """Takes no more frontends; those that are there are sent what there is for them."""
         self._listener.close()
         self._path.unlink(missing_ok=True)
+        for subscription, writer in self._served:
+            subscription.close()
+            writer.join(CLOSE_S)
 
     def _accept(self) -> None:
         while True:
@@ -111,8 +117,13 @@ class LinkServer:
             except OSError:  # closed
                 return
             subscription = self._loop.subscribe()
-            for target in (self._read, self._write):
-                threading.Thread(target=target, args=(connection, subscription), name="link", daemon=True).start()
+            reader, writer = (
+                threading.Thread(target=target, args=(connection, subscription), name="link", daemon=True)
+                for target in (self._read, self._write)
+            )
+            self._served.append((subscription, writer))
+            reader.start()
+            writer.start()
 
     def _read(self, connection: Connection, subscription: Subscription) -> None:
         try:

@@ -7,6 +7,7 @@ so neither site-packages nor the checkout is written to.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -29,13 +30,15 @@ from pathlib import Path
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 from faser_backend.serving.model_configs import known_keys, launch_text
+from faser_backend.serving.processes import arguments, children, is_running
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-DRAIN_S = 30.0  # for requests in flight
-UNLOAD_S = 6.0  # after that, for models to end; an idle client's open stream would hold them for ever
-_ALL_ANSWERED = b"All models are stopped, unloading models"
+DRAIN_S = 60.0  # for requests in flight
+UNLOAD_S = 4.0  # for the server to end after its models; an idle client's open stream would hold it for ever
+TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
+_MODEL_PROCESS = "triton_python_backend_stub"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -132,7 +135,7 @@ class TritonServer:
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._is_all_answered = threading.Event()
+        self.num_lost_lines = 0  # of the log, that could not be written
         self._reader = threading.Thread(target=self._read_log, args=(shows_log,), name="server-log", daemon=True)
         self._reader.start()
 
@@ -163,18 +166,31 @@ class TritonServer:
                 return line.split("TritonModelException: ")[-1].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
 
-    def stop(self) -> None:
-        """SIGTERM: the server takes no new requests and answers those in flight; then it ends."""
+    def model_processes(self) -> dict[int, str]:
+        """Process id -> model, of the models that run: each is a process of its own."""
+        found = {pid: arguments(pid) for pid in children(self.process.pid)}
+        return {
+            pid: Path(command[1]).parts[-3] for pid, command in found.items() if command[0].endswith(_MODEL_PROCESS)
+        }
+
+    def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """SIGTERM: the server takes no new requests; its models answer those in flight before they end, and then it
+        ends itself. What has not ended after DRAIN_S, or once is_hurried, is killed."""
         if self.process.poll() is None:
+            models = self.model_processes()
             self.process.send_signal(signal.SIGTERM)
-            deadline_s = time.monotonic() + DRAIN_S + UNLOAD_S
-            while self.process.poll() is None and time.monotonic() < deadline_s:
-                if self._is_all_answered.is_set():
-                    deadline_s = min(deadline_s, time.monotonic() + UNLOAD_S)
-                    self._is_all_answered.clear()
+            deadline_s = time.monotonic() + DRAIN_S
+            while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
+                if models and not any(map(is_running, models)):
+                    deadline_s, models = min(deadline_s, time.monotonic() + UNLOAD_S), {}
                 time.sleep(0.05)
-            self.process.kill()
-            self.process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the server and every process of its group at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self._reader.join(5.0)
         for region in Path("/dev/shm").glob(f"{self._folder.name}*"):  # a killed server leaves them
             region.unlink(missing_ok=True)
@@ -184,12 +200,15 @@ class TritonServer:
         assert self.process.stdout is not None
         with self.log_file.open("wb", buffering=0) as log:
             for line in self.process.stdout:
-                log.write(line)
+                # Whatever becomes of the line: a server whose log nobody reads stops at its next one.
+                try:
+                    log.write(line)
+                except OSError:
+                    self.num_lost_lines += 1
                 if shows_log:
-                    sys.stderr.buffer.write(line)
-                    sys.stderr.buffer.flush()
-                if _ALL_ANSWERED in line:
-                    self._is_all_answered.set()
+                    with contextlib.suppress(OSError):
+                        sys.stderr.buffer.write(line)
+                        sys.stderr.buffer.flush()
 
     def __enter__(self) -> TritonServer:
         return self

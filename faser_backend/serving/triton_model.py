@@ -33,6 +33,7 @@ from faser_backend.serving.triton_io import NamedArray
 from faser_backend.serving.wire import InflightBatcherWire, Wire
 
 PARENT_POLL_S = 1.0
+TELL_S = 0.5  # for the requests of a broken engine to be answered
 ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: the engine is up by then
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -155,6 +156,7 @@ class TextModel(ServingModel):
 
     def finalize(self) -> None:
         if self._is_ready.is_set() and self._failure is None:
+            self._frontend.drain()
             self._frontend.close()
         self._counters.close()
 
@@ -189,7 +191,7 @@ class EngineModel(ServingModel):
         self._reporter = MetricReporter(pb_utils, args["model_name"], args["model_version"])
         try:
             options = read_serving_options(parameters)
-            self._host = EngineHost(options, read_engine_config(parameters), self._reporter)
+            self._host = EngineHost(options, read_engine_config(parameters), self._reporter, on_stopped=_end_soon)
         except FaserError as error:
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None
@@ -203,6 +205,9 @@ class EngineModel(ServingModel):
         self._serve(requests)
 
     def finalize(self) -> None:
+        # Triton unloads a decoupled model without waiting for its answers, and the engine beside its frontends.
+        self._host.loop.drain()
+        self._frontend.drain()
         self._server.close()
         self._frontend.close()
         self._host.close()
@@ -263,6 +268,11 @@ class PostprocessingModel(_Converter):
     def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
         skips = self._parameters.boolean("skip_special_tokens")
         return postprocess(tensors, self._tokenizer, skips_special_tokens=skips is not False)
+
+
+def _end_soon() -> None:
+    # A broken engine that stays looks alive to whoever supervises.
+    threading.Timer(TELL_S, os._exit, (1,)).start()
 
 
 def _exit_with_server(server_pid: int) -> None:
