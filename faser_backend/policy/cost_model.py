@@ -254,7 +254,7 @@ class CostModel:
         return f"segments [{first}, {last}) of {model}: must be a range within [0, {count})"
 
 
-FIRST_CALL_EXTRA = 0.3  # of a draft call: a guess on the low side, on the demo pair it is 0.8
+FIRST_CALL_EXTRA = 0.2  # of a draft call: a guess on the low side, on the demo pair 0.8
 
 
 @dataclass(frozen=True, slots=True)
