@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +40,20 @@ from faser_backend.core.errors import FaserError
 
 app = typer.Typer(
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Speculative decoding behind NVIDIA Triton.",
 )
+
+
+@app.callback()
+def _main(
+    is_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    if is_version:
+        print(f"faser {version('faser-backend')}")
+        raise typer.Exit
 
 
 @app.command()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,10 +36,10 @@ NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can 
 def build(
     *,
     target: Annotated[Path, typer.Option(help="Target: a Hugging Face or TensorRT-LLM directory, or a GGUF file.")],
+    output: Annotated[Path, typer.Option(help="Engine directory to write.")],
     draft: Annotated[
         str, typer.Option(help="Draft checkpoint with the same vocabulary, or EAGLE-3 head; ngram for no model.")
-    ],
-    output: Annotated[Path, typer.Option(help="Engine directory to write.")],
+    ] = NGRAM,
     runtime: Annotated[
         str, typer.Option(help="llvm or onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
     ] = DEFAULT_RUNTIME,
@@ -85,6 +87,10 @@ def build(
     """Compile a target and a draft checkpoint into an engine directory."""
     from engines.build import build_engines
 
+    _check_source("--target", str(target))
+    if draft != NGRAM:
+        _check_source("--draft", draft)
+
     asked = {
         "--max-num-seqs": max_num_seqs,
         "--max-prefill-tokens": max_prefill_tokens,
@@ -118,6 +124,18 @@ def build(
     print(summary(output, manifest))
     if measures_weights and {weights, draft_weights} - {None, "fp32"}:
         _print_weight_costs(output, build_pair)
+
+
+def _check_source(option: str, given: str) -> None:
+    """Raises ConfigError where there is nothing of that name, with what was probably meant."""
+    if Path(given).exists():
+        return
+    remedy = ""
+    if option == "--draft" and get_close_matches(given, [NGRAM]):
+        remedy = f"; for n-grams of the text say {NGRAM}"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
+    raise ConfigError(f"{option} = {given!r}: no such file or directory{remedy}")
 
 
 def _print_weight_costs(output: Path, build_pair: Callable[..., EngineManifest]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,10 @@ def test_generate_stops_after_a_text(run, engine_dir):
         (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
         (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
         ([], "give exactly one of --prompt and --prompt-ids"),
+        (
+            ["--prompt", "x", "--pipeline", "ping_pong"],
+            "pipeline = 'ping_pong' with policy = 'faser': the policy has to",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
@@ -79,8 +84,30 @@ def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
 def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
     assert "manifest.json: missing" in run("serve", "--engine-dir", tmp_path)[2]
     assert "policy = 'x'" in run("serve", "--engine-dir", engine_dir, "--policy", "x")[2]
+    assert "run `faser profile`" in run("serve", "--engine-dir", engine_dir, "--pipeline", "run_ahead")[2]
     status, _, err = run("serve", "--engine-dir", engine_dir, "--http-port", 70000)
     assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "nowhere"], "--target = 'nowhere': no such file or directory\n"),
+        (["--target", "some/model"], "`hf download some/model --local-dir DIR`, then --target DIR\n"),
+        (
+            ["--target", ".", "--draft", "ngrams"],
+            "--draft = 'ngrams': no such file or directory; for n-grams of the text",
+        ),
+    ],
+)
+def test_build_says_what_was_probably_meant(run, tmp_path, options, message):
+    status, _, err = run("build", *options, "--output", tmp_path / "engine")
+    assert status == 1 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "engine").exists()
+
+
+def test_version(run):
+    assert run("--version") == (0, f"faser {version('faser-backend')}\n", "")
 
 
 def test_build_makes_a_directory_that_loads(run, tmp_path):

@@ -162,6 +162,14 @@ def test_modules_import_only_what_their_room_may(top):
     assert broken == {}
 
 
+def test_onnxruntime_is_loaded_in_one_place_where_it_sends_nothing():
+    files = [f for top in OWN for f in source_files(".py") if f.is_relative_to(ROOT / top)]
+    loads = [f for f in files if re.search(r"^\s*(import|from) onnxruntime\b", f.read_text(), re.MULTILINE)]
+    assert [f.name for f in loads] == ["onnxruntime_import.py"]
+    code = "import os; from plugins.onnxruntime_import import onnxruntime; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "1\n"
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
@@ -20,6 +19,7 @@ from faser_backend.device.llvm_head import LAYER
 from faser_backend.device.llvm_runner import places_of, readable_dtype, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
+from plugins.onnxruntime_import import onnxruntime as ort
 
 ERRORS_ONLY = 3
 FEATURE = "aux_hidden."  # begins the name of a hidden state that a draft head reads; its layer follows

@@ -44,6 +44,12 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     """
     knowledge = cache(load_knowledge)
     policy = parse_policy(config.policy, knowledge)
+    is_overlapped = config.pipeline not in {"auto", PipelineMode.SERIAL.value}
+    if is_overlapped and knowledge.cache_info().currsize and not _is_measured(knowledge(), split):
+        raise ConfigError(
+            f"pipeline = {config.pipeline!r} with policy = {config.policy!r}: the policy has to know what calls take "
+            "on a part of the device; run `faser profile`, or use 'fixed:K'"
+        )
     if config.early_exit == "on" and policy.is_drafting and not knowledge().exits:
         raise ConfigError(
             "early_exit = 'on': no exit is calibrated; build the engine with --exit-layers, then run `faser profile`"
@@ -56,6 +62,10 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
         mode = PipelineMode(config.pipeline) if split is not None else PipelineMode.SERIAL
         policy = ForcedMode(policy, mode, split or WHOLE)
     return policy
+
+
+def _is_measured(knowledge: Knowledge, split: str | None) -> bool:
+    return knowledge.costs.is_measured and split in {None, *knowledge.costs.partitions}
 
 
 def known_policies() -> str:

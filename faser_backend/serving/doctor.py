@@ -86,7 +86,7 @@ def _python() -> str:
 
 
 def _onnx_runtime() -> str:
-    import onnxruntime
+    from plugins.onnxruntime_import import onnxruntime
 
     return f"{onnxruntime.__version__}, the reference for CPU kernels and for graphs of GPUs"
 
