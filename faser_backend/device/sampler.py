@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
-from faser_backend.core.ports import DraftTokens
+from faser_backend.core.ports import DraftChildren, DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
@@ -91,6 +91,17 @@ class NumpySampler:
         with np.errstate(over="ignore"):
             margins = np.minimum((best - second) / self.parameters.inverse_temperature[rows.slots], MAX_MARGIN)
         return DraftTokens(token_ids, margins, candidates)
+
+    def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
+        """See core.ports.TreeSampler; num_children in [1, vocab_size]. Raises as `sample` does."""
+        if not 1 <= num_children <= self._vocab_size:
+            raise ValueError(f"num_children = {num_children}: must be in [1, {self._vocab_size}]")
+        scores = self._scores(logits, rows)
+        tokens = self._pick(scores, rows)[:, None]
+        if num_children > 1:
+            tokens, _ = rank(scores, tokens[:, 0], num_children, can_overwrite=False)
+        temperatures = 1 / self.parameters.inverse_temperature[rows.slots, None]
+        return DraftChildren(tokens, np.take_along_axis(scores, tokens, axis=1) * temperatures)
 
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.frontier import Acceptance, Frontier
+from faser_backend.core.frontier import Acceptance, AcceptedPath, Frontier
 from faser_backend.core.ports import DraftTokens
+from faser_backend.core.tree import Tree
 
 # What each draw of rejection sampling is for: its uniforms are keyed by (seed, position, purpose, round), never by
 # position alone, since a rejected position is drawn again in the next round.
@@ -28,6 +29,8 @@ def accept_matches(
     all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend on what was
     drafted or pruned.
     """
+    if frontier.tree is not None:
+        return _accept_path(frontier, frontier.tree, sampled, cu_rows, _kept_rows(cu_rows, num_kept))
     num_sequences, num_columns = frontier.drafted.shape
     if sampled.size == num_sequences * (num_columns + 1) and (num_kept is None or (num_kept > num_columns).all()):
         return _accept_uniform(frontier.drafted, sampled)
@@ -52,6 +55,36 @@ def _accept_uniform(drafted: np.ndarray, sampled: np.ndarray) -> Acceptance:
     return Acceptance(tokens, num_accepted, num_accepted + 1)
 
 
+def _accept_path(
+    frontier: Frontier, tree: Tree, sampled: np.ndarray, cu_rows: np.ndarray, num_kept: np.ndarray
+) -> Acceptance:
+    """accept_matches in trees: from the anchor down, each row's draw is emitted, and the walk goes on with the first
+    draft token behind the row that equals it. Ends where there is none, or where its row was not computed."""
+    drafted, (size, width) = frontier.drafted, frontier.drafted.shape
+    every, columns = np.arange(size), np.arange(width)
+    draws = sampled[_padded_rows(cu_rows, num_kept, width + 1)]  # [B, K + 1] of each row
+    is_tested = (columns < frontier.num_drafted[:, None]) & (tree.parents < num_kept[:, None])
+    row, walks = np.zeros(size, np.int64), np.ones(size, np.bool_)
+    num_accepted, num_emitted, num_tested = (np.zeros(size, np.int64) for _ in range(3))
+    tokens, rows = [], []
+    while walks.any():
+        draw = draws[every, row]
+        tokens.append(draw)
+        rows.append(row)
+        num_emitted += walks
+        children = is_tested & (tree.parents == row[:, None]) & walks[:, None]
+        matches = children & (drafted == draw[:, None])
+        num_tested += children.any(axis=1)
+        is_match = matches.any(axis=1)
+        num_accepted += is_match
+        child = 1 + matches.argmax(axis=1) if width else row
+        walks = is_match & (child < num_kept)
+        row = np.where(walks, child, row)
+    acceptance = _acceptance(np.stack(tokens, axis=1), num_accepted, num_emitted)
+    acceptance.path = AcceptedPath(np.stack(rows, axis=1), num_tested)
+    return acceptance
+
+
 def accept_by_rejection(
     frontier: Frontier,
     target_probs: np.ndarray,
@@ -69,6 +102,8 @@ def accept_by_rejection(
     sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
     (0, 1). cu_rows and num_kept as in accept_matches.
     """
+    if frontier.tree is not None:
+        raise ValueError("a frontier with a tree: rejection sampling tests chains; use sample-and-match")
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs
     if draft_probs is None:

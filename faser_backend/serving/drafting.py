@@ -14,14 +14,14 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import EAGLE3
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import CPU_RUNTIMES, EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.head import HeadProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
-from faser_backend.policy.speculation import Knowledge
+from faser_backend.policy.speculation import Knowledge, SpeculationPolicy, drafts_trees
 from faser_backend.serving.profile_store import load_knowledge
 
 
@@ -48,6 +48,20 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
         return knowledge
     margins = knowledge.margins if manifest.draft is None else {}
     return Knowledge(with_ngrams(knowledge.costs), margins)
+
+
+def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> None:
+    """Raises ConfigError where the policy asks for trees that nobody here drafts or verifies."""
+    if not drafts_trees(policy):
+        return
+    if models.draft is None:
+        raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
+    if models.draft.spec.family == EAGLE3:
+        raise ConfigError("policy = 'tree:N': EAGLE-3 heads draft chains; use 'fixed:K'")
+    if runtime not in CPU_RUNTIMES:
+        raise ConfigError(
+            f"policy = 'tree:N': runtime {runtime!r} verifies chains; trees need {' or '.join(CPU_RUNTIMES)}, or use 'fixed:K'"
+        )
 
 
 def make_proposer(
