@@ -20,6 +20,7 @@ class TreeRows:
 
     trunk_lens: np.ndarray  # [B] int64, at most context_lens
     ancestors: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64 of each row's token in its sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,8 @@ class RowBatch:
     Row r of sequence b sits at position context_lens[b] + (r - cu_rows[b]) and sees the
     context_lens[b] tokens in the pool plus the rows of its own sequence up to itself. Every block
     that holds those positions is already in block_tables.
-    With `tree` the same are the cells where keys and values go; a row's position is how many it sees before its own.
+    With `tree` the same are the cells where keys and values go; a row's position is how many cells it sees before its
+    own.
     """
 
     token_ids: np.ndarray  # [T] int64
@@ -57,12 +59,7 @@ class RowBatch:
 
     @property
     def positions(self) -> np.ndarray:  # [T] of each row's token in its sequence
-        if self.tree is None:
-            return self.cells
-        bits = np.unpackbits(self.tree.ancestors.view(np.uint8).reshape(self.num_rows, 8), axis=1)
-        trunk_lens = np.repeat(self.tree.trunk_lens, self.rows_per_sequence)
-        in_tree = self.tree.ancestors != 0
-        return np.where(in_tree, trunk_lens + bits.sum(axis=1, dtype=np.int64) - 1, self.cells)
+        return self.cells if self.tree is None else self.tree.positions
 
 
 @dataclass(slots=True, eq=False)
@@ -78,3 +75,4 @@ class SamplingRows:
     sequence: np.ndarray  # [R] int64, row of `drafted`
     num_drafted: np.ndarray  # [R] int64, drafted tokens before the one drawn here
     drafted: np.ndarray  # [B, K] int64
+    has_siblings: bool = False  # rows of a slot may draw the same position

@@ -7,11 +7,20 @@ and of its own sequence's rows those that lead to it. Index arithmetic alone; kn
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 MAX_TREE_ROWS = 64  # of a sequence, the anchor's included: one bit each
 MAX_TREE_TOKENS = MAX_TREE_ROWS - 1
+
+
+class Lines(NamedTuple):
+    """How rows descend from the anchor."""
+
+    depths: np.ndarray  # [B, K + 1] int64 draft tokens that lead to a row, its own included
+    ancestors: np.ndarray  # [B, K + 1] int64: bit i says that the row sees row i, itself included
+    paths: np.ndarray  # [B, K + 1, D] int64 columns of these draft tokens, the first one first; then no meaning
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +33,7 @@ class Tree:
 
     parents: np.ndarray  # [B, K] int64
     draft_cells: np.ndarray  # [B, K] int64: where the draft holds the token, behind the last committed one; -1: nowhere
+    _lines: Lines | None = None
 
     @classmethod
     def of_chains(cls, num_drafted: np.ndarray, width: int, *, is_run: np.ndarray) -> Tree:
@@ -38,38 +48,32 @@ class Tree:
         return Tree(self.parents[index], self.draft_cells[index])
 
     def is_chain(self, num_drafted: np.ndarray) -> np.ndarray:
-        """[B] bool."""
+        """[B] bool. Rows of a chain see all rows before them."""
         columns = np.arange(self.parents.shape[1])
         return ((self.parents == columns) | (columns >= num_drafted[:, None])).all(axis=1)
 
-    def depths(self) -> np.ndarray:
-        """[B, K + 1] rows between a row and the anchor, itself counted: its position behind the anchor's."""
-        size, width = self.parents.shape
-        every = np.arange(size)
-        depths = np.zeros((size, width + 1), np.int64)
-        for column in range(width):
-            depths[:, column + 1] = depths[every, self.parents[:, column]] + 1
-        return depths
+    @property
+    def lines(self) -> Lines:
+        """Worked out once."""
+        if self._lines is None:
+            self._lines = self._ascend()
+        return self._lines
 
-    def ancestors(self, num_drafted: np.ndarray) -> np.ndarray:
-        """[B, K + 1] int64: bit i of a row's says that it sees row i, itself included; 0 in chains, whose rows see all
-        rows before them."""
+    def _ascend(self) -> Lines:
         size, width = self.parents.shape
-        every = np.arange(size)
-        bits = np.zeros((size, width + 1), np.int64)
-        bits[:, 0] = 1
-        for column in range(min(width, MAX_TREE_TOKENS)):
-            bits[:, column + 1] = bits[every, self.parents[:, column]] | np.int64(1) << np.int64(column + 1)
-        bits[self.is_chain(num_drafted)] = 0
-        return bits
-
-    def paths(self, depths: np.ndarray) -> np.ndarray:
-        """[B, K + 1, D] columns of the draft tokens that lead to each row of depths [B, K + 1], the first of them
-        first; entries past a row's depth have no meaning."""
-        size, width = self.parents.shape
-        every = np.arange(size)
-        paths = np.zeros((size, width + 1, int(depths.max(initial=0))), np.int64)
-        for column in range(width):
-            paths[:, column + 1] = paths[every, self.parents[:, column]]
-            paths[every, column + 1, depths[:, column + 1] - 1] = column
-        return paths
+        depths, ancestors = [], []
+        steps: list[list[list[int]]] = []  # trees are small: lists are faster here than arrays
+        for parents in self.parents.tolist():
+            own_depths, own_bits, own_steps = [0], [1], [[]]
+            for column, parent in enumerate(parents):
+                own_depths.append(own_depths[parent] + 1)
+                own_bits.append(own_bits[parent] | 1 << min(column + 1, MAX_TREE_TOKENS))
+                own_steps.append([*own_steps[parent], column])
+            depths.append(own_depths)
+            ancestors.append(own_bits)
+            steps.append(own_steps)
+        longest = max(map(max, depths), default=0)
+        paths = np.array([[line + [0] * (longest - len(line)) for line in own] for own in steps], np.int64)
+        bits = np.array(ancestors, np.uint64).view(np.int64)
+        shape = (size, width + 1)
+        return Lines(np.array(depths, np.int64).reshape(shape), bits.reshape(shape), paths.reshape(*shape, longest))

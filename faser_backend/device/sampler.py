@@ -32,7 +32,7 @@ class NumpySampler:
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
-        self._vocab_size = vocab_size
+        self._vocab_size, self._max_slots = vocab_size, max_num_seqs
         self._noise = noise.GumbelNoise(vocab_size)
         self._rules = LogitRules(vocab_size)
         self.parameters = SlotParameters(vocab_size, max_num_seqs)  # for reading
@@ -157,7 +157,7 @@ class NumpySampler:
         """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
         if not self._num_special:
-            return self._perturbed(logits, slots, positions)
+            return self._perturbed(logits, slots, positions, has_siblings=rows.has_siblings)
         is_special = self.parameters.is_special[slots]
         special = np.flatnonzero(is_special)
         if special.size == 0:
@@ -177,7 +177,9 @@ class NumpySampler:
         self._subtract_noise(scores, random, rows.slots[special], rows.positions[special])
         return scores
 
-    def _perturbed(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _perturbed(
+        self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, has_siblings: bool = False
+    ) -> np.ndarray:
         """Scores [R, V] of plain rows; `logits` itself where all are greedy."""
         if self._num_random == 0:
             return logits
@@ -188,7 +190,11 @@ class NumpySampler:
             if random.size == 0:
                 return logits
         scores = logits * self.parameters.inverse_temperature[slots, None]
-        self._subtract_noise(scores, random, slots, positions)
+        if has_siblings and random is None:  # who draw with the same noise, which is most of the work
+            _, first, which = np.unique(positions * self._max_slots + slots, return_index=True, return_inverse=True)
+            scores -= self._noise.log_exponentials(self.parameters.keys[slots[first]], positions[first])[which]
+        else:
+            self._subtract_noise(scores, random, slots, positions)
         return scores
 
     def _subtract_noise(

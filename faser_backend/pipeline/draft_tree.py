@@ -6,6 +6,8 @@ alone. What the draft makes of a node are its children: of all nodes that are kn
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
@@ -15,112 +17,133 @@ from faser_backend.core.tree import Tree
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.tree_choice import MOST_CHILDREN, child_log_chances, worth_running
+from faser_backend.policy.tree_choice import MOST_CHILDREN, child_log_chances, next_level
 
 
 def propose_trees(
     runner: ModelRunner, sampler: TreeSampler, times: PhaseTimes, batch: DecodeBatch, num_draft_tokens: np.ndarray
 ) -> Frontier:
     """Trees of at most num_draft_tokens [B] nodes. The draft runs no more nodes of a sequence than that."""
-    active = np.flatnonzero(num_draft_tokens)
-    grove = Grove(batch, active, num_draft_tokens, min(MOST_CHILDREN, runner.vocab_size))
-    trees, nodes = np.arange(active.size), np.zeros(active.size, np.int64)
-    rows = grove.unseen_rows()
-    while trees.size:
+    grown = {
+        index: GrowingTree(num_nodes)
+        for index, num_nodes in enumerate(num_draft_tokens.tolist())
+        if num_nodes
+    }
+    num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, runner.vocab_size)
+    level = {index: [tree.root] for index, tree in grown.items()}
+    rows = _unseen_rows(batch, list(level))
+    while level:
         times.lap("draft_rows")
         logits = run_model(runner, rows)
         times.lap("draft_model")
-        children = sampler.sample_children(logits, grove.sampling_rows(trees, nodes), grove.num_children)
-        grove.add(trees, nodes, children.tokens, child_log_chances(children.scores))
-        trees, nodes = grove.next_nodes()
+        children = sampler.sample_children(logits, _sampling_rows(batch, level), num_children)
+        offered = zip(children.tokens.tolist(), child_log_chances(children.scores).tolist(), strict=True)
+        level = {index: grown[index].grow(nodes, [next(offered) for _ in nodes]) for index, nodes in level.items()}
+        level = {index: nodes for index, nodes in level.items() if nodes}
         times.lap("draft_sample")
-        rows = grove.rows(trees, nodes)
-    return grove.frontier()
+        rows = _node_rows(batch, level)
+    return _frontier(grown, len(batch))
 
 
-class Grove:
-    """The growing trees of A sequences of a batch. Node 0 of each is the anchor; then come its draft tokens, likeliest
-    first, so that parents come before their children."""
+class Node:
+    """A draft token, or the anchor. Its cell, once the draft has run it, is counted behind the committed tokens."""
 
-    def __init__(self, batch: DecodeBatch, active: np.ndarray, num_draft_tokens: np.ndarray, most_children: int) -> None:
-        """active [A] sequences of the batch; num_draft_tokens [B] nodes that each may have."""
-        self._batch, self._active = batch, active
-        self._num_wanted = num_draft_tokens[active]  # [A]
-        self._most_nodes = int(self._num_wanted.max(initial=0))
-        self.num_children = min(self._most_nodes, most_children)  # of a node
-        kinds = [(name, np.int64) for name in ("token", "parent", "depth", "cell", "ancestors")]
-        kind = np.dtype([("log_chance", np.float64), *kinds, ("path", np.int64, (self._most_nodes,))])
-        self._nodes = np.zeros((active.size, 1), kind)  # [A, 1 + N]; log_chance = -inf: none; cell = -1: not run
-        self._num_run = np.zeros(active.size, np.int64)  # [A] draft tokens that the draft has run: its next cell
+    __slots__ = ("ancestors", "cell", "depth", "log_chance", "parent", "path", "row")
 
-    def unseen_rows(self) -> RowBatch:
-        """What the draft has not seen of each sequence; behind the last of it come the anchor's children."""
-        sequences = [self._batch.sequences[index] for index in self._active]
-        starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
-        return token_range_rows(sequences, starts, stops, self._batch.block_tables[self._active], with_logits=True)
+    def __init__(self, parent: Node | None, path: list[int], log_chance: float) -> None:
+        self.parent = parent
+        self.path = path  # tokens behind the anchor, its own at the end
+        self.depth = len(path)
+        self.log_chance = log_chance
+        self.cell = -1  # not run
+        self.ancestors = 0  # bits of cells, its own included
+        self.row = 0  # in the frontier
 
-    def rows(self, trees: np.ndarray, nodes: np.ndarray) -> RowBatch:
-        """Of nodes [n] of trees [n], rising, as next_nodes gives them."""
-        trees, counts = np.unique(trees, return_counts=True)
-        chosen, slots = self._nodes[np.repeat(trees, counts), nodes], self._active[trees]
-        cu_rows = np.concatenate([[0], np.cumsum(counts)])
-        trunk_lens = self._batch.num_tokens[slots]
-        context_lens = trunk_lens + chosen["cell"][cu_rows[:-1]]
-        tree = TreeRows(trunk_lens, np.ascontiguousarray(chosen["ancestors"]))
-        tokens, tables = np.ascontiguousarray(chosen["token"]), self._batch.block_tables[slots]
-        return RowBatch(tokens, cu_rows, context_lens, tables, np.arange(nodes.size), tree)
 
-    def sampling_rows(self, trees: np.ndarray, nodes: np.ndarray) -> SamplingRows:
-        """Of the tokens that follow nodes [n] of trees [n]."""
-        chosen, sequences = self._nodes[trees, nodes], self._active[trees]
-        depths = chosen["depth"]
-        positions = self._batch.num_tokens[sequences] + depths
-        return SamplingRows(self._batch.slots[sequences], positions, np.arange(depths.size), depths, chosen["path"])
+class GrowingTree:
+    """Of one sequence: the likeliest draft tokens that are known, at most `num_nodes`."""
 
-    def add(self, trees: np.ndarray, nodes: np.ndarray, tokens: np.ndarray, log_chances: np.ndarray) -> None:
-        """Nodes [n] of trees [n], rising, have the children tokens [n, C] with log_chances [n, C]; the best ones of all
-        stay."""
-        size, width = self._nodes.shape
-        place = np.arange(trees.size) - np.searchsorted(trees, trees)  # among the nodes of its tree
-        grown = np.zeros((size, width + tokens.shape[1] * (int(place.max()) + 1)), self._nodes.dtype)
-        grown["log_chance"] = -np.inf
-        grown[:, :width] = self._nodes
-        parents = self._nodes[trees, nodes][:, None]  # [n, 1]
-        children = np.zeros(tokens.shape, grown.dtype)
-        children["log_chance"] = parents["log_chance"] + log_chances
-        children["token"], children["parent"], children["cell"] = tokens, nodes[:, None], -1
-        children["depth"] = parents["depth"] + 1
-        children["path"] = parents["path"]
-        can_lead = np.flatnonzero(parents["depth"][:, 0] < self._most_nodes)
-        children["path"][can_lead, :, parents["depth"][can_lead, 0]] = tokens[can_lead]
-        grown[trees[:, None], width + place[:, None] * tokens.shape[1] + np.arange(tokens.shape[1])] = children
-        order = np.argsort(-grown["log_chance"], axis=1, kind="stable")
-        rank = np.argsort(order, axis=1)
-        self._nodes = np.take_along_axis(grown, order[:, : self._most_nodes + 1], axis=1)
-        self._nodes["parent"] = np.take_along_axis(rank, self._nodes["parent"], axis=1)
+    def __init__(self, num_nodes: int) -> None:
+        self.root = Node(None, [], 0.0)
+        self.nodes: list[Node] = []  # likeliest first; at equal chances parents come before children
+        self._num_nodes = num_nodes
+        self._num_run = 0
 
-    def next_nodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """([n] trees, [n] nodes), rising, that the draft runs next; none where no child of theirs could be among the
-        best. They get cells in this order."""
-        nodes = self._nodes[:, 1:]
-        chosen = worth_running(nodes["log_chance"], nodes["cell"] >= 0, self._num_wanted)
-        number = np.cumsum(chosen, axis=1)
-        chosen &= number <= (self._num_wanted - self._num_run)[:, None]
-        trees, columns = np.nonzero(chosen)
-        cells = self._num_run[trees] + number[trees, columns] - 1
-        nodes["cell"][trees, columns] = cells
-        above = self._nodes["ancestors"][trees, nodes["parent"][trees, columns]]
-        nodes["ancestors"][trees, columns] = above | np.int64(1) << cells
-        self._num_run += np.count_nonzero(chosen, axis=1)
-        return trees, columns + 1
+    def grow(self, parents: list[Node], offered: list[tuple[list[int], list[float]]]) -> list[Node]:
+        """Takes (tokens, log chances), each falling, as the children of nodes of the tree, keeps the best of all, and
+        returns those that the draft runs next, with their cells."""
+        nodes, most = self.nodes, self._num_nodes
+        for parent, (tokens, log_chances) in zip(parents, offered, strict=True):
+            bar = nodes[most - 1].log_chance if len(nodes) >= most else -np.inf
+            for token, log_chance in zip(tokens, log_chances, strict=True):
+                if parent.log_chance + log_chance <= bar:
+                    break
+                nodes.append(Node(parent, [*parent.path, token], parent.log_chance + log_chance))
+            nodes.sort(key=attrgetter("log_chance"), reverse=True)  # stable
+            del nodes[most:]
+        chosen = next_level([node.log_chance for node in nodes], [node.cell >= 0 for node in nodes], most)
+        level = [nodes[index] for index in chosen[: most - self._num_run]]
+        for node in level:
+            assert node.parent is not None
+            node.cell = self._num_run
+            node.ancestors = node.parent.ancestors | 1 << node.cell
+            self._num_run += 1
+        return level
 
-    def frontier(self) -> Frontier:
-        """Of all sequences of the batch; every node has its row."""
-        nodes = self._nodes[:, 1:]
-        num_drafted = np.zeros(len(self._batch), np.int64)
-        num_known = np.count_nonzero(nodes["log_chance"] > -np.inf, axis=1)
-        num_drafted[self._active] = np.minimum(num_known, self._num_wanted)
-        drafted, parents, cells = (np.zeros((len(self._batch), nodes.shape[1]), np.int64) for _ in range(3))
-        for array, name in ((drafted, "token"), (parents, "parent"), (cells, "cell")):
-            array[self._active] = nodes[name]
-        return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells))
+
+def _unseen_rows(batch: DecodeBatch, active: list[int]) -> RowBatch:
+    """What the draft has not seen of the sequences; behind the last of it come the children of the anchor."""
+    sequences = [batch.sequences[index] for index in active]
+    starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
+    return token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
+
+
+def _node_rows(batch: DecodeBatch, level: dict[int, list[Node]]) -> RowBatch:
+    """A row for each node of a level, by sequence of the batch."""
+    active = list(level)
+    nodes = [node for nodes in level.values() for node in nodes]
+    tokens, depths, cells, ancestors = np.array(
+        [(node.path[-1], node.depth, node.cell, _signed(node.ancestors)) for node in nodes], np.int64
+    ).reshape(-1, 4).T  # fmt: skip
+    cu_rows = np.cumsum([0, *map(len, level.values())])
+    trunk_lens = batch.num_tokens[active]
+    positions = np.repeat(trunk_lens, np.diff(cu_rows)) + depths - 1
+    return RowBatch(
+        tokens,
+        cu_rows,
+        trunk_lens + cells[cu_rows[:-1]] if nodes else trunk_lens,
+        batch.block_tables[active],
+        np.arange(len(nodes)),
+        TreeRows(trunk_lens, ancestors, positions),
+    )
+
+
+def _signed(bits: int) -> int:
+    """64 bits as an int64."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _sampling_rows(batch: DecodeBatch, level: dict[int, list[Node]]) -> SamplingRows:
+    """Of the tokens that follow each node of a level."""
+    nodes = [node for nodes in level.values() for node in nodes]
+    sequences = np.repeat(list(level), [len(nodes) for nodes in level.values()])
+    depths = np.array([node.depth for node in nodes], np.int64)
+    longest = int(depths.max())
+    drafted = np.array([node.path + [0] * (longest - node.depth) for node in nodes], np.int64)
+    positions = batch.num_tokens[sequences] + depths
+    return SamplingRows(batch.slots[sequences], positions, np.arange(depths.size), depths, drafted, has_siblings=True)
+
+
+def _frontier(grown: dict[int, GrowingTree], size: int) -> Frontier:
+    """Every node has its row. Sequences of a batch of `size` without a tree have no draft tokens."""
+    width = max((len(tree.nodes) for tree in grown.values()), default=0)
+    drafted, parents, cells = (np.zeros((size, width), np.int64) for _ in range(3))
+    num_drafted = np.zeros(size, np.int64)
+    for index, tree in grown.items():
+        for row, node in enumerate(tree.nodes, 1):
+            node.row = row
+        count = num_drafted[index] = len(tree.nodes)
+        if count:
+            named = [(node.path[-1], node.parent.row if node.parent else 0, node.cell) for node in tree.nodes]
+            drafted[index, :count], parents[index, :count], cells[index, :count] = np.array(named, np.int64).T
+    return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells))

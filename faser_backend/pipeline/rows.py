@@ -80,7 +80,9 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
     token_ids = chains.reshape(-1) if is_uniform else chains[is_row]
     context_lens, tree = batch.num_tokens - 1, None
     if frontier.tree is not None:
-        tree = TreeRows(context_lens, frontier.tree.ancestors(frontier.num_drafted)[is_row])
+        lines, is_chain = frontier.tree.lines, frontier.tree.is_chain(frontier.num_drafted)
+        ancestors = np.where(is_chain[:, None], 0, lines.ancestors)
+        tree = TreeRows(context_lens, ancestors[is_row], (context_lens[:, None] + lines.depths)[is_row])
     return RowBatch(token_ids, cu_rows, context_lens, batch.block_tables, np.arange(num_rows), tree)
 
 
@@ -90,11 +92,11 @@ def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.nda
     sequence = np.repeat(np.arange(len(batch)), cu_rows[1:] - cu_rows[:-1])
     offsets = np.arange(sequence.shape[0]) - cu_rows[sequence]
     if frontier.tree is not None:
-        depths = frontier.tree.depths()
-        drafted = frontier.drafted[sequence[:, None], frontier.tree.paths(depths)[sequence, offsets]]  # [T, D]
-        num_drafted = depths[sequence, offsets]
+        lines = frontier.tree.lines
+        drafted = frontier.drafted[sequence[:, None], lines.paths[sequence, offsets]]  # [T, D]
+        num_drafted = lines.depths[sequence, offsets]
         positions = batch.num_tokens[sequence] + num_drafted
-        return SamplingRows(batch.slots[sequence], positions, np.arange(sequence.size), num_drafted, drafted)
+        return SamplingRows(batch.slots[sequence], positions, np.arange(sequence.size), num_drafted, drafted, True)
     return SamplingRows(
         batch.slots[sequence], batch.num_tokens[sequence] + offsets, sequence, offsets, frontier.drafted
     )

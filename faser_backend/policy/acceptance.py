@@ -60,29 +60,33 @@ def _accept_path(
 ) -> Acceptance:
     """accept_matches in trees: from the anchor down, each row's draw is emitted, and the walk goes on with the first
     draft token behind the row that equals it. Ends where there is none, or where its row was not computed."""
-    drafted, (size, width) = frontier.drafted, frontier.drafted.shape
-    every, columns = np.arange(size), np.arange(width)
-    draws = sampled[_padded_rows(cu_rows, num_kept, width + 1)]  # [B, K + 1] of each row
-    is_tested = (columns < frontier.num_drafted[:, None]) & (tree.parents < num_kept[:, None])
-    row, walks = np.zeros(size, np.int64), np.ones(size, np.bool_)
-    num_accepted, num_emitted, num_tested = (np.zeros(size, np.int64) for _ in range(3))
-    tokens, rows = [], []
-    while walks.any():
-        draw = draws[every, row]
-        tokens.append(draw)
-        rows.append(row)
-        num_emitted += walks
-        children = is_tested & (tree.parents == row[:, None]) & walks[:, None]
-        matches = children & (drafted == draw[:, None])
-        num_tested += children.any(axis=1)
-        is_match = matches.any(axis=1)
-        num_accepted += is_match
-        child = 1 + matches.argmax(axis=1) if width else row
-        walks = is_match & (child < num_kept)
-        row = np.where(walks, child, row)
-    acceptance = _acceptance(np.stack(tokens, axis=1), num_accepted, num_emitted)
-    acceptance.path = AcceptedPath(np.stack(rows, axis=1), num_tested)
-    return acceptance
+    tokens, rows, counts = [], [], []  # trees are small: lists are faster here than arrays
+    sequences = zip(frontier.drafted.tolist(), tree.parents.tolist(), frontier.num_drafted.tolist(), strict=True)
+    draws, firsts = sampled.tolist(), cu_rows.tolist()
+    for index, ((drafted, parents, num_drafted), kept) in enumerate(zip(sequences, num_kept.tolist(), strict=True)):
+        row, num_accepted, num_tested = 0, 0, 0
+        path, emitted = [], []
+        while row >= 0:
+            draw = draws[firsts[index] + row]
+            path.append(row)
+            emitted.append(draw)
+            children = [column for column in range(row, num_drafted) if parents[column] == row]
+            match = next((column for column in children if drafted[column] == draw), -1)
+            num_tested += bool(children)
+            num_accepted += match >= 0
+            row = match + 1 if 0 <= match < kept - 1 else -1
+        counts.append((num_accepted, num_tested, len(path)))
+        tokens.append(emitted)
+        rows.append(path)
+    num_accepted, num_tested, num_emitted = np.array(counts, np.int64).reshape(-1, 3).T
+    path = AcceptedPath(_filled(rows), num_tested)
+    return Acceptance(_filled(tokens), num_accepted, num_emitted, path)
+
+
+def _filled(lists: list[list[int]]) -> np.ndarray:
+    """[n, longest] int64, zeros behind the shorter ones."""
+    longest = max(map(len, lists), default=0)
+    return np.array([each + [0] * (longest - len(each)) for each in lists], np.int64).reshape(len(lists), longest)
 
 
 def accept_by_rejection(

@@ -7,11 +7,14 @@ included, at a temperature that stands for that difference. A node's chance is t
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 DIFFERENCE = 0.7  # of the models' logits; greatest likelihood of the demo target's draws at temperature 0.8
 MOST_CHILDREN = 8  # of a node; the demo target draws one of so many 95 times in 100
 BEST_CHILD = 0.8  # chance of the best child of a node that is worth the draft's row
+LEVEL_FLOOR = 0.3  # chance that the draw is behind one of a level's nodes, below which it is not worth a draft call
 
 
 def child_log_chances(scores: np.ndarray) -> np.ndarray:
@@ -21,13 +24,15 @@ def child_log_chances(scores: np.ndarray) -> np.ndarray:
     return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
 
-def worth_running(log_chances: np.ndarray, is_run: np.ndarray, num_wanted: np.ndarray) -> np.ndarray:
-    """Whether a child of a node could be among the best num_wanted [A] nodes. log_chances [A, M] fall, -inf where there
-    is no node; is_run [A, M]: the draft has run it. A tree of n nodes has few of a chance below 1/2n: where few nodes
-    are known yet, that is the bar."""
-    last = np.minimum(num_wanted, log_chances.shape[1]) - 1
-    is_full = num_wanted <= log_chances.shape[1]
-    bar = np.where(is_full, log_chances[np.arange(last.size), last], -np.inf)
-    bar = np.maximum(bar, -np.log(2.0 * num_wanted))
-    is_wanted = np.arange(log_chances.shape[1]) < num_wanted[:, None]
-    return is_wanted & ~is_run & (log_chances + np.log(BEST_CHILD) >= bar[:, None])
+def next_level(log_chances: list[float], is_run: list[bool], num_wanted: int) -> list[int]:
+    """The nodes that make the next level: whose children could be among the best num_wanted nodes of the tree.
+
+    log_chances of the known nodes, falling; is_run: the draft has run it. A tree of n nodes has few of a chance below
+    1/2n: where few nodes are known yet, that is the bar.
+    """
+    bar = -math.log(2 * num_wanted)
+    if len(log_chances) >= num_wanted:
+        bar = max(bar, log_chances[num_wanted - 1])
+    bar -= math.log(BEST_CHILD)
+    level = [i for i, log_chance in enumerate(log_chances) if log_chance >= bar and not is_run[i]]
+    return level if sum(math.exp(log_chances[i]) for i in level) >= LEVEL_FLOOR else []
