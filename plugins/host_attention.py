@@ -120,14 +120,12 @@ def attend_units(
         rows = slice(first_row, first_row + num_rows)
         write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
         write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
-        num_pairs = num_rows * heads_per_kv if attends else 0
-        is_tree = ancestors.size > 0 and num_pairs > 0 and ancestors[first_row] != 0
-        if is_tree:
-            attend_tree(
-                q, k_pool[kv_head], v_pool[kv_head], blocks, trunk_lens[sequence], ancestors[rows], attended, scratch,
-                widened, first_row, kv_head, heads_per_kv, scale, head_dim,
-            )  # fmt: skip
-            num_pairs = 0
+        branches = branches_of(ancestors, first_row, num_rows if attends else 0)
+        attend_tree(
+            q, k_pool[kv_head], v_pool[kv_head], blocks, trunk_lens[sequence:], branches, attended, scratch, widened,
+            first_row, kv_head, heads_per_kv, scale, head_dim,
+        )  # fmt: skip
+        num_pairs = num_rows * heads_per_kv if attends and branches.size == 0 else 0
         for tile in range(0, num_pairs, TILE_ROWS):
             tile_end = min(tile + TILE_ROWS, num_pairs)
             num_columns = context + (tile_end - 1) // heads_per_kv + 1  # of the longest row
@@ -158,58 +156,93 @@ def attend_units(
                         mix_group(mixed, weights, column + t, values, t, last, head_dim)  # pyright: ignore[reportCallIssue]
 
 
+@spliced
+def branches_of(ancestors, first_row, num_rows):
+    """The rows' ancestors where they are a tree's; none in a chain."""
+    is_tree = num_rows > 0 and ancestors.size > 0 and ancestors[first_row] != 0
+    return ancestors[first_row : first_row + num_rows * is_tree]
+
+
 @inlined
 def attend_tree(
-    q, k_pool, v_pool, blocks, trunk, ancestors, attended, scratch, widened, first_row, kv_head, heads_per_kv, scale,
-    head_dim,
+    q, k_pool, v_pool, blocks, trunk_lens, ancestors, attended, scratch, widened, first_row, kv_head, heads_per_kv,
+    scale, head_dim,
 ):  # fmt: skip
-    """A unit whose rows are a tree's: ancestors [rows] of its own rows, k_pool and v_pool [NB, block, head_dim] of its
-    head. Whole blocks of the trunk are read once for a tile. What lies behind them is gathered row by row in the order
-    of positions, so that a row's bits are those that it has in a chain."""
-    kv_block_size = k_pool.shape[1]
-    shared = trunk // kv_block_size * kv_block_size
+    """A unit whose rows are a tree's: ancestors [rows] of its own rows, maybe none; k_pool and v_pool [NB, block,
+    head_dim] of its head; trunk_lens from its own on. Whole blocks of the trunk are read once for a tile. What lies
+    behind them is gathered row by row in the order of positions, so that a row's bits are those that it has in a
+    chain."""
     num_pairs = ancestors.size * heads_per_kv
     for tile in range(0, num_pairs, TILE_ROWS):
+        trunk = trunk_lens[0]
+        shared = trunk // k_pool.shape[1] * k_pool.shape[1]
         tile_end = min(tile + TILE_ROWS, num_pairs)
         longest = trunk
         for pair in range(tile, tile_end):
             longest = max(longest, trunk + count_bits(ancestors[pair // heads_per_kv]))
-        for column in range(0, shared, kv_block_size):
-            keys = readable(k_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
-            for pair in range(tile, tile_end):
-                query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-                for t in range(0, kv_block_size, GROUP):
-                    score_group(scratch[pair - tile], column + t, query, keys, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
-        for column in range(shared, longest, kv_block_size):
-            for pair in range(tile, tile_end):
-                bits = ancestors[pair // heads_per_kv]
-                last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
-                if last >= 0 and (pair == tile or pair % heads_per_kv == 0):
-                    gather_path(widened, k_pool, blocks, trunk, bits, column, last, head_dim)
-                query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-                for t in range(0, last + 1, GROUP):
-                    score_group(scratch[pair - tile], column + t, query, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+        score_tile(
+            q, k_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
+            heads_per_kv, head_dim,
+        )  # fmt: skip
         for pair in range(tile, tile_end):
             num_visible = trunk + count_bits(ancestors[pair // heads_per_kv])
             softmax(scratch[pair - tile], num_visible, num_visible, scale)
+        mix_tile(
+            attended, v_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end,
+            kv_head, heads_per_kv, head_dim,
+        )  # fmt: skip
+
+
+@inlined
+def score_tile(
+    q, k_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
+    heads_per_kv, head_dim,
+):  # fmt: skip
+    """Of attend_tree: scores of the pairs [tile, tile_end), each over the columns that its row sees."""
+    kv_block_size = k_pool.shape[1]
+    for column in range(0, shared, kv_block_size):
+        keys = readable(k_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
+        for pair in range(tile, tile_end):
+            query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, kv_block_size, GROUP):
+                score_group(scratch[pair - tile], column + t, query, keys, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
+    for column in range(shared, longest, kv_block_size):
+        for pair in range(tile, tile_end):
+            bits = ancestors[pair // heads_per_kv]
+            last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
+            if last >= 0 and (pair == tile or pair % heads_per_kv == 0):  # heads of a row share what it sees
+                gather_path(widened, k_pool, blocks, trunk, bits, column, last, head_dim)
+            query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, last + 1, GROUP):
+                score_group(scratch[pair - tile], column + t, query, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+
+
+@inlined
+def mix_tile(
+    attended, v_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
+    heads_per_kv, head_dim,
+):  # fmt: skip
+    """Of attend_tree: attended = the values of the same columns, weighted."""
+    kv_block_size = v_pool.shape[1]
+    for pair in range(tile, tile_end):
+        mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+        for d in range(head_dim):
+            mixed[d] = 0
+    for column in range(0, shared, kv_block_size):
+        values = readable(v_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
+        for pair in range(tile, tile_end):
             mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-            for d in range(head_dim):
-                mixed[d] = 0
-        for column in range(0, shared, kv_block_size):
-            values = readable(v_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
-            for pair in range(tile, tile_end):
-                mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-                for t in range(0, kv_block_size, GROUP):
-                    mix_group(mixed, scratch[pair - tile], column + t, values, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
-        for column in range(shared, longest, kv_block_size):
-            for pair in range(tile, tile_end):
-                bits = ancestors[pair // heads_per_kv]
-                last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
-                if last >= 0 and (pair == tile or pair % heads_per_kv == 0):
-                    gather_path(widened, v_pool, blocks, trunk, bits, column, last, head_dim)
-                mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-                for t in range(0, last + 1, GROUP):
-                    mix_group(mixed, scratch[pair - tile], column + t, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+            for t in range(0, kv_block_size, GROUP):
+                mix_group(mixed, scratch[pair - tile], column + t, values, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
+    for column in range(shared, longest, kv_block_size):
+        for pair in range(tile, tile_end):
+            bits = ancestors[pair // heads_per_kv]
+            last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
+            if last >= 0 and (pair == tile or pair % heads_per_kv == 0):
+                gather_path(widened, v_pool, blocks, trunk, bits, column, last, head_dim)
+            mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, last + 1, GROUP):
+                mix_group(mixed, scratch[pair - tile], column + t, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
 
 
 @inlined

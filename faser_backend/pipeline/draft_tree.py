@@ -24,11 +24,7 @@ def propose_trees(
     runner: ModelRunner, sampler: TreeSampler, times: PhaseTimes, batch: DecodeBatch, num_draft_tokens: np.ndarray
 ) -> Frontier:
     """Trees of at most num_draft_tokens [B] nodes. The draft runs no more nodes of a sequence than that."""
-    grown = {
-        index: GrowingTree(num_nodes)
-        for index, num_nodes in enumerate(num_draft_tokens.tolist())
-        if num_nodes
-    }
+    grown = {index: GrowingTree(num_nodes) for index, num_nodes in enumerate(num_draft_tokens.tolist()) if num_nodes}
     num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, runner.vocab_size)
     level = {index: [tree.root] for index, tree in grown.items()}
     rows = _unseen_rows(batch, list(level))

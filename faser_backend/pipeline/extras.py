@@ -1,7 +1,7 @@
 """What a request may want beside its tokens: log-probabilities, and the logits that the target gave.
 
-Row j of a sequence's verification, or of its path through a tree, is what its j-th emitted token was drawn from; what a stop cuts off the tokens is
-cut off these, too.
+Row j of a sequence's verification, or of its path through a tree, is what its j-th emitted token was drawn from; what a
+stop cuts off the tokens is cut off these, too.
 """
 
 from __future__ import annotations

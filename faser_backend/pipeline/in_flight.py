@@ -80,11 +80,12 @@ def _stack_trees(first: Frontier, second: Frontier, width: int) -> Tree | None:
     """None where neither has trees; the chains of one beside the trees of the other become trees."""
     if first.tree is None and second.tree is None:
         return None
-    trees = []
-    for frontier in (first, second):
-        tree = frontier.tree or Tree.of_chains(frontier.num_drafted, width, is_run=~_is_client(frontier))
-        trees.append((_padded(tree.parents, width), _padded(tree.draft_cells, width)))
-    return Tree(*(np.concatenate(arrays) for arrays in zip(*trees, strict=True)))
+    trees = [
+        frontier.tree or Tree.of_chains(frontier.num_drafted, width, is_run=~_is_client(frontier))
+        for frontier in (first, second)
+    ]
+    parents = np.concatenate([_padded(tree.parents, width) for tree in trees])
+    return Tree(parents, np.concatenate([_padded(tree.draft_cells, width) for tree in trees]))
 
 
 def _is_client(frontier: Frontier) -> np.ndarray:

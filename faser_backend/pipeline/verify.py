@@ -31,9 +31,8 @@ class Verifier:
         """Runs the rows of a frontier through the target, without those that the pruner ends on the way."""
         rows = verify_rows(batch, frontier)
         self._times.lap("target_rows")
-        # A tree is verified whole, even beside a pruner: exits are calibrated for chains.
-        is_whole = pruner is None or frontier.candidates is None or frontier.tree is not None
-        if is_whole or not pruner.exits & runner.exits:
+        # Trees come without candidates, and are verified whole: exits are calibrated for chains.
+        if pruner is None or frontier.candidates is None or not pruner.exits & runner.exits:
             logits = run_model(runner, rows)
             self._times.lap("target_model")
             return Verification(logits, rows.cu_rows, frontier.num_rows, rows.num_rows * sum(runner.num_layers))

@@ -51,14 +51,14 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     """
     knowledge = cache(load_knowledge)
     policy = parse_policy(config.policy, knowledge)
+    if drafts_trees(policy):
+        return _checked_trees(policy, config)
     if config.early_exit == "on" and policy.is_drafting and not knowledge().exits:
         raise ConfigError(
             "early_exit = 'on': no exit is calibrated; build the engine with --exit-layers, then run `faser profile`"
         )
     if not policy.is_drafting:
         return policy
-    if drafts_trees(policy):
-        return _checked_trees(policy, config)
     if config.early_exit != "auto":
         policy = ForcedExit(policy, knowledge(), is_on=config.early_exit == "on")
     if config.pipeline != "auto":

@@ -60,7 +60,8 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> N
         raise ConfigError("policy = 'tree:N': EAGLE-3 heads draft chains; use 'fixed:K'")
     if runtime not in CPU_RUNTIMES:
         raise ConfigError(
-            f"policy = 'tree:N': runtime {runtime!r} verifies chains; trees need {' or '.join(CPU_RUNTIMES)}, or use 'fixed:K'"
+            f"policy = 'tree:N': runtime {runtime!r} verifies chains; "
+            f"use 'fixed:K', or build for {' or '.join(CPU_RUNTIMES)}"
         )
 
 

@@ -135,7 +135,7 @@ def build_sim_engine(
         splits = [name for name in world.costs.partitions if name != WHOLE]
         policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
     if drafts_trees(policy):
-        raise ConfigError(f"policy = {config.policy!r}: trees are not simulated; use chains")
+        raise ConfigError(f"policy = {config.policy!r}: trees are not simulated; use 'fixed:K'")
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)
     if num_blocks < one_context:
