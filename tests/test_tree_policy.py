@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import EAGLE3
 from faser_backend.core.request import SamplingParams
+from faser_backend.device.runtime import ModelPair
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.policy.registry import make_policy, parse_policy
 from faser_backend.policy.tree_choice import child_log_chances, next_level
+from faser_backend.serving.drafting import check_trees
+from lab.simulation.engine import build_sim_engine
+from lab.simulation.worlds import roofline_world
 from tests.forcing import ADMITS_ALL, always
 from tests.harness import drive, guessed, open_fake, request
 from tests.test_sampler_edges import one_row_each
@@ -36,6 +44,29 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
     (field, value), *_ = options.items()
     with pytest.raises(ConfigError, match=f"policy = 'tree:8' with {field} = '{value}': {reason}"):
         make_policy(EngineConfig.from_options(policy="tree:8", **options), guessed, "1/1")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "family", "reason"),
+    [
+        ("llvm", None, "n-grams draft here"),
+        ("llvm", EAGLE3, "EAGLE-3 heads draft chains"),
+        ("torch", "llama", "runtime 'torch' verifies chains"),
+    ],
+)
+def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, reason: str) -> None:
+    draft = family and SimpleNamespace(spec=SimpleNamespace(family=family))
+    models = cast(ModelPair, SimpleNamespace(target=None, draft=draft))
+    with pytest.raises(ConfigError, match=f"policy = 'tree:N': .*{reason}"):
+        check_trees(runtime, models, parse_policy("tree:4", guessed))
+    check_trees(runtime, models, parse_policy("fixed:4", guessed))
+
+
+def test_trees_are_not_simulated() -> None:
+    world = roofline_world("h100", "qwen3-8b/0.6b", max_context=300)
+    config = EngineConfig.from_options(policy="tree:4", max_num_seqs=2)
+    with pytest.raises(ConfigError, match="trees are not simulated"):
+        build_sim_engine(world, config, seed=0, max_output_tokens=10)
 
 
 @pytest.mark.parametrize("fields", [{"mode": PipelineMode.PING_PONG}, {"trim": ADMITS_ALL}, {"pruner": always()}])

@@ -32,7 +32,7 @@ class NumpySampler:
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
-        self._vocab_size, self._max_slots = vocab_size, max_num_seqs
+        self._vocab_size = vocab_size
         self._noise = noise.GumbelNoise(vocab_size)
         self._rules = LogitRules(vocab_size)
         self.parameters = SlotParameters(vocab_size, max_num_seqs)  # for reading
@@ -191,8 +191,11 @@ class NumpySampler:
                 return logits
         scores = logits * self.parameters.inverse_temperature[slots, None]
         if has_siblings and random is None:  # who draw with the same noise, which is most of the work
-            _, first, which = np.unique(positions * self._max_slots + slots, return_index=True, return_inverse=True)
-            scores -= self._noise.log_exponentials(self.parameters.keys[slots[first]], positions[first])[which]
+            places: dict[tuple[int, int], int] = {}
+            drawing = zip(slots.tolist(), positions.tolist(), strict=True)
+            which = [places.setdefault(key, len(places)) for key in drawing]
+            slots, positions = np.array(list(places), np.int64).T
+            scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)[which]
         else:
             self._subtract_noise(scores, random, slots, positions)
         return scores

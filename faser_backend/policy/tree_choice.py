@@ -14,7 +14,7 @@ import numpy as np
 DIFFERENCE = 0.7  # of the models' logits; greatest likelihood of the demo target's draws at temperature 0.8
 MOST_CHILDREN = 8  # of a node; the demo target draws one of so many 95 times in 100
 BEST_CHILD = 0.8  # chance of the best child of a node that is worth the draft's row
-LEVEL_FLOOR = 0.3  # chance that the draw is behind one of a level's nodes, below which it is not worth a draft call
+LEVEL_FLOOR = 0.5  # chance that the draw is behind one of a level's nodes, below which it is not worth a draft call
 
 
 def child_log_chances(scores: np.ndarray) -> np.ndarray:
