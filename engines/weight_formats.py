@@ -20,7 +20,7 @@ from engines.weights import ModelWeights
 from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec, WeightFormat
 from faser_backend.manifest import CPU_KV_CACHE_DTYPES
 from faser_backend.runtime_spec import RUNTIMES
-from plugins.onnxruntime_import import onnxruntime
+from plugins.onnxruntime_import import onnxruntime_kernels
 
 FLOAT32, INT8, INT4 = "fp32", "int8", "int4"
 INT8_BLOCK = 64  # with blocks of 128 and more a row's result depends on how many rows the call has
@@ -37,7 +37,7 @@ ROUTER = ".router"  # the end of its names
 NUM_NAMED = 3  # of matrices of one kind, when they are reported
 CONTRIB_DOMAIN = "com.microsoft"
 # what matmul_nbits_quantizer calls for each matrix of a whole graph; that module wants onnx_ir, and graphs in memory
-_quantize: Callable[..., None] = getattr(onnxruntime.capi._pybind_state, "quantize_matmul_8bits")  # noqa: B009 (not in its stubs)
+_quantize: Callable[..., None] = getattr(onnxruntime_kernels, "quantize_matmul_8bits")  # noqa: B009 (not in its stubs)
 
 
 def check_formats(

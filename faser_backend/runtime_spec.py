@@ -32,6 +32,7 @@ class RuntimeSpec:
     keeps_formats: bool = False  # of a checkpoint's matrices, unless others are asked for; of a draft head's as well
     has_heads: bool = False  # drafts that read hidden states of the target
     has_experts: bool = True
+    has_trees: bool = False  # rows that see their ancestors alone
 
     def opener(self) -> Any:
         """Imports and returns what opens the device. Raises ImportError where a package is missing."""
@@ -53,6 +54,7 @@ RUNTIMES = {
             has_parts=True,
             weight_formats=WEIGHT_FORMATS[:-1],
             has_heads=True,
+            has_trees=True,
         ),
         RuntimeSpec(
             "llvm",
@@ -64,6 +66,7 @@ RUNTIMES = {
             weight_formats=WEIGHT_FORMATS,
             keeps_formats=True,
             has_heads=True,
+            has_trees=True,
         ),
         RuntimeSpec("tensorrt_rtx", _CUDA, (), _HALVES, extra="torch", tensorrt="rtx", is_gathered=True),
         RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full"),

@@ -14,7 +14,8 @@ block. They do not depend on the other rows, sequences or units of the call, nor
 all pairs run through the same code; products are summed by vector code whose order is written out here, in groups
 of four columns that begin with their block; and a softmax goes over exactly the columns that its row sees. A row
 that is shorter than the longest of its tile mixes that row's columns with weight 0, which changes no bit: this call
-wrote them, so they are finite. What lies behind the longest row of a tile is never read.
+wrote them, so they are finite. What lies behind the longest row of a tile is never read. A row of a tree goes over the
+same columns as in a chain: what it sees, put together in the order of positions.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
     signature = numba.void(
         f32[3], f32[3], f32[3], pool, pool,  # q, k, v, k_pool, v_pool
         i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
+        i64[1], i64[1],  # trunk_lens, ancestors
         f32[3], f32[2], f32[2],  # attended, scratch, widened
         numba.int64, numba.int64, numba.float32, numba.boolean,  # first_unit, last_unit, scale, attends
     )  # fmt: skip
@@ -76,7 +78,9 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
         v_pool,
         block_table,  # [B, MB] int64
         cu_rows,  # [B + 1] int64
-        context_lens,  # [B] int64: the position of a sequence's first row
+        context_lens,  # [B] int64: the cell of a sequence's first row, which is its position where there are no trees
+        trunk_lens,  # [B] int64; like ancestors empty where there are no trees: see TreeRows in core/batch.py
+        ancestors,  # [T] int64
         attended,  # [T, H, head_dim]: the result
         scratch,  # [TILE_ROWS, scratch_width(MB * block)]: work space of the calling thread
         widened,  # [block, head_dim]: likewise
@@ -87,8 +91,8 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
     ):
         _ = stamp
         attend_units(
-            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened,
-            first_unit, last_unit, scale, attends, head_dim,
+            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch,
+            widened, first_unit, last_unit, scale, attends, head_dim,
         )  # fmt: skip
 
     return compile_kernel(kernel, signature)
@@ -101,7 +105,7 @@ def kernel_directory() -> str:
 
 @inlined
 def attend_units(
-    q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened,
+    q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch, widened,
     first_unit, last_unit, scale, attends, head_dim,
 ):  # fmt: skip
     """The units [first_unit, last_unit) of a call, arrays as attention_kernel says. For kernels to take in whole:
@@ -116,7 +120,12 @@ def attend_units(
         rows = slice(first_row, first_row + num_rows)
         write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
         write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
-        num_pairs = num_rows * heads_per_kv if attends else 0
+        branches = branches_of(ancestors, first_row, num_rows if attends else 0)
+        attend_tree(
+            q, k_pool[kv_head], v_pool[kv_head], blocks, trunk_lens[sequence:], branches, attended, scratch, widened,
+            first_row, kv_head, heads_per_kv, scale, head_dim,
+        )  # fmt: skip
+        num_pairs = num_rows * heads_per_kv if attends and branches.size == 0 else 0
         for tile in range(0, num_pairs, TILE_ROWS):
             tile_end = min(tile + TILE_ROWS, num_pairs)
             num_columns = context + (tile_end - 1) // heads_per_kv + 1  # of the longest row
@@ -145,6 +154,121 @@ def attend_units(
                     mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
                     for t in range(0, last + 1, GROUP):
                         mix_group(mixed, weights, column + t, values, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+
+
+@spliced
+def branches_of(ancestors, first_row, num_rows):
+    """The rows' ancestors where they are a tree's; none in a chain."""
+    is_tree = num_rows > 0 and ancestors.size > 0 and ancestors[first_row] != 0
+    return ancestors[first_row : first_row + num_rows * is_tree]
+
+
+@inlined
+def attend_tree(
+    q, k_pool, v_pool, blocks, trunk_lens, ancestors, attended, scratch, widened, first_row, kv_head, heads_per_kv,
+    scale, head_dim,
+):  # fmt: skip
+    """A unit whose rows are a tree's: ancestors [rows] of its own rows, maybe none; k_pool and v_pool [NB, block,
+    head_dim] of its head; trunk_lens from its own on. Whole blocks of the trunk are read once for a tile. What lies
+    behind them is gathered row by row in the order of positions, so that a row's bits are those that it has in a
+    chain."""
+    num_pairs = ancestors.size * heads_per_kv
+    for tile in range(0, num_pairs, TILE_ROWS):
+        trunk = trunk_lens[0]
+        shared = trunk // k_pool.shape[1] * k_pool.shape[1]
+        tile_end = min(tile + TILE_ROWS, num_pairs)
+        longest = trunk
+        for pair in range(tile, tile_end):
+            longest = max(longest, trunk + count_bits(ancestors[pair // heads_per_kv]))
+        score_tile(
+            q, k_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
+            heads_per_kv, head_dim,
+        )  # fmt: skip
+        for pair in range(tile, tile_end):
+            num_visible = trunk + count_bits(ancestors[pair // heads_per_kv])
+            softmax(scratch[pair - tile], num_visible, num_visible, scale)
+        mix_tile(
+            attended, v_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end,
+            kv_head, heads_per_kv, head_dim,
+        )  # fmt: skip
+
+
+@inlined
+def score_tile(
+    q, k_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
+    heads_per_kv, head_dim,
+):  # fmt: skip
+    """Of attend_tree: scores of the pairs [tile, tile_end), each over the columns that its row sees."""
+    kv_block_size = k_pool.shape[1]
+    for column in range(0, shared, kv_block_size):
+        keys = readable(k_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
+        for pair in range(tile, tile_end):
+            query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, kv_block_size, GROUP):
+                score_group(scratch[pair - tile], column + t, query, keys, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
+    for column in range(shared, longest, kv_block_size):
+        for pair in range(tile, tile_end):
+            bits = ancestors[pair // heads_per_kv]
+            last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
+            if last >= 0 and (pair == tile or pair % heads_per_kv == 0):  # heads of a row share what it sees
+                gather_path(widened, k_pool, blocks, trunk, bits, column, last, head_dim)
+            query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, last + 1, GROUP):
+                score_group(scratch[pair - tile], column + t, query, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+
+
+@inlined
+def mix_tile(
+    attended, v_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
+    heads_per_kv, head_dim,
+):  # fmt: skip
+    """Of attend_tree: attended = the values of the same columns, weighted."""
+    kv_block_size = v_pool.shape[1]
+    for pair in range(tile, tile_end):
+        mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+        for d in range(head_dim):
+            mixed[d] = 0
+    for column in range(0, shared, kv_block_size):
+        values = readable(v_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
+        for pair in range(tile, tile_end):
+            mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, kv_block_size, GROUP):
+                mix_group(mixed, scratch[pair - tile], column + t, values, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
+    for column in range(shared, longest, kv_block_size):
+        for pair in range(tile, tile_end):
+            bits = ancestors[pair // heads_per_kv]
+            last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
+            if last >= 0 and (pair == tile or pair % heads_per_kv == 0):
+                gather_path(widened, v_pool, blocks, trunk, bits, column, last, head_dim)
+            mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+            for t in range(0, last + 1, GROUP):
+                mix_group(mixed, scratch[pair - tile], column + t, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+
+
+@inlined
+def count_bits(bits):
+    """Of an int64, the sign included."""
+    count = 0
+    while bits != 0:
+        bits &= bits - 1
+        count += 1
+    return count
+
+
+@inlined
+def gather_path(widened, pool, blocks, trunk, bits, column, last, head_dim):
+    """widened[t] = what lies at position column + t of a row that sees the trunk and, behind it, the cells of its bits;
+    for t up to `last`."""
+    offset = 0
+    for position in range(trunk, column + last + 1):
+        while (bits >> offset) & 1 == 0:
+            offset += 1
+        if position >= column:
+            cell = trunk + offset
+            copy_row(widened[position - column], pool[blocks[cell // pool.shape[1]], cell % pool.shape[1]], head_dim)  # pyright: ignore[reportCallIssue]
+        offset += 1
+    for cell in range(column, min(trunk, column + last + 1)):
+        copy_row(widened[cell - column], pool[blocks[cell // pool.shape[1]], cell % pool.shape[1]], head_dim)  # pyright: ignore[reportCallIssue]
 
 
 @inlined

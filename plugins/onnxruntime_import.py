@@ -8,5 +8,6 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import onnxruntime
+import onnxruntime.capi._pybind_state as onnxruntime_kernels
 
-__all__ = ["onnxruntime"]
+__all__ = ["onnxruntime", "onnxruntime_kernels"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class Call:
     cu_rows: np.ndarray  # [B + 1]
     context_lens: np.ndarray  # [B]
     scale: float
+    trunk_lens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [B] and
+    ancestors: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T], where there are trees
 
     def run(self, units: list[int] | None = None, *, attends: bool = True) -> np.ndarray:
         """Writes the pools. units: the borders of the ranges that are called one after another."""
@@ -43,6 +45,7 @@ class Call:
         has_halves = self.k_pool.dtype == np.float16
         pools = (pool.view(np.uint16) if has_halves else pool for pool in (self.k_pool, self.v_pool))
         packed = (self.q, self.k, self.v, *pools, self.block_table, self.cu_rows, self.context_lens)
+        packed += (self.trunk_lens, self.ancestors)
         for first, last in pairwise(units or [0, num_units]):
             kernel = attention_kernel(self.q.shape[2], "fp16" if has_halves else "fp32")
             kernel(*packed, attended, scratch, widened, first, last, self.scale, attends)

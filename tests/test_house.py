@@ -167,7 +167,8 @@ def test_onnxruntime_is_loaded_in_one_place_where_it_sends_nothing():
     loads = [f for f in files if re.search(r"^\s*(import|from) onnxruntime\b", f.read_text(), re.MULTILINE)]
     assert [f.name for f in loads] == ["onnxruntime_import.py"]
     code = "import os; from plugins.onnxruntime_import import onnxruntime; print(os.environ['ORT_DISABLE_TELEMETRY'])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "1\n"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "1\n"
 
 
 @pytest.mark.parametrize(

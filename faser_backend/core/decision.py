@@ -106,7 +106,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """For the B sequences that are ready to decode. Only num_draft_tokens is needed."""
+    """For the B sequences that are ready to decode. Only num_draft_tokens is needed.
+
+    Trees are drafted whole, and then verified whole: ValueError for a tree that is trimmed, pruned or overlapped.
+    """
 
     num_draft_tokens: list[int]  # [B], 0 = plain decoding; the scheduler clips it to what a request can use
     mode: PipelineMode = PipelineMode.SERIAL
@@ -114,5 +117,12 @@ class Decision:
     trim: TrimRule | None = None
     pruner: Pruner | None = None
     prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts
+    is_tree: bool = False  # the draft tokens of a request form a tree: its best ones, whatever they follow
     scores: tuple[Score, ...] = ()  # what was weighed, for whoever asks why
     reason: str = ""  # in words, likewise
+
+    def __post_init__(self) -> None:
+        if self.is_tree and self.mode is not PipelineMode.SERIAL:
+            raise ValueError(f"is_tree with mode = {self.mode.value}: trees are drafted and verified in turn")
+        if self.is_tree and (self.trim is not None or self.pruner is not None):
+            raise ValueError("is_tree with a trim rule or a pruner: those judge chains")

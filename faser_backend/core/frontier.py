@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser_backend.core.ports import DeviceArray
+from faser_backend.core.tree import Tree
 
 
 @dataclass(slots=True, eq=False)
 class Frontier:
     """Draft tokens of B sequences, ready to be verified. Entries past num_drafted have no meaning.
 
-    Row 0 of a sequence runs its anchor, row j its j-th draft token. Fewer than num_drafted + 1 rows
+    Row 0 of a sequence runs its anchor, row j its j-th draft token, which follows the one before it, or where there is
+    a tree any row before it. Fewer than num_drafted + 1 rows
     means that the last ones are not worth running: what is tested then follows policy/acceptance.py.
     """
 
@@ -29,6 +31,7 @@ class Frontier:
     # of clients' chains alone: nobody drew such a token, and its law puts everything on it.
     draft_probs: np.ndarray | None = None
     is_client: np.ndarray | None = None  # [B] bool, chains that clients brought along; None: no chain
+    tree: Tree | None = None  # None: all are chains
 
     @classmethod
     def empty(cls, num_sequences: int) -> Frontier:
@@ -42,23 +45,32 @@ class Frontier:
         return cls(drafted, num_drafted, num_drafted + 1, draft_probs=draft_probs)
 
     def take(self, index: np.ndarray) -> Frontier:
-        """The chains of sequences `index` [n], in that order."""
+        """The chains or trees of sequences `index` [n], in that order."""
         optional = (self.margins, self.candidates, self.draft_probs)
         arrays = (None if array is None else array[index] for array in optional)
         is_client = None if self.is_client is None or not self.is_client[index].any() else self.is_client[index]
+        tree = None if self.tree is None else self.tree.take(index)
         return Frontier(
-            self.drafted[index], self.num_drafted[index], self.num_rows[index], *arrays, is_client=is_client
+            self.drafted[index], self.num_drafted[index], self.num_rows[index], *arrays, is_client=is_client, tree=tree
         )
 
 
 @dataclass(slots=True, eq=False)
 class Verification:
-    """The target's view of a frontier: row j of sequence b follows drafted[b, :j]."""
+    """The target's view of a frontier: row j of sequence b follows drafted[b, :j], or what leads to it in a tree."""
 
     logits: DeviceArray  # [R, V] float32, R = sum(num_kept)
     cu_rows: np.ndarray  # [B + 1] int64, prefix sums of num_kept
     num_kept: np.ndarray  # [B] int64 rows that went through the whole target, in [1, frontier.num_rows]
     num_row_layers: int  # rows times layers that were computed, pruned rows up to their exit included
+
+
+@dataclass(slots=True, eq=False)
+class AcceptedPath:
+    """The way from the anchor through trees. Entries past num_emitted have no meaning."""
+
+    rows: np.ndarray  # [B, D] int64, the row that each emitted token was drawn from; rows[:, 0] are the anchors'
+    num_tested: np.ndarray  # [B] int64, rows of the path that draft tokens follow: draws that were compared with some
 
 
 @dataclass(slots=True, eq=False)
@@ -72,3 +84,4 @@ class Acceptance:
     tokens: np.ndarray  # [B, K + 1] int64
     num_accepted: np.ndarray  # [B] int64, drafted tokens kept, without bonus
     num_emitted: np.ndarray  # [B] int64
+    path: AcceptedPath | None = None  # through trees; in chains row j is what token j was drawn from

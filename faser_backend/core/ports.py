@@ -66,12 +66,28 @@ class HeadRunner(ModelRunner, Protocol):
         ...
 
 
+class TreeRunner(ModelRunner, Protocol):
+    """A runner that takes batches with trees."""
+
+    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """What the pool holds of cells `sources` [n] goes to cells `targets` [n], of the sequences with block_tables
+        [n, max_blocks]. All are read before any is written."""
+        ...
+
+
 class DraftTokens(NamedTuple):
     """One draft token per row, and how sure the draft was."""
 
     tokens: np.ndarray  # [R] int64
     margins: np.ndarray  # [R] float32 >= 0: lead over the second best, noise included, in logits (times temperature)
     candidates: np.ndarray | None  # [R, C] int64: the best tokens, the chosen one first; None if not asked for
+
+
+class DraftChildren(NamedTuple):
+    """The tokens that may follow each row, the likeliest first."""
+
+    tokens: np.ndarray  # [R, C] int64, distinct in a row
+    scores: np.ndarray  # [R, C] float32, falling: processed logits, noise included (times temperature); -inf: forbidden
 
 
 class Sampler(Protocol):
@@ -124,6 +140,14 @@ class Sampler(Protocol):
 
     def to_host(self, logits: DeviceArray) -> np.ndarray:
         """A copy of logits [R, V] as they are, float32, which nobody writes to later."""
+        ...
+
+
+class TreeSampler(Sampler, Protocol):
+    """A sampler that draws more than one token from a row."""
+
+    def sample_children(self, logits: DeviceArray, rows: SamplingRows, num_children: int) -> DraftChildren:
+        """As `sample`, with the next best tokens after the drawn one: num_children in all."""
         ...
 
 

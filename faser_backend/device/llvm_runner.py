@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # A model this small is done before a second thread has woken.
 ONE_THREAD_BYTES = 8 << 20
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class CallResults(NamedTuple):
@@ -111,6 +112,10 @@ class LlvmRunner:
         """See core.ports.ModelRunner."""
         return hidden[kept]
 
+    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """See core.ports.TreeRunner."""
+        self.pool.move_cells(block_tables, sources, targets)
+
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
@@ -136,13 +141,15 @@ class LlvmRunner:
         asked = _NO_CANDIDATES if candidates is None else np.ascontiguousarray(candidates)
         scores = view("exit_scores", *asked.shape)
         features = view("features", len(tables.feature_layers), num_rows, spec.hidden_size)
-        positions = np.repeat(rows.context_lens - rows.cu_rows[:-1], counts) + np.arange(num_rows)
+        trunk_lens, ancestors = tree_arrays(rows)
         num_slots = num_rows * max(spec.num_experts_per_token, 1)
         integers = (
             rows.token_ids,
-            positions,
+            rows.positions,
             rows.cu_rows,
             rows.context_lens,
+            trunk_lens,
+            ancestors,
             rows.block_tables,
             rows.logit_rows,
         )
@@ -274,9 +281,13 @@ def _kernel(spec: ModelSpec, pool: KvPool, weight_formats: tuple[str, str, str])
     return segment_kernel(spec.head_dim, readable_dtype(pool), weight_formats, kind)
 
 
+def tree_arrays(rows: RowBatch) -> tuple[np.ndarray, np.ndarray]:
+    """The trunks and ancestors of a call of the kernels: empty where no row belongs to a tree."""
+    return (_NO_ROWS, _NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
+
+
 def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks and offsets [T] at which a pool holds what belongs to each row."""
     counts = rows.rows_per_sequence
-    positions = np.repeat(rows.context_lens - rows.cu_rows[:-1], counts) + np.arange(rows.num_rows)
-    blocks, offsets = np.divmod(positions, kv_block_size)
+    blocks, offsets = np.divmod(rows.cells, kv_block_size)
     return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets

@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
-from faser_backend.core.ports import DraftTokens
+from faser_backend.core.ports import DraftChildren, DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
@@ -92,6 +92,17 @@ class NumpySampler:
             margins = np.minimum((best - second) / self.parameters.inverse_temperature[rows.slots], MAX_MARGIN)
         return DraftTokens(token_ids, margins, candidates)
 
+    def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
+        """See core.ports.TreeSampler; num_children in [1, vocab_size]. Raises as `sample` does."""
+        if not 1 <= num_children <= self._vocab_size:
+            raise ValueError(f"num_children = {num_children}: must be in [1, {self._vocab_size}]")
+        scores = self._scores(logits, rows)
+        tokens = self._pick(scores, rows)[:, None]
+        if num_children > 1:
+            tokens, _ = rank(scores, tokens[:, 0], num_children, can_overwrite=False)
+        temperatures = 1 / self.parameters.inverse_temperature[rows.slots, None]
+        return DraftChildren(tokens, np.take_along_axis(scores, tokens, axis=1) * temperatures)
+
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
     ) -> np.ndarray:
@@ -146,7 +157,7 @@ class NumpySampler:
         """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
         if not self._num_special:
-            return self._perturbed(logits, slots, positions)
+            return self._perturbed(logits, slots, positions, has_siblings=rows.has_siblings)
         is_special = self.parameters.is_special[slots]
         special = np.flatnonzero(is_special)
         if special.size == 0:
@@ -166,7 +177,9 @@ class NumpySampler:
         self._subtract_noise(scores, random, rows.slots[special], rows.positions[special])
         return scores
 
-    def _perturbed(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _perturbed(
+        self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, has_siblings: bool = False
+    ) -> np.ndarray:
         """Scores [R, V] of plain rows; `logits` itself where all are greedy."""
         if self._num_random == 0:
             return logits
@@ -177,7 +190,14 @@ class NumpySampler:
             if random.size == 0:
                 return logits
         scores = logits * self.parameters.inverse_temperature[slots, None]
-        self._subtract_noise(scores, random, slots, positions)
+        if has_siblings and random is None:  # who draw with the same noise, which is most of the work
+            places: dict[tuple[int, int], int] = {}
+            drawing = zip(slots.tolist(), positions.tolist(), strict=True)
+            which = [places.setdefault(key, len(places)) for key in drawing]
+            slots, positions = np.array(list(places), np.int64).T
+            scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)[which]
+        else:
+            self._subtract_noise(scores, random, slots, positions)
         return scores
 
     def _subtract_noise(

@@ -9,6 +9,7 @@ import numpy as np
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.request import FinishReason, Request, RequestOutput
 from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.accepted_cells import num_run_by_draft
 
 
 class RoundCounts(NamedTuple):
@@ -18,6 +19,7 @@ class RoundCounts(NamedTuple):
     num_tested: int  # up to the first rejection
     num_accepted: int
     num_pruned: int  # rows that left at an exit
+    num_run: int  # of the accepted ones, those up to which the draft holds keys and values
     is_client: bool  # the client's own guess
 
 
@@ -25,16 +27,19 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
     """One per sequence."""
     drafted, kept = frontier.num_drafted, verification.num_kept
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
+    run = np.minimum(acceptance.num_accepted, np.maximum(drafted - 1, 0))  # all of a chain but its last
+    if acceptance.path is not None:
+        tested, run = acceptance.path.num_tested, num_run_by_draft(frontier, acceptance)
     is_client = np.zeros(drafted.shape, np.bool_) if frontier.is_client is None else frontier.is_client
-    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, is_client)
+    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, is_client)
     return list(map(RoundCounts, *(column.tolist() for column in columns)))
 
 
 def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
     """Appends tokens (cut in place at the first stop) and advances both KV lengths.
 
-    The target has run the anchor and all drafts, the draft all drafts but its last one, and nothing of what a client
-    guessed; of these only the rows of accepted tokens are true.
+    The target has run the anchor and all drafts, the draft all drafts but its last one (of a tree some), and nothing
+    of what a client guessed; of these only the rows of accepted tokens are true, and lie where their positions are.
     """
     old = sequence.num_tokens
     finish = _cut_at_stop(sequence, tokens)
@@ -43,8 +48,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     if counts.is_client:
         sequence.num_client_tested, sequence.num_client_accepted = counts.num_tested, counts.num_accepted
     elif counts.num_drafted:
-        last_run = min(counts.num_accepted, counts.num_drafted - 1)
-        sequence.draft_len = min(old + last_run, sequence.num_tokens - 1)
+        sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
     sequence.client_draft = ()  # guesses follow the prompt, and nothing later
     stats = sequence.stats
     stats.num_drafted += counts.num_drafted

@@ -6,13 +6,16 @@ prefix): the first call of a round feeds every token that the draft has not seen
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler
+from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler, TreeSampler
 from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.draft_tree import propose_trees
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
@@ -48,6 +51,8 @@ class ModelProposer:
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
+        if proposal.is_tree:
+            return self._draft_trees(runner, batch, proposal)
         chain = Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
         if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
@@ -57,6 +62,12 @@ class ModelProposer:
         for sequence in batch.sequences:
             sequence.num_proposals += 1
         return chain.frontier()
+
+    def _draft_trees(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal) -> Frontier:
+        assert not self._keeps_probs and not proposal.behind.num_drafted.any(), "refused where policies are made"
+        for sequence in batch.sequences:
+            sequence.num_proposals += 1
+        return propose_trees(runner, cast(TreeSampler, self._sampler), self.times, batch, proposal.num_draft_tokens)
 
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         batch, step = chain.batch, 0

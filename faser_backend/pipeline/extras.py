@@ -1,7 +1,7 @@
 """What a request may want beside its tokens: log-probabilities, and the logits that the target gave.
 
-Row j of a sequence's verification is what its j-th emitted token was drawn from; what a stop cuts off the tokens is
-cut off these, too.
+Row j of a sequence's verification, or of its path through a tree, is what its j-th emitted token was drawn from; what a
+stop cuts off the tokens is cut off these, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def extras_of(
     if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):
         return None
     first, count = int(verification.cu_rows[index]), int(acceptance.num_emitted[index])
-    logits = verification.logits[first : first + count]
+    if acceptance.path is None:
+        logits = verification.logits[first : first + count]
+    else:
+        logits = verification.logits[first + acceptance.path.rows[index, :count]]
     log_probs = generated = context = None
     if request.wants_log_probs:
         log_probs = sampler.log_probs(logits, acceptance.tokens[index, :count]).tolist()

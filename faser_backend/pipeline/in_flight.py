@@ -10,6 +10,7 @@ import numpy as np
 from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.plan import InFlight
 from faser_backend.core.sequence import Sequence
+from faser_backend.core.tree import Tree
 
 
 def split(in_flight: InFlight, sequences: list[Sequence]) -> tuple[Frontier, InFlight]:
@@ -71,7 +72,20 @@ def stack(first: Frontier, second: Frontier) -> Frontier:
         _stack_optional(first.candidates, second.candidates, counts, width),
         _stack_optional(first.draft_probs, second.draft_probs, drawn, num_laws),
         np.concatenate(is_client) if has_clients else None,
+        _stack_trees(first, second, width),
     )
+
+
+def _stack_trees(first: Frontier, second: Frontier, width: int) -> Tree | None:
+    """None where neither has trees; the chains of one beside the trees of the other become trees."""
+    if first.tree is None and second.tree is None:
+        return None
+    trees = [
+        frontier.tree or Tree.of_chains(frontier.num_drafted, width, is_run=~_is_client(frontier))
+        for frontier in (first, second)
+    ]
+    parents = np.concatenate([_padded(tree.parents, width) for tree in trees])
+    return Tree(parents, np.concatenate([_padded(tree.draft_cells, width) for tree in trees]))
 
 
 def _is_client(frontier: Frontier) -> np.ndarray:

@@ -31,6 +31,7 @@ class Proposal:
     behind: Frontier
     trim: TrimRule | None = None  # chains that are no longer worth it end early
     num_candidates: int = 0  # that are asked for per token, for the exit head
+    is_tree: bool = False  # the tokens of a sequence may form a tree, whose best ones are wanted
 
 
 class Proposer(Protocol):

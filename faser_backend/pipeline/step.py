@@ -20,6 +20,7 @@ from faser_backend.core.ports import Clock, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput
 from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.accepted_cells import move_accepted
 from faser_backend.pipeline.client_drafts import with_client_drafts
 from faser_backend.pipeline.commit import commit_tokens, final_output, round_counts
 from faser_backend.pipeline.extras import extras_of
@@ -149,7 +150,7 @@ class Stepper:
         trim, pruner = plan.decision.trim, plan.decision.pruner
         num_candidates = 0 if pruner is None else pruner.num_candidates
         lengths = np.array(num_draft_tokens, np.int64)
-        proposal = Proposal(lengths, behind, trim, num_candidates)
+        proposal = Proposal(lengths, behind, trim, num_candidates, is_tree=plan.decision.is_tree)
         frontier = self.proposer.propose(self.partitions[plan.decision.partition], batch, proposal)
         if trim is None:
             return frontier
@@ -161,6 +162,7 @@ class Stepper:
         target = self.partitions[plan.decision.partition].target
         verification = self.verifier.verify(target, batch, frontier, plan.decision.pruner)
         acceptance = self.verifier.accept(batch, frontier, verification)
+        move_accepted(self.partitions[plan.decision.partition], batch, frontier, acceptance)
         self.times.lap("accept")
         return Verified(verification, acceptance)
 

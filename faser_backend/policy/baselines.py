@@ -47,6 +47,18 @@ class FixedLength(_Memoryless):
         return Decision([self.num_draft_tokens] * len(sequences))
 
 
+class BestTree(_Memoryless):
+    """A tree of the same number of draft tokens for every request in every step, the likeliest ones."""
+
+    drafts_trees = True
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+        return Decision([self.num_draft_tokens] * len(sequences), is_tree=True)
+
+
 class LengthSchedule(_Memoryless):
     """A length for each batch size, as TensorRT-LLM's draft_len_schedule.
 

@@ -12,12 +12,19 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.core.tree import MAX_TREE_TOKENS
 from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
-from faser_backend.policy.baselines import FixedLength, Goodput, NoSpeculation, parse_schedule
+from faser_backend.policy.baselines import BestTree, FixedLength, Goodput, NoSpeculation, parse_schedule
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.price_rule import PriceRule
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_TOKENS, Knowledge, SpeculationPolicy
+from faser_backend.policy.speculation import (
+    MAX_ADAPTIVE_TOKENS,
+    MAX_DRAFT_TOKENS,
+    Knowledge,
+    SpeculationPolicy,
+    drafts_trees,
+)
 
 LoadKnowledge = Callable[[], Knowledge]
 FILE = "file"  # file:PATH is a policy of the user's own
@@ -44,6 +51,8 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     """
     knowledge = cache(load_knowledge)
     policy = parse_policy(config.policy, knowledge)
+    if drafts_trees(policy):
+        return _checked_trees(policy, config)
     is_overlapped = config.pipeline not in {"auto", PipelineMode.SERIAL.value}
     if is_overlapped and knowledge.cache_info().currsize and not _is_measured(knowledge(), split):
         raise ConfigError(
@@ -68,6 +77,19 @@ def _is_measured(knowledge: Knowledge, split: str | None) -> bool:
     return knowledge.costs.is_measured and split in {None, *knowledge.costs.partitions}
 
 
+def _checked_trees(policy: SpeculationPolicy, config: EngineConfig) -> SpeculationPolicy:
+    """The policy, or ConfigError for what trees do not go together with."""
+    for field, value, is_off, reason in (
+        ("acceptance", config.acceptance, "match", "rejection sampling tests chains of draft tokens"),
+        ("early_exit", config.early_exit, "auto off", "exits are calibrated for chains of draft tokens"),
+        ("pipeline", config.pipeline, "auto serial", "trees are drafted and verified in turn"),
+    ):
+        if value not in is_off.split():
+            allowed = is_off.replace(" ", "' or '")
+            raise ConfigError(f"policy = {config.policy!r} with {field} = {value!r}: {reason}; use '{allowed}'")
+    return policy
+
+
 def known_policies() -> str:
     return ", ".join([*policy_usages().values(), f"{FILE}:PATH"])
 
@@ -83,9 +105,17 @@ def _parse_none(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy
 
 
 def _parse_fixed(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
-    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= MAX_DRAFT_TOKENS:
-        raise ConfigError(f"policy = {spec!r}: fixed:K needs an integer K in [1, {MAX_DRAFT_TOKENS}]")
-    return FixedLength(int(argument))
+    return FixedLength(_checked_count(spec, argument, "fixed:K", MAX_DRAFT_TOKENS))
+
+
+def _parse_tree(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
+    return BestTree(_checked_count(spec, argument, "tree:N", MAX_TREE_TOKENS))
+
+
+def _checked_count(spec: str, argument: str, usage: str, most: int) -> int:
+    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= most:
+        raise ConfigError(f"policy = {spec!r}: {usage} needs an integer {usage[-1]} in [1, {most}]")
+    return int(argument)
 
 
 def _parse_schedule(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
@@ -135,6 +165,7 @@ def _refuse_argument(spec: str, argument: str) -> None:
 _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationPolicy]]] = {
     "none": ("none", _parse_none),
     "fixed": ("fixed:K", _parse_fixed),
+    "tree": ("tree:N", _parse_tree),
     "schedule": ("schedule:BATCH:LENGTH,...", _parse_schedule),
     "goodput": ("goodput", _parse_goodput),
     "survival": ("survival", _parse_survival),

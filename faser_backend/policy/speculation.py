@@ -45,6 +45,11 @@ class SpeculationPolicy(Protocol):
         ...
 
 
+def drafts_trees(policy: SpeculationPolicy) -> bool:
+    """Whether the policy may ask for trees. One that does has an attribute of this name, which is True."""
+    return getattr(policy, "drafts_trees", False)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
     """What `faser profile` learned about an engine on this machine, as policies see it.

@@ -26,7 +26,7 @@ from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
-from faser_backend.serving.drafting import make_proposer, served_models, serving_knowledge
+from faser_backend.serving.drafting import check_trees, make_proposer, served_models, serving_knowledge
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from faser_backend.serving.warm_up import warm_up
@@ -68,6 +68,7 @@ def engine_on(
     """An engine of a directory on a runtime that is already open, with what its profile knows."""
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
+    check_trees(manifest.runtime, models, policy)
     engine = assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
     if runtime.needs_warm_up:
         try:

@@ -14,7 +14,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.drafting import served_models, serving_knowledge
+from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
 from faser_backend.serving.model_configs import CONTRACTS
 from faser_backend.serving.processes import is_running
 from faser_backend.serving.prompts import read_template
@@ -37,8 +37,9 @@ def check_engine(
         check_template(read_template(chat_template_file))
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
-    served_models(manifest, config)
-    make_policy(config, lambda: serving_knowledge(directory, manifest, config), split=None)
+    models = served_models(manifest, config)
+    policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split=None)
+    check_trees(manifest.runtime, models, policy)
     return directory
 
 

@@ -20,7 +20,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy, drafts_trees
 from lab.answers import Answer, summarise
 from lab.contestants import ORACLE
 from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests
@@ -134,6 +134,8 @@ def build_sim_engine(
     if policy is None:
         splits = [name for name in world.costs.partitions if name != WHOLE]
         policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
+    if drafts_trees(policy):
+        raise ConfigError(f"policy = {config.policy!r}: trees are not simulated; use 'fixed:K'")
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)
     if num_blocks < one_context:

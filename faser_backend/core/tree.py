@@ -1,0 +1,79 @@
+"""`Tree`: how the draft tokens of a frontier hang together where some follow the same token.
+
+Rows of a sequence are numbered as in a chain: row 0 runs the anchor, row k + 1 draft token k. A row sees the context,
+and of its own sequence's rows those that lead to it. Index arithmetic alone; knows nothing of models or caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_TREE_ROWS = 64  # of a sequence, the anchor's included: one bit each
+MAX_TREE_TOKENS = MAX_TREE_ROWS - 1
+
+
+class Lines(NamedTuple):
+    """How rows descend from the anchor."""
+
+    depths: np.ndarray  # [B, K + 1] int64 draft tokens that lead to a row, its own included
+    ancestors: np.ndarray  # [B, K + 1] int64: bit i says that the row sees row i, itself included
+    paths: np.ndarray  # [B, K + 1, D] int64 columns of these draft tokens, the first one first; then no meaning
+
+
+@dataclass(slots=True, eq=False)
+class Tree:
+    """Of B sequences with at most K draft tokens each. Entries past a sequence's draft tokens have no meaning.
+
+    Draft token k of sequence b follows row parents[b, k] <= k, so that parents come before their children and the
+    first rows of a tree are a tree. A chain is parents[b, k] = k; it alone may be longer than MAX_TREE_TOKENS.
+    """
+
+    parents: np.ndarray  # [B, K] int64
+    draft_cells: np.ndarray  # [B, K] int64: where the draft holds the token, behind the last committed one; -1: nowhere
+    _lines: Lines | None = None
+
+    @classmethod
+    def of_chains(cls, num_drafted: np.ndarray, width: int, *, is_run: np.ndarray) -> Tree:
+        """Chains of num_drafted [B] tokens in `width` columns; of those that is_run [B] the draft has run all tokens
+        but the last one."""
+        columns = np.arange(width)
+        parents = np.broadcast_to(columns, (num_drafted.size, width)).copy()
+        has_run = is_run[:, None] & (columns < num_drafted[:, None] - 1)
+        return cls(parents, np.where(has_run, columns, -1))
+
+    def take(self, index: np.ndarray) -> Tree:
+        return Tree(self.parents[index], self.draft_cells[index])
+
+    def is_chain(self, num_drafted: np.ndarray) -> np.ndarray:
+        """[B] bool. Rows of a chain see all rows before them."""
+        columns = np.arange(self.parents.shape[1])
+        return ((self.parents == columns) | (columns >= num_drafted[:, None])).all(axis=1)
+
+    @property
+    def lines(self) -> Lines:
+        """Worked out once."""
+        if self._lines is None:
+            self._lines = self._ascend()
+        return self._lines
+
+    def _ascend(self) -> Lines:
+        size, width = self.parents.shape
+        depths, ancestors = [], []
+        steps: list[list[list[int]]] = []  # trees are small: lists are faster here than arrays
+        for parents in self.parents.tolist():
+            own_depths, own_bits, own_steps = [0], [1], [[]]
+            for column, parent in enumerate(parents):
+                own_depths.append(own_depths[parent] + 1)
+                own_bits.append(own_bits[parent] | 1 << min(column + 1, MAX_TREE_TOKENS))
+                own_steps.append([*own_steps[parent], column])
+            depths.append(own_depths)
+            ancestors.append(own_bits)
+            steps.append(own_steps)
+        longest = max(map(max, depths), default=0)
+        paths = np.array([[line + [0] * (longest - len(line)) for line in own] for own in steps], np.int64)
+        bits = np.array(ancestors, np.uint64).view(np.int64)
+        shape = (size, width + 1)
+        return Lines(np.array(depths, np.int64).reshape(shape), bits.reshape(shape), paths.reshape(*shape, longest))

@@ -1,0 +1,145 @@
+"""Drafting of trees: level by level, all nodes of a level in one call of the draft.
+
+Nodes lie in the draft's cells behind the committed tokens in the order in which they are run, and see their ancestors
+alone. What the draft makes of a node are its children: of all nodes that are known the likeliest ones stay.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
+from faser_backend.core.frontier import Frontier
+from faser_backend.core.ports import ModelRunner, TreeSampler
+from faser_backend.core.tree import Tree
+from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
+from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.tree_choice import MOST_CHILDREN, child_log_chances, next_level
+
+
+def propose_trees(
+    runner: ModelRunner, sampler: TreeSampler, times: PhaseTimes, batch: DecodeBatch, num_draft_tokens: np.ndarray
+) -> Frontier:
+    """Trees of at most num_draft_tokens [B] nodes. The draft runs no more nodes of a sequence than that."""
+    grown = {index: GrowingTree(num_nodes) for index, num_nodes in enumerate(num_draft_tokens.tolist()) if num_nodes}
+    num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, runner.vocab_size)
+    level = {index: [tree.root] for index, tree in grown.items()}
+    rows = _unseen_rows(batch, list(level))
+    while level:
+        times.lap("draft_rows")
+        logits = run_model(runner, rows)
+        times.lap("draft_model")
+        children = sampler.sample_children(logits, _sampling_rows(batch, level), num_children)
+        offered = zip(children.tokens.tolist(), child_log_chances(children.scores).tolist(), strict=True)
+        level = {index: grown[index].grow(nodes, [next(offered) for _ in nodes]) for index, nodes in level.items()}
+        level = {index: nodes for index, nodes in level.items() if nodes}
+        times.lap("draft_sample")
+        rows = _node_rows(batch, level)
+    return _frontier(grown, len(batch))
+
+
+class Node:
+    """A draft token, or the anchor. Its cell, once the draft has run it, is counted behind the committed tokens."""
+
+    __slots__ = ("ancestors", "cell", "depth", "log_chance", "parent", "path", "row")
+
+    def __init__(self, parent: Node | None, path: list[int], log_chance: float) -> None:
+        self.parent = parent
+        self.path = path  # tokens behind the anchor, its own at the end
+        self.depth = len(path)
+        self.log_chance = log_chance
+        self.cell = -1  # not run
+        self.ancestors = 0  # bits of cells, its own included
+        self.row = 0  # in the frontier
+
+
+class GrowingTree:
+    """Of one sequence: the likeliest draft tokens that are known, at most `num_nodes`."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.root = Node(None, [], 0.0)
+        self.nodes: list[Node] = []  # likeliest first; at equal chances parents come before children
+        self._num_nodes = num_nodes
+        self._num_run = 0
+
+    def grow(self, parents: list[Node], offered: list[tuple[list[int], list[float]]]) -> list[Node]:
+        """Takes (tokens, log chances), each falling, as the children of nodes of the tree, keeps the best of all, and
+        returns those that the draft runs next, with their cells."""
+        nodes, most = self.nodes, self._num_nodes
+        for parent, (tokens, log_chances) in zip(parents, offered, strict=True):
+            bar = nodes[most - 1].log_chance if len(nodes) >= most else -np.inf
+            for token, log_chance in zip(tokens, log_chances, strict=True):
+                if parent.log_chance + log_chance <= bar:
+                    break
+                nodes.append(Node(parent, [*parent.path, token], parent.log_chance + log_chance))
+            nodes.sort(key=attrgetter("log_chance"), reverse=True)  # stable
+            del nodes[most:]
+        chosen = next_level([node.log_chance for node in nodes], [node.cell >= 0 for node in nodes], most)
+        level = [nodes[index] for index in chosen[: most - self._num_run]]
+        for node in level:
+            assert node.parent is not None
+            node.cell = self._num_run
+            node.ancestors = node.parent.ancestors | 1 << node.cell
+            self._num_run += 1
+        return level
+
+
+def _unseen_rows(batch: DecodeBatch, active: list[int]) -> RowBatch:
+    """What the draft has not seen of the sequences; behind the last of it come the children of the anchor."""
+    sequences = [batch.sequences[index] for index in active]
+    starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
+    return token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
+
+
+def _node_rows(batch: DecodeBatch, level: dict[int, list[Node]]) -> RowBatch:
+    """A row for each node of a level, by sequence of the batch."""
+    active = list(level)
+    nodes = [node for nodes in level.values() for node in nodes]
+    tokens, depths, cells, ancestors = np.array(
+        [(node.path[-1], node.depth, node.cell, _signed(node.ancestors)) for node in nodes], np.int64
+    ).reshape(-1, 4).T  # fmt: skip
+    cu_rows = np.cumsum([0, *map(len, level.values())])
+    trunk_lens = batch.num_tokens[active]
+    positions = np.repeat(trunk_lens, np.diff(cu_rows)) + depths - 1
+    return RowBatch(
+        tokens,
+        cu_rows,
+        trunk_lens + cells[cu_rows[:-1]] if nodes else trunk_lens,
+        batch.block_tables[active],
+        np.arange(len(nodes)),
+        TreeRows(trunk_lens, ancestors, positions),
+    )
+
+
+def _signed(bits: int) -> int:
+    """64 bits as an int64."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _sampling_rows(batch: DecodeBatch, level: dict[int, list[Node]]) -> SamplingRows:
+    """Of the tokens that follow each node of a level."""
+    nodes = [node for nodes in level.values() for node in nodes]
+    sequences = np.repeat(list(level), [len(nodes) for nodes in level.values()])
+    depths = np.array([node.depth for node in nodes], np.int64)
+    longest = int(depths.max())
+    drafted = np.array([node.path + [0] * (longest - node.depth) for node in nodes], np.int64)
+    positions = batch.num_tokens[sequences] + depths
+    return SamplingRows(batch.slots[sequences], positions, np.arange(depths.size), depths, drafted, has_siblings=True)
+
+
+def _frontier(grown: dict[int, GrowingTree], size: int) -> Frontier:
+    """Every node has its row. Sequences of a batch of `size` without a tree have no draft tokens."""
+    width = max((len(tree.nodes) for tree in grown.values()), default=0)
+    drafted, parents, cells = (np.zeros((size, width), np.int64) for _ in range(3))
+    num_drafted = np.zeros(size, np.int64)
+    for index, tree in grown.items():
+        for row, node in enumerate(tree.nodes, 1):
+            node.row = row
+        count = num_drafted[index] = len(tree.nodes)
+        if count:
+            named = [(node.path[-1], node.parent.row if node.parent else 0, node.cell) for node in tree.nodes]
+            drafted[index, :count], parents[index, :count], cells[index, :count] = np.array(named, np.int64).T
+    return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells))
