@@ -81,7 +81,7 @@ def test_the_likeliest_nodes_are_taken() -> None:
     chances = np.exp(child_log_chances(scores))
     np.testing.assert_allclose(chances.sum(axis=1), 1)
     assert chances[0, 0] > chances[0, 1] > chances[0, 2] == 0
-    known = np.log([0.6, 0.3, 0.05, 0.01]).tolist()
+    known = np.log([0.8, 0.7, 0.05, 0.01]).tolist()
     assert next_level(known, [False] * 4, 4) == [0, 1]
     assert next_level(known, [True, False, False, False], 4) == [1]
     assert next_level(known, [True, True, False, False], 4) == []
