@@ -55,7 +55,7 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
     ],
 )
 def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, reason: str) -> None:
-    draft = family and SimpleNamespace(spec=SimpleNamespace(family=family))
+    draft = family and SimpleNamespace(spec=SimpleNamespace(reads_target=family == EAGLE3))
     models = cast(ModelPair, SimpleNamespace(target=None, draft=draft))
     with pytest.raises(ConfigError, match=f"policy = 'tree:N': .*{reason}"):
         check_trees(runtime, models, parse_policy("tree:4", guessed))
