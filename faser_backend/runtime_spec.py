@@ -33,6 +33,7 @@ class RuntimeSpec:
     has_heads: bool = False  # drafts that read hidden states of the target
     has_experts: bool = True
     has_trees: bool = False  # rows that see their ancestors alone
+    has_lanes: bool = True  # where draft and target can run at the same time
 
     def opener(self) -> Any:
         """Imports and returns what opens the device. Raises ImportError where a package is missing."""
@@ -55,6 +56,7 @@ RUNTIMES = {
             weight_formats=WEIGHT_FORMATS[:-1],
             has_heads=True,
             has_trees=True,
+            has_lanes=False,
         ),
         RuntimeSpec(
             "llvm",

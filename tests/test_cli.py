@@ -69,10 +69,6 @@ def test_generate_stops_after_a_text(run, engine_dir):
         (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
         (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
         ([], "give exactly one of --prompt and --prompt-ids"),
-        (
-            ["--prompt", "x", "--pipeline", "ping_pong"],
-            "pipeline = 'ping_pong' with policy = 'faser': the policy has",
-        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
@@ -84,9 +80,16 @@ def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
 def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
     assert "manifest.json: missing" in run("serve", "--engine-dir", tmp_path)[2]
     assert "policy = 'x'" in run("serve", "--engine-dir", engine_dir, "--policy", "x")[2]
-    assert "run `faser profile`" in run("serve", "--engine-dir", engine_dir, "--pipeline", "run_ahead")[2]
     status, _, err = run("serve", "--engine-dir", engine_dir, "--http-port", 70000)
     assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
+
+
+def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
+    pair = engine_dir.parent / "pair"
+    run("build", "--target", pair / "target", "--draft", pair / "draft", "--output", tmp_path, "--runtime", "llvm")
+    for command in (("generate", "--prompt", "x"), ("serve",)):
+        status, _, err = run(*command, "--engine-dir", tmp_path, "--pipeline", "run_ahead")
+        assert status == 1 and "pipeline = 'run_ahead' with policy = 'faser'" in err and "run `faser profile`" in err
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_s
         for part in ("request", "compute_input", "compute_infer", "compute_output"):
             parts = [counters[name][f"{part}_duration_us"] for name in names[1:]]
             assert sum(parts) > 0 and counters["ensemble"][f"{part}_duration_us"] > 0
-        # Microseconds of the same clock: reading and the engine lie one after the other within the whole. (Writing runs
-        # beside the engine, and its sending ends after Triton's account of the request does.)
+        # The same unit: one that counted nanoseconds or milliseconds would be a thousandfold off. (No closer: a model's
+        # account ends when its answer has left, the ensemble's when the client's has, and load stretches either.)
         whole = counters["ensemble"]["request_duration_us"]
-        assert whole / 50 < sum(counters[name]["request_duration_us"] for name in names[1:3]) <= whole
+        assert whole / 50 < sum(counters[name]["request_duration_us"] for name in names[1:]) < 50 * whole
         check_labels(metrics_of(served))
         infer_http(served.http_port, "tensorrt_llm", token_request(5, 6))
         while counters_of(served)["tensorrt_llm"]["request_success"] < 4:  # what is asked for itself counts as well

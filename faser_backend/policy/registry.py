@@ -54,7 +54,7 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     if drafts_trees(policy):
         return _checked_trees(policy, config)
     is_overlapped = config.pipeline not in {"auto", PipelineMode.SERIAL.value}
-    if is_overlapped and knowledge.cache_info().currsize and not _is_measured(knowledge(), split):
+    if is_overlapped and split is not None and knowledge.cache_info().currsize and not _is_measured(knowledge(), split):
         raise ConfigError(
             f"pipeline = {config.pipeline!r} with policy = {config.policy!r}: the policy has to know what calls take "
             "on a part of the device; run `faser profile`, or use 'fixed:K'"
@@ -73,8 +73,8 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     return policy
 
 
-def _is_measured(knowledge: Knowledge, split: str | None) -> bool:
-    return knowledge.costs.is_measured and split in {None, *knowledge.costs.partitions}
+def _is_measured(knowledge: Knowledge, split: str) -> bool:
+    return knowledge.costs.is_measured and split in knowledge.costs.partitions
 
 
 def _checked_trees(policy: SpeculationPolicy, config: EngineConfig) -> SpeculationPolicy:

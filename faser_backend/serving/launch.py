@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
@@ -38,7 +39,9 @@ def check_engine(
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
     models = served_models(manifest, config)
-    policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split=None)
+    drafts_apart = models.draft is not None and not models.draft.spec.reads_target
+    split = WHOLE if drafts_apart and manifest.runtime_spec.has_lanes else None  # which splits there are, devices know
+    policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
     check_trees(manifest.runtime, models, policy)
     return directory
 
