@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML
-from tests.serving_pair import MAX_CONTEXT, build_pair
+from tests.serving_pair import END_ID, MAX_CONTEXT, build_pair
 from tests.triton_clients import Stream, events_of, metric, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
@@ -109,9 +109,9 @@ def test_http_generate_and_generate_stream(server: LaunchOptions):
 def test_structured_output(server: LaunchOptions, stream: Stream):
     given = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [a-z]{3}"}
     for model in ("ensemble", "tensorrt_llm_bls"):
-        answer = stream.ask(model, text_input=PROMPT, max_tokens=40, **given, **SAMPLED)
+        answer = stream.ask(model, text_input=PROMPT, max_tokens=40, **given, **{**SAMPLED, "end_id": END_ID})
         assert answer.error is None and re.fullmatch("(yes|no), [a-z]{3}", answer.text)
-    body = {"text_input": PROMPT, "max_tokens": 200, "exclude_input_in_output": True, **SAMPLED}
+    body = {"text_input": PROMPT, "max_tokens": 200, "exclude_input_in_output": True, **SAMPLED, "end_id": END_ID}
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     given = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
     status, answer = post(server.http_port, "/v2/models/ensemble/generate", {**body, **given})

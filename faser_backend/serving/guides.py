@@ -143,7 +143,7 @@ class GuideCompiler:
         if not self._end_ids:
             raise RequestError(GUIDE, "given", "the model has no end token, which an answer with a grammar needs")
         if self._tokenizer is None:
-            text = self._tokenizer_file.read_text()
+            text = self._tokenizer_file.read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids))
         limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
         matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=limits)
