@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML
-from tests.serving_pair import MAX_CONTEXT, build_pair
+from tests.serving_pair import END_ID, MAX_CONTEXT, build_pair
 from tests.triton_clients import Stream, events_of, metric, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
@@ -103,6 +104,20 @@ def test_http_generate_and_generate_stream(server: LaunchOptions):
     status, answer = post(server.http_port, "/v2/models/ensemble/generate_stream", {**body, "stream": True})
     assert status == 200
     assert PROMPT + "".join(event["text_output"] for event in events_of(answer)) == whole
+
+
+def test_structured_output(server: LaunchOptions, stream: Stream):
+    given = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [a-z]{3}"}
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        answer = stream.ask(model, text_input=PROMPT, max_tokens=40, **given, **{**SAMPLED, "end_id": END_ID})
+        assert answer.error is None and re.fullmatch("(yes|no), [a-z]{3}", answer.text)
+    body = {"text_input": PROMPT, "max_tokens": 200, "exclude_input_in_output": True, **SAMPLED, "end_id": END_ID}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    given = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
+    status, answer = post(server.http_port, "/v2/models/ensemble/generate", {**body, **given})
+    assert status == 200
+    text = json.loads(answer)["text_output"]
+    assert text.startswith('{"a": true') or text.startswith('{"a": false')
 
 
 def test_converters_answer_by_themselves(server: LaunchOptions):
@@ -214,7 +229,13 @@ def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptio
         ({"top_p": float("nan")}, "top_p = nan: must lie in"),
         ({"repetition_penalty": -1.0}, "repetition_penalty = -1.0: must lie in"),
         ({"beam_width": 4}, "beam search: not supported"),
-        ({"guided_decoding_guide": "{}"}, "guided decoding: not supported"),
+        ({"guided_decoding_guide": "{}"}, "guided_decoding_guide = '{}': is given without guided_decoding_guide_type"),
+        ({"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type = 'yaml': must be one of json, "),
+        ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id = None: an answer with a grammar"),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
+            "guided_decoding_guide = '",
+        ),
         ({"lora_weights": [0.5]}, "lora_weights"),
         ({"max_tokens": [3, 4]}, "max_tokens"),
         ({"num_return_sequences": 5000}, "num_return_sequences = 5000: must lie in"),

@@ -107,7 +107,11 @@ class Sampler(Protocol):
     def remove(self, slot: int) -> None: ...
 
     def append(self, slot: int, tokens: list[int]) -> None:
-        """Commits emitted tokens to the slot's penalties."""
+        """Commits emitted tokens to the slot's rules."""
+        ...
+
+    def forced(self, slot: int) -> list[int]:
+        """Tokens that the slot's grammar makes all but certain to come next: drafts that cost nothing. [] mostly."""
         ...
 
     def sample(self, logits: DeviceArray, rows: SamplingRows) -> np.ndarray:

@@ -12,6 +12,7 @@ from enum import Enum
 import numpy as np
 
 from faser_backend.core.errors import RequestError
+from faser_backend.core.grammar import Grammar
 
 MAX_STOP_SEQUENCES = 64
 MAX_SEED = 2**64 - 1
@@ -47,6 +48,7 @@ class SamplingParams:
     seed: int = 0
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences never to complete
+    grammar: Grammar | None = field(default=None, compare=False)  # of the answer; rules above yield to it
 
     @property
     def is_greedy(self) -> bool:
@@ -87,6 +89,7 @@ class Request:
     wants_context_logits: bool = False  # of every prompt token; the prompt's KV is then not reused but computed
     wants_generation_logits: bool = False  # that each output token was drawn from, before processing
     wants_stats: bool = False  # with every output, not with the last one alone
+    guide: str | None = None  # a grammar as text, to be compiled into sampling.grammar before the request is submitted
 
     def validate(self, limits: Limits) -> None:
         """Raises RequestError for the first field out of range."""
@@ -120,6 +123,8 @@ class Request:
             _check_int("num_draft_tokens", self.max_draft_tokens, 0, limits.max_context)
         for token_id in self.draft_ids:
             _check_int("draft_input_ids", token_id, 0, limits.vocab_size - 1)
+        if self.guide is not None and not self.end_ids:
+            raise RequestError("end_id", None, "an answer with a grammar ends where that does: it needs an end token")
         self.sampling.validate(limits.vocab_size)
 
 

@@ -29,8 +29,8 @@ class Sequence:
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
     num_proposals: int = 0  # that the draft made for it, discarded ones included
     log_probs: list[float] = field(default_factory=list)
-    client_draft: tuple[int, ...] = ()  # tokens that the client guessed, until the first verification
-    num_client_tested: int = 0  # of them, up to the first rejection
+    client_draft: tuple[int, ...] = ()  # what the client guessed, or its grammar forces, until it was verified
+    num_client_tested: int = 0  # of these drafts, up to the first rejection of each
     num_client_accepted: int = 0
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
     stats: RequestStats = field(default_factory=RequestStats)

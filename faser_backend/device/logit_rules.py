@@ -1,8 +1,9 @@
-"""Per-slot rules that change logits before the temperature: penalties, bias, min_tokens, bad words.
+"""Per-slot rules that change logits before the temperature: penalties, bias, min_tokens, bad words, a grammar.
 
 All act on a row's own prefix: the slot's committed tokens followed by the row's drafted tokens. Token
 counts exist only for slots with penalties; other slots cost nothing. Order: penalties, logit bias,
-min_tokens, bad words; a row that ends up with every token forbidden keeps its raw logits.
+min_tokens, bad words, grammar; a row that ends up with every token forbidden keeps its raw logits, of
+which the grammar alone still forbids some.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.request import SamplingParams
+from faser_backend.device.grammar_rule import GrammarRule
 from faser_backend.device.logits import penalize
 
 _MAX_BIAS = 1e30  # keeps biased logits finite in float32, after any temperature as well
@@ -56,6 +58,7 @@ class LogitRules:
         self._vocab_size = vocab_size
         self._rules: dict[int, _SlotRules] = {}
         self._penalties: dict[int, _Penalties] = {}
+        self._grammars: dict[int, GrammarRule] = {}
 
     def add(
         self,
@@ -91,21 +94,33 @@ class LogitRules:
             )
             penalties.append(token_ids[num_prompt_tokens:])
             self._penalties[slot] = penalties
-        return slot in self._rules or slot in self._penalties
+        if sampling.grammar is not None:
+            self._grammars[slot] = GrammarRule(sampling.grammar, token_ids[num_prompt_tokens:].tolist())
+        return slot in self._rules or slot in self._penalties or slot in self._grammars
 
     def remove(self, slot: int) -> None:
         self._rules.pop(slot, None)
         self._penalties.pop(slot, None)
+        self._grammars.pop(slot, None)
 
     def append(self, slot: int, tokens: list[int]) -> None:
         if (rules := self._rules.get(slot)) is not None:
             _extend_tail(rules, tokens)
         if (penalties := self._penalties.get(slot)) is not None:
             penalties.append(np.array(tokens, np.int64))
+        if (grammar := self._grammars.get(slot)) is not None:
+            grammar.append(tokens)
+
+    def forced(self, slot: int) -> list[int]:
+        """See core.ports.Sampler."""
+        grammar = self._grammars.get(slot)
+        return [] if grammar is None else grammar.forced()
 
     def apply(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
         """In place on logits [n, V], the logits of rows.slots[index]; index [n] int64."""
         slots = rows.slots[index].tolist()
+        forbidden = self._forbidden_by_grammars(rows, index, slots)
+        raw = {row: logits[row].copy() for row in forbidden}
         self._penalize(logits, rows, index, slots)
         for row, slot in enumerate(slots):
             if (rules := self._rules.get(slot)) is None:
@@ -119,9 +134,25 @@ class LogitRules:
                 r = index[row]
                 prefix = rules.tail + rows.drafted[rows.sequence[r], : rows.num_drafted[r]].tolist()
                 _forbid_bad_words(line, rules.bad_words, prefix)
+        for row, mask in forbidden.items():
+            logits[row, mask] = -np.inf
+            if logits[row].max() == -np.inf:  # the other rules leave nothing of what is legal
+                logits[row] = np.where(mask, -np.inf, raw[row])
+
+    def _forbidden_by_grammars(self, rows: SamplingRows, index: np.ndarray, slots: list[int]) -> dict[int, np.ndarray]:
+        """[V] bool of each row whose slot has a grammar and whose drafted prefix is legal."""
+        forbidden = {}
+        for row, slot in enumerate(slots):
+            if (grammar := self._grammars.get(slot)) is not None:
+                source = index[row]
+                path = rows.drafted[rows.sequence[source], : rows.num_drafted[source]].tolist()
+                if (allowed := grammar.allowed(path)) is not None:
+                    forbidden[row] = ~allowed
+        return forbidden
 
     def check_integrity(self, active_slots: set[int]) -> None:
-        assert self._rules.keys() <= active_slots and self._penalties.keys() <= active_slots
+        for slots in (self._rules, self._penalties, self._grammars):
+            assert slots.keys() <= active_slots
         for rules in self._rules.values():
             assert len(rules.tail) <= rules.tail_size
             assert rules.bias_ids.shape == rules.bias_values.shape

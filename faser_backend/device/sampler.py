@@ -65,6 +65,10 @@ class NumpySampler:
         if self.parameters.has_rules[slot]:
             self._rules.append(slot, tokens)
 
+    def forced(self, slot: int) -> list[int]:
+        """See core.ports.Sampler."""
+        return self._rules.forced(slot) if self.parameters.has_rules[slot] else []
+
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] float32 (unchanged) -> token ids [R] int64.
 

@@ -1,7 +1,9 @@
-"""Drafts that clients bring along: guesses of what follows their prompts, verified like those of the server.
+"""Drafts that clients bring along, verified like those of the server: guesses of what follows their prompts, and
+tokens that their grammars force.
 
 A client's chain enters what is in flight as soon as its prompt has been read, and so reaches the request's first
-verification in every pipeline mode. The draft model has not read it, and confidence knows nothing of it.
+verification in every pipeline mode; a forced one the next verification of a sequence that has nothing in flight. The
+draft model has not read it, and confidence knows nothing of it.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
     if counts.is_client:
-        sequence.num_client_tested, sequence.num_client_accepted = counts.num_tested, counts.num_accepted
+        sequence.num_client_tested += counts.num_tested
+        sequence.num_client_accepted += counts.num_accepted
     elif counts.num_drafted:
         sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
-    sequence.client_draft = ()  # guesses follow the prompt, and nothing later
+    sequence.client_draft = ()  # guesses of what came behind the last token, and of nothing later
     stats = sequence.stats
     stats.num_drafted += counts.num_drafted
     # What lies behind the token that ended the request was never asked for.

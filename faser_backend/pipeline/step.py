@@ -44,6 +44,8 @@ from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.trim import admit, admit_by_price
 
+FEWEST_FORCED = 2  # tokens that are worth a step in which the sequence drafts nothing else
+
 
 class Stepper:
     """Runs plans on the partitions of a device. Not thread-safe: one step at a time."""
@@ -85,6 +87,7 @@ class Stepper:
             request = sequence.request
             tokens = sequence.token_ids[: sequence.num_tokens]
             self.sampler.add(sequence.slot, request.sampling, tokens, sequence.num_prompt_tokens, request.end_ids)
+            self._draft_forced(sequence)
         self.times.lap("schedule")
         return plan
 
@@ -197,6 +200,7 @@ class Stepper:
                 self.release(sequence)
             else:
                 self.sampler.append(sequence.slot, tokens)
+                self._draft_forced(sequence)
                 blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
                 output = RequestOutput(sequence.request.request_id, tokens)
                 if sequence.request.wants_stats:  # as they are now: the sequence goes on counting
@@ -206,6 +210,16 @@ class Stepper:
             outputs.append(output)
         self.times.lap("commit")
         return outputs
+
+    def _draft_forced(self, sequence: Sequence) -> None:
+        """What a grammar leaves no choice about is drafted without a model, as if the client had guessed it."""
+        if self.proposer is None or sequence.request.sampling.grammar is None:
+            return
+        most = sequence.num_remaining_tokens - 1
+        if sequence.request.max_draft_tokens is not None:
+            most = min(most, sequence.request.max_draft_tokens)
+        if len(forced := self.sampler.forced(sequence.slot)[:most]) >= FEWEST_FORCED:
+            sequence.client_draft = tuple(forced)
 
     def release(self, sequence: Sequence) -> None:
         """Takes a sequence out of the engine, whatever state it is in."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import MAX_SEED, Limits, Request, SamplingParams
+from faser_backend.serving.guides import GUIDE, GUIDE_TYPE, read_guide
 from faser_backend.serving.link import Hello
 from faser_backend.serving.tensor_values import bias_by_words, read_scalar, read_text, read_word_ids, read_words
 from faser_backend.serving.tensors import Tensors, refuse_unsupported
@@ -162,6 +163,7 @@ def _parse_row(
         wants_context_logits=_flag(tensors, "return_context_logits"),
         wants_generation_logits=_flag(tensors, "return_generation_logits"),
         wants_stats=_flag(tensors, "return_perf_metrics"),
+        guide=_read_guide(tensors),
     )
     request.validate(hello.limits)
     _check_logits(request, hello.limits)
@@ -276,6 +278,13 @@ def _read_sampling(
         logit_bias=_read_logit_bias(tensors, hello, tokenizer),
         bad_words=bad_words + read_word_ids(tensors, "bad_words_list"),
     )
+
+
+def _read_guide(tensors: Tensors) -> str | None:
+    kind, guide = (read_text(name, read_scalar(tensors, name, default=b"")) for name in (GUIDE_TYPE, GUIDE))
+    if not kind and guide:
+        raise RequestError(GUIDE, guide, f"is given without {GUIDE_TYPE}")
+    return read_guide(kind, guide) if kind else None
 
 
 def _read_logit_bias(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> dict[int, float] | None:

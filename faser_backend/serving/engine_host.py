@@ -9,6 +9,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.guides import GuideCompiler
 from faser_backend.serving.link import Hello
 from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.parameters import ServingOptions
@@ -58,6 +59,7 @@ class EngineHost:
             metrics_period_s=options.metrics_period_s,
             on_finished=reporter.observe,
             on_stopped=on_stopped,
+            guides=GuideCompiler(tokenizer_file, engine.limits.vocab_size, manifest.end_ids),
         )
 
     def close(self) -> None:

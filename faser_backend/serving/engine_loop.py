@@ -15,8 +15,10 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from faser_backend.core.errors import FaserError
-from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
+from faser_backend.core.grammar import Grammar
+from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats
 from faser_backend.pipeline.engine import EngineMetrics
+from faser_backend.serving.guides import GuideCompiler
 
 _log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
@@ -49,10 +51,10 @@ class Subscription:
         self._loop.submit(request, client_id, self)
 
     def cancel(self, request_id: str) -> None:
-        self._loop.engine.cancel(request_id)
+        self._loop.end(request_id, FinishReason.CANCELLED)
 
     def stop(self, request_id: str) -> None:
-        self._loop.engine.stop(request_id)
+        self._loop.end(request_id, FinishReason.STOPPED)
 
     def stop_client(self, client_id: str) -> None:
         """Stops every request that was submitted under `client_id`, through any front end."""
@@ -68,6 +70,7 @@ class _Route:
     subscriber: Subscription
     client_id: str
     num_output_tokens: int = 0
+    is_compiling: bool = False  # its grammar: the engine does not know the request yet
 
 
 class EngineLoop:
@@ -86,8 +89,11 @@ class EngineLoop:
         metrics_period_s: float = 0.25,
         on_finished: Callable[[RequestOutput, int], None] = lambda output, num_output_tokens: None,
         on_stopped: Callable[[], None] = lambda: None,
+        guides: GuideCompiler | None = None,
     ) -> None:
+        """guides: what compiles grammars; None: requests with a guide are refused."""
         self.engine = engine
+        self._guides = guides
         self._on_metrics = on_metrics
         self._on_finished = on_finished
         self._on_stopped = on_stopped
@@ -108,26 +114,61 @@ class EngineLoop:
                 raise FaserError(self._failure or "the server is shutting down")
             if request.request_id in self._routes:
                 raise FaserError(f"request id {request.request_id} is already in use")
-            self._routes[request.request_id] = _Route(subscriber, client_id)  # before a step can answer
+            is_compiling = request.guide is not None and self._guides is not None
+            # Before a step can answer.
+            self._routes[request.request_id] = _Route(subscriber, client_id, is_compiling=is_compiling)
         try:
-            self.engine.submit(request)
+            if request.guide is not None and self._guides is not None:
+                self._guides.compile_later(request.guide, lambda result: self._submit_guided(request, result))
+            else:
+                self.engine.submit(request)
         except BaseException:
             with self._lock:
                 del self._routes[request.request_id]
             raise
 
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request as CANCELLED or STOPPED, wherever it is; one that has ended stays as it is."""
+        with self._lock:
+            route = self._routes.get(request_id)
+            if route is not None and route.is_compiling:
+                self._answer_unstarted(request_id, reason)
+                return
+        (self.engine.cancel if reason is FinishReason.CANCELLED else self.engine.stop)(request_id)
+
     def stop_client(self, client_id: str) -> None:
         with self._lock:
             ids = [request_id for request_id, route in self._routes.items() if route.client_id == client_id]
         for request_id in ids:
-            self.engine.stop(request_id)
+            self.end(request_id, FinishReason.STOPPED)
 
     def unsubscribe(self, subscriber: Subscription) -> None:
         with self._lock:
             ids = [request_id for request_id, route in self._routes.items() if route.subscriber is subscriber]
         for request_id in ids:
-            self.engine.cancel(request_id)
+            self.end(request_id, FinishReason.CANCELLED)
         subscriber.outputs.put(None)
+
+    def _submit_guided(self, request: Request, result: Grammar | FaserError) -> None:
+        """On the compiler's thread: a request whose grammar is there goes to the engine, unless it has ended."""
+        with self._lock:
+            route = self._routes.get(request.request_id)
+            if route is None:
+                return
+            if isinstance(result, FaserError):
+                self._answer_unstarted(request.request_id, FinishReason.ERROR, str(result))
+                return
+            route.is_compiling = False
+            ready = replace(request, guide=None, sampling=replace(request.sampling, grammar=result))
+            try:
+                self.engine.submit(ready)
+            except FaserError as error:
+                self._answer_unstarted(request.request_id, FinishReason.ERROR, str(error))
+
+    def _answer_unstarted(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """The last output of a request that the engine never knew. Under the lock."""
+        route = self._routes.pop(request_id)
+        route.subscriber.outputs.put([RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())])
 
     def drain(self) -> None:
         """Waits until every request has been answered."""
@@ -140,6 +181,8 @@ class EngineLoop:
             self._is_closing = True
         self._thread.join(timeout_s)
         self._fail_all("the server is shutting down")
+        if self._guides is not None:
+            self._guides.close()
         if not self._thread.is_alive():
             self.engine.close()
 

@@ -212,8 +212,6 @@ UNSUPPORTED = {
     "lora_name": Unsupported(_LORA),
     "lora_path": Unsupported(_LORA),
     "lora_ckpt_source": Unsupported(_LORA),
-    "guided_decoding_guide_type": Unsupported("guided decoding"),
-    "guided_decoding_guide": Unsupported("guided decoding"),
     "sampling_param_logits_post_processor_name": Unsupported("logits post-processors"),
     "prompt_embedding_table": Unsupported(_PROMPT_TABLE, lambda array: array.size == 0),
     "prompt_vocab_size": Unsupported(_PROMPT_TABLE),

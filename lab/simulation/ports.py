@@ -162,6 +162,10 @@ class SimSampler:
     def append(self, slot: int, tokens: list[int]) -> None:
         """Outcomes do not depend on what was emitted."""
 
+    def forced(self, slot: int) -> list[int]:
+        """Grammars are not simulated."""
+        return []
+
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         return self._outcomes.target(rows.slots, rows.positions)
 

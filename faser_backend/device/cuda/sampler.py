@@ -1,7 +1,7 @@
 """`TorchSampler`: tokens are picked where the logits are; a few numbers per row come to the host, in one copy.
 
 Greedy rows, temperature, top-k, top-p and min-p run on the device. Rows with rules (penalties, bias, min_tokens,
-bad words), which need the tokens so far, are processed by NumpySampler on copies of their logits: those copies
+bad words, grammars), which need the tokens so far, are processed by NumpySampler on copies of their logits: these
 come along with the others' tokens, so that a batch waits once in any case and plain rows never for rules.
 What one row needs of its slot's parameters (6 words) is uploaded with its position in each call. So the device
 holds no state of slots, which the streams of two lanes would have to agree on.
@@ -64,6 +64,9 @@ class TorchSampler:
 
     def append(self, slot: int, tokens: list[int]) -> None:
         self._host.append(slot, tokens)
+
+    def forced(self, slot: int) -> list[int]:
+        return self._host.forced(slot)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] float32 (unchanged) -> token ids [R] int64.

@@ -1,0 +1,38 @@
+"""What an answer may look like, as rules on its tokens: the port between a grammar library and the sampler.
+
+A grammar is compiled once and shared; each request walks through it on a state of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class GrammarState(Protocol):
+    """How far one answer has come in its grammar. Not thread-safe."""
+
+    def advance(self, tokens: list[int]) -> int:
+        """Takes tokens up to the first that the grammar forbids. Returns how many."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Gives back the last num_tokens that `advance` took."""
+        ...
+
+    def allowed(self) -> np.ndarray:
+        """[V] bool: what may come next, end tokens where the answer may end; at least one is true.
+
+        Raises FaserError where working it out exceeds the library's limits."""
+        ...
+
+    def forced(self) -> list[int]:
+        """The likely tokens of the text that has to come next, whatever is chosen; [] where there is a choice."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Immutable and thread-safe."""
+
+    def start(self) -> GrammarState: ...

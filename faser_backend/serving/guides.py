@@ -1,0 +1,182 @@
+"""Structured output: what an answer has to look like, from TensorRT-LLM's names to compiled grammars.
+
+llguidance compiles JSON schemas, regular expressions and context-free grammars, and says which tokens may come next.
+It was preferred to xgrammar, which is as capable, for it rolls back a drafted path as well and needs neither torch nor
+transformers. Compiling happens off the step loop, once per grammar; what it may take is limited by the library.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.grammar import Grammar
+
+GUIDE = "guided_decoding_guide"
+GUIDE_TYPE = "guided_decoding_guide_type"
+TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
+MAX_GUIDE_BYTES = 256 << 10
+MAX_COMPILED = 64  # grammars that are kept
+MAX_WAITING = 64  # grammars that wait to be compiled
+LEXER_FUEL = 100_000  # a tenth of the library's own limit: what a regular expression may cost is 50 ms, not a second
+# As json.dumps writes: a small model given leave to indent does so until its tokens are spent.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def read_guide(kind: str, guide: str) -> str:
+    """The library's text of a grammar. guide: "" for kind "json". Raises RequestError for what is not of its kind;
+    what only compiling finds is found there."""
+    if kind not in TYPES:
+        raise RequestError(GUIDE_TYPE, kind, f"must be one of {', '.join(TYPES)}")
+    if kind != "json" and not guide:
+        raise RequestError(GUIDE, guide, f"is required with {GUIDE_TYPE} = {kind!r}")
+    if len(guide.encode()) > MAX_GUIDE_BYTES:
+        raise RequestError(GUIDE, guide, f"must be at most {MAX_GUIDE_BYTES} bytes")
+    try:
+        if kind == "json":
+            return LLMatcher.grammar_from_json_schema("{}", defaults=JSON_STYLE)
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(guide, defaults=JSON_STYLE)
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(guide)
+        if kind == "ebnf_grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(guide))
+        return _structural_tag(json.loads(guide))
+    except RecursionError:
+        raise RequestError(GUIDE, guide, "is nested too deeply") from None
+    except Exception as error:  # the library's converters raise plain exceptions
+        raise RequestError(GUIDE, guide, f"is no {kind}: {_first_line(error)}") from None
+
+
+def _structural_tag(tag: Any) -> str:
+    """XGrammar's {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text in which a structure that
+    was begun has to be finished."""
+    structures = tag["structures"]
+    tags = []
+    for structure in structures:
+        begin = structure["begin"]
+        trigger = next((each for each in tag["triggers"] if begin.startswith(each)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin!r}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=structure["end"]))
+    if not tags:
+        raise ValueError("structures is empty")
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+class LlgState:
+    """core.grammar.GrammarState."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._mask = np.zeros(-(-vocab_size // 32), np.int32)
+
+    def advance(self, tokens: list[int]) -> int:
+        return self._matcher.try_consume_tokens(tokens) if tokens else 0
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise FaserError(f"grammar: {self._matcher.get_error()}")
+
+    def allowed(self) -> np.ndarray:
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():
+            raise FaserError(f"grammar: {_first_line(self._matcher.get_error())}")
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little", count=self._vocab_size)
+        return bits.view(np.bool_)
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+
+class LlgGrammar:
+    """core.grammar.Grammar."""
+
+    def __init__(self, template: LLMatcher, vocab_size: int) -> None:
+        self._template, self._vocab_size = template, vocab_size
+
+    def start(self) -> LlgState:
+        return LlgState(self._template.deep_copy(), self._vocab_size)
+
+
+class GuideCompiler:
+    """Compiles the grammars of one model's requests, on a thread of its own. Thread-safe."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        self._tokenizer_file, self._vocab_size, self._end_ids = tokenizer_file, vocab_size, end_ids
+        self._tokenizer: LLTokenizer | None = None  # read with the first grammar: it takes a third of a second
+        self._compiled: OrderedDict[str, LlgGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "guides")
+        self._num_waiting = 0
+
+    def compile_later(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
+        """Calls on_done with the grammar or what is wrong with it, here if it is known, else on the compiler's thread.
+        Raises RequestError where too many wait."""
+        with self._lock:
+            known = self._known(guide)
+            if known is None:
+                if self._num_waiting >= MAX_WAITING:
+                    limit = f"{MAX_WAITING} grammars wait to be compiled; retry later"
+                    raise RequestError(GUIDE, "given", limit)
+                self._num_waiting += 1
+        if known is not None:
+            on_done(known)
+        else:
+            self._pool.submit(self._run, guide, on_done)
+
+    def compile(self, guide: str) -> LlgGrammar:
+        """guide: of read_guide. Raises RequestError with the library's words where it cannot be compiled."""
+        with self._lock:
+            if (known := self._known(guide)) is not None:
+                return known
+        if not self._end_ids:
+            raise RequestError(GUIDE, "given", "the model has no end token, which an answer with a grammar needs")
+        if self._tokenizer is None:
+            text = self._tokenizer_file.read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids))
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=limits)
+        grammar = LlgGrammar(matcher, self._vocab_size)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the dearest of all: what it finds out is shared with the requests' states
+        if matcher.is_error():
+            raise RequestError(GUIDE, f"{len(guide)} characters", _first_line(matcher.get_error()))
+        with self._lock:
+            self._compiled[guide] = grammar
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return grammar
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _known(self, guide: str) -> LlgGrammar | None:
+        if guide in self._compiled:
+            self._compiled.move_to_end(guide)
+        return self._compiled.get(guide)
+
+    def _run(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
+        try:
+            result: Grammar | FaserError = self.compile(guide)
+        except FaserError as error:
+            result = error
+        except BaseException as error:  # a panic in the library must not end the thread, nor leave a request waiting
+            result = RequestError(GUIDE, "given", f"could not be compiled: {type(error).__name__}")
+        with self._lock:
+            self._num_waiting -= 1
+        on_done(result)
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
