@@ -43,6 +43,7 @@ from faser_backend.cli_options import (
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError
 
+DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 app = typer.Typer(
     no_args_is_help=True,
     invoke_without_command=True,
@@ -174,9 +175,14 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
-    from faser_backend.serving.launch import check_door, check_engine, serve_until_signalled
+    from faser_backend.serving.launch import check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
 
+    if openai_port is not None:
+        from faser_backend.serving.openai.door import check_exposure, check_server, read_keys
+
+        check_server(openai_port, is_decoupled=decoupled, contract=contract.value)
+        check_exposure(openai_host, read_keys(api_key_file))
     phases = {
         "policy": policy,
         "draft": draft.value,
@@ -203,12 +209,11 @@ def serve(
     )
     door = None
     if openai_port is not None:
-        check_door(openai_port, is_decoupled=decoupled, contract=contract.value)
         door = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
         door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
         door += ["--draft", draft.value]
         files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
-        given = {"model-name": model_name} | files
+        given = {"model-name": model_name or (None if engine_dir else DEMO_NAME)} | files
         door += [f"--{name}={value}" for name, value in given.items() if value is not None]
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose, door=door))
 
@@ -232,8 +237,10 @@ def openai(
     from faser_backend.serving.openai.door import DoorOptions, run_door
 
     directory = engine_dir or demo_engine_dir(print_progress)
-    files = (api_key_file, tls_cert, tls_key, chat_template)
-    run_door(DoorOptions(directory, triton, port, host, model_name, *files, draft.value))
+    name = model_name or (None if engine_dir else DEMO_NAME)
+    run_door(
+        DoorOptions(directory, triton, port, host, name, api_key_file, tls_cert, tls_key, chat_template, draft.value)
+    )
 
 
 def _add_lab_commands() -> None:

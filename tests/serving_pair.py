@@ -35,14 +35,14 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_pair(directory: Path) -> Path:
+def write_pair(directory: Path, max_context: int = MAX_CONTEXT) -> Path:
     """directory/{target,draft} in Hugging Face layout."""
     tokenizer = byte_level_tokenizer()
     for name in ("target", "draft"):
         write_checkpoint(
             directory / name,
             vocab_size=tokenizer.get_vocab_size(),
-            max_position_embeddings=MAX_CONTEXT,
+            max_position_embeddings=max_context,
             eos_token_id=END_ID,
         )
         tokenizer.save(str(directory / name / "tokenizer.json"))
@@ -51,8 +51,8 @@ def write_pair(directory: Path) -> Path:
     return directory
 
 
-def build_pair(directory: Path) -> Path:
+def build_pair(directory: Path, max_context: int = MAX_CONTEXT) -> Path:
     """Engine directory of a fresh pair."""
-    pair = write_pair(directory / "pair")
+    pair = write_pair(directory / "pair", max_context)
     build_engines(pair / "target", pair / "draft", directory / "engine")
     return directory / "engine"

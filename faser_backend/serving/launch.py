@@ -12,7 +12,6 @@ from pathlib import Path
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
@@ -47,14 +46,6 @@ def check_engine(
     policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
     check_trees(manifest.runtime, models, policy)
     return directory
-
-
-def check_door(port: int, *, is_decoupled: bool, contract: str) -> None:
-    """Raises ConfigError where OpenAI's API cannot stand before the server as it is asked for."""
-    if not is_decoupled:
-        raise ConfigError(f"openai-port = {port}: it streams from the server: leave out --no-decoupled")
-    if contract != "inflight_batcher":
-        raise ConfigError(f"openai-port = {port}: asks the models of contract inflight_batcher, not of {contract}")
 
 
 def serve_until_signalled(options: LaunchOptions, *, shows_log: bool, door: list[str] | None = None) -> int:

@@ -38,6 +38,8 @@ PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 DRAIN_S = 60.0  # for requests in flight
 UNLOAD_S = 4.0  # for the server to end after its models; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
+DRAIN_POLL_S = 0.1
+FRESH_S = 1.0  # of what the engine says; it says it four times a second
 _MODEL_PROCESS = "triton_python_backend_stub"
 _PR_SET_PDEATHSIG = 1
 
@@ -175,16 +177,32 @@ class TritonServer:
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """SIGTERM: the server takes no new requests; its models answer those in flight before they end, and then it
-        ends itself. What has not ended after DRAIN_S, or once is_hurried, is killed."""
+        ends itself. What has not ended after DRAIN_S, or once is_hurried, is killed; so is a server that waits for
+        requests which its engine has answered, as Triton does where a cancellation met the end of a request."""
         if self.process.poll() is None:
             models = self.model_processes()
             self.process.send_signal(signal.SIGTERM)
-            deadline_s = time.monotonic() + DRAIN_S
+            deadline_s, idle_s = time.monotonic() + DRAIN_S, 0.0  # of the engine, as far as it was asked
             while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
                 if models and not any(map(is_running, models)):
                     deadline_s, models = min(deadline_s, time.monotonic() + UNLOAD_S), {}
-                time.sleep(0.05)
+                idle_s = idle_s + DRAIN_POLL_S if self._is_idle() else 0.0
+                if idle_s > UNLOAD_S:
+                    break
+                time.sleep(DRAIN_POLL_S)
         self.kill()
+
+    def _is_idle(self) -> bool:
+        """Whether the engine says now that no request is active; False where it says nothing, as when it unloads, or
+        has said nothing for a while, as in a long step."""
+        url = f"http://{self.options.host}:{self.options.metrics_port}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=1) as response:
+                text = response.read().decode()
+        except (urllib.error.URLError, OSError):
+            return False
+        told_us, active = (_gauge(text, value) for value in ("timestamp", "active"))
+        return active == 0 and told_us is not None and time.time() - told_us / 1e6 < FRESH_S
 
     def kill(self) -> None:
         """Ends the server and every process of its group at once."""
@@ -229,6 +247,14 @@ def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) ->
         config = target / model.name / "config.pbtxt"
         text = config.read_text()
         config.write_text(launch_text(text, is_decoupled=options.is_decoupled, parameters=options.parameters))
+
+
+def _gauge(metrics: str, value: str) -> float | None:
+    """A gauge of the engine's, by the label that tells it from others of its family."""
+    found = re.search(
+        rf'^nv_trt_llm_(?:request|general)_metrics\{{[^}}]*"{value}"[^}}]*\}} (\S+)$', metrics, re.MULTILINE
+    )
+    return None if found is None else float(found[1])
 
 
 def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions) -> list[str]:

@@ -123,9 +123,15 @@ class Answer:
         return TokenLogProb(*self._shown(token_id), log_prob, top)
 
     def _shown(self, token_id: int) -> tuple[str, bytes | None]:
+        """A token's text and bytes. One that is part of a character is told by its bytes: every token has a name."""
         table = self._tokenizer.token_bytes
-        text = self._tokenizer.decode([token_id], skips_special_tokens=False)
-        return text, table[token_id] or text.encode() if table is not None else text.encode()
+        if table is None or not table[token_id]:  # without a table, or special
+            text = self._tokenizer.decode([token_id], skips_special_tokens=False)
+            return text, text.encode()
+        try:
+            return table[token_id].decode(), table[token_id]
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in table[token_id]), table[token_id]
 
 
 def speculation_of(answers: Sequence[Answer], *, is_detailed: bool) -> dict[str, Any]:
@@ -157,9 +163,12 @@ async def follow(client: TokenClient, answer: Answer) -> AsyncGenerator[Piece, N
             piece = answer.add(new)
             if piece.text or piece.details or piece.finish_reason:
                 yield piece
-            if answer.finish_reason is not None:
+            if answer.stop_reason is not None:
                 return
-    yield answer.end()
+    # Where the engine ends the answer itself its stream is read to the end: a cancellation that meets the end of a
+    # request can make Triton wait for that request for ever.
+    if answer.finish_reason is None:
+        yield answer.end()
 
 
 async def follow_all(client: TokenClient, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:

@@ -227,12 +227,11 @@ class Generated:
         try:
             async with aclosing(follow_all(self._client, reply.answers)) as pieces:
                 async for index, piece in pieces:
-                    events = reply.chunk(index, piece)
                     if not has_begun:
                         has_begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                        events = reply.begin() + events
-                    await _send_events(send, events)
+                        await _send_events(send, reply.begin())
+                    await _send_events(send, reply.chunk(index, piece))
             await _send_events(send, reply.end())
         except ApiError as error:
             if not has_begun:

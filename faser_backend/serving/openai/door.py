@@ -88,6 +88,14 @@ def describe(options: DoorOptions) -> Served:
     )
 
 
+def check_server(port: int, *, is_decoupled: bool, contract: str) -> None:
+    """Raises ConfigError where the door cannot stand before a server that is started like this."""
+    if not is_decoupled:
+        raise ConfigError(f"openai-port = {port}: it streams from the server: leave out --no-decoupled")
+    if contract != "inflight_batcher":
+        raise ConfigError(f"openai-port = {port}: asks the models of contract inflight_batcher, not of {contract}")
+
+
 def read_keys(file: Path | None) -> list[str]:
     """Raises ConfigError naming the file."""
     if file is None:

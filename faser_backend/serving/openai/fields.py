@@ -17,6 +17,7 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=16 << 20)]
 
@@ -41,12 +42,12 @@ class _Generation(_Body):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Real, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool = False
-    num_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # a cap on speculation; 0 opts out
+    num_draft_tokens: Count | None = None  # a cap on speculation; 0 opts out
     spec_decode_metrics: Literal["summary", "detailed"] | None = None  # the answer's `metrics`
     return_token_details: bool = False  # chunks tell which pieces of text were drafted
 

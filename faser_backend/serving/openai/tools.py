@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from faser_backend.serving.guides import JSON_STYLE
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, FunctionTool, NamedTool
 from faser_backend.serving.openai.sampling import Guide
@@ -87,7 +88,8 @@ class TaggedForm:
     arguments_key = "arguments"
 
     def required_guide(self, tools: list[FunctionTool]) -> Guide:
-        schema = json.dumps(_call_schema(tools, self.arguments_key))
+        # The grammar's own schemas are not written in the style of guides that are schemas: it is told here.
+        schema = json.dumps(_call_schema(tools, self.arguments_key) | {"x-guidance": JSON_STYLE})
         return Guide("ebnf_grammar", f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {schema}\n')
 
     def offered_guide(self, tools: list[FunctionTool]) -> Guide:

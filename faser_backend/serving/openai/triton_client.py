@@ -68,16 +68,19 @@ class TokenClient:
 
         Raises ApiError.
         """
+        is_ended = False
         call: Any = self._client.stream_infer(_only(self._request(wanted)))
         try:
             async for result, error in call:
                 if error is not None:
                     raise ApiError.of_engine(error.message() or str(error))
                 yield _tokens_of(result)
+            is_ended = True
         except grpc.RpcError as error:
             raise ApiError.of_engine(f"unavailable: Triton does not answer ({_status_of(error)})") from None
         finally:
-            call.cancel()
+            if not is_ended:
+                call.cancel()
 
     async def close(self) -> None:
         await self._client.close()

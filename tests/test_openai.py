@@ -1,0 +1,328 @@
+"""The OpenAI-compatible door as its users meet it: the official client against `faser serve --openai-port`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from faser_backend.serving.openai.fields import REFUSED, ChatBody, CompletionBody, ResponsesBody
+from lab.bench.servers import free_ports
+from tests.chat_templates import HERMES
+from tests.openai_cases import (
+    BASE,
+    COLOUR,
+    DOCS,
+    FIELDS,
+    MESSAGES,
+    MODEL,
+    PATHS,
+    REFUSED_VALUE,
+    SOME_VALUE,
+    WEATHER,
+    Field,
+    written,
+)
+from tests.served import Served, serve
+from tests.serving_pair import build_pair
+from tests.triton_clients import metric, wait_for_free_blocks
+
+KEY = "sk-of-this-test"
+REQUESTS = "nv_trt_llm_request_metrics"
+
+
+class Door(NamedTuple):
+    served: Served
+    client: openai.OpenAI
+    port: int
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("openai"), max_context=1024)
+
+
+@pytest.fixture(scope="module")
+def door(engine_dir: Path, tmp_path_factory) -> Iterator[Door]:
+    folder, [port] = tmp_path_factory.mktemp("door"), free_ports(1)
+    (folder / "template.jinja").write_text(HERMES)
+    (folder / "keys").write_text(f"another\n{KEY}\n")
+    options = ["--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--max-queue-size", 64]
+    options += ["--chat-template", folder / "template.jinja", "--openai-port", port, "--model-name", MODEL]
+    options += ["--api-key-file", folder / "keys"]
+    with serve(*options) as served:
+        url = f"http://127.0.0.1:{port}/v1"
+        assert served.ready.rstrip().endswith(f"OpenAI's API {url}")
+        yield Door(served, openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60), port)
+
+
+def ask(client: openai.OpenAI, body: type, **fields: Any) -> Any:
+    """The endpoint of body, through the client's own method; what that does not know goes as extra_body."""
+    create = {
+        CompletionBody: client.completions.create,
+        ChatBody: client.chat.completions.create,
+        ResponsesBody: client.responses.create,
+    }[body]
+    extra = {name: fields.pop(name) for name in list(fields) if name not in create.__annotations__}
+    fields = {"model": MODEL, **fields}
+    answer = create(**fields, extra_body=extra)
+    return list(answer) if fields.get("stream") else answer
+
+
+def named(token_bytes: list[int]) -> str:
+    """What a token is called that is a part of a character."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+
+def rows(table: dict[type, dict[str, Any]]) -> list[Any]:
+    return [
+        pytest.param(body, name, value, id=f"{body.__name__}-{name}")
+        for body, fields in table.items()
+        for name, value in fields.items()
+    ]
+
+
+@pytest.mark.parametrize(("body", "name", "field"), rows(FIELDS))
+def test_field(door: Door, body: type, name: str, field: Field):
+    assert ask(door.client, body, **{**BASE[body], **field.beside, name: field.value})
+
+
+@pytest.mark.parametrize(("body", "name", "meaning"), rows(REFUSED))
+def test_refused_field(door: Door, body: type, name: str, meaning: str):
+    value = REFUSED_VALUE.get(name, SOME_VALUE)
+    with pytest.raises(openai.BadRequestError) as refusal:
+        door.client.post(PATHS[body].removeprefix("/v1"), cast_to=object, body={**BASE[body], name: value})
+    assert refusal.value.param == name and meaning in str(refusal.value)
+    assert ask(door.client, body, **{**BASE[body], name: None})
+
+
+@pytest.mark.parametrize("body", FIELDS)
+def test_every_field_has_its_row(body: Any):
+    assert set(FIELDS[body]) == set(body.model_fields)
+
+
+def test_the_page_tells_what_is_tested():
+    docs = DOCS.read_text(encoding="utf-8")
+    assert docs == written(docs)
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_streamed_text_is_the_whole_text_and_counts_agree(door: Door, body: type):
+    asked = {**BASE[body], "max_tokens": 24, "seed": 3, "n": 2}
+    whole = ask(door.client, body, **asked)
+    chunks = ask(door.client, body, **asked, stream=True, stream_options={"include_usage": True})
+    texts, reasons = ["", ""], [None, None]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += (choice.text if body is CompletionBody else choice.delta.content) or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    expected = [one.text if body is CompletionBody else one.message.content for one in whole.choices]
+    assert texts == expected and texts[0] != texts[1]
+    assert reasons == [one.finish_reason for one in whole.choices]
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    )
+    assert whole.usage.completion_tokens <= 48
+
+
+def test_tokens_are_those_of_plain_decoding(door: Door):
+    asked = {"prompt": [7, 8, 9], "max_tokens": 40, "temperature": 0.8, "seed": 11, "logprobs": 1}
+    plain = ask(door.client, CompletionBody, **asked, num_draft_tokens=0, spec_decode_metrics="summary")
+    drafted = ask(door.client, CompletionBody, **asked, spec_decode_metrics="summary")
+    assert plain.choices[0].logprobs.tokens == drafted.choices[0].logprobs.tokens
+    assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+    assert drafted.metrics["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+def test_a_stop_string_is_cut_off_and_named(door: Door):
+    asked = {"prompt": [7, 8, 9], "max_tokens": 40, "seed": 5}
+    text = ask(door.client, CompletionBody, **asked).choices[0].text
+    stop = text[10:12]
+    choice = ask(door.client, CompletionBody, **asked, stop=[stop]).choices[0]
+    assert choice.text == text[: text.index(stop)]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_an_end_token_ends_an_answer_unless_it_is_ignored(door: Door):
+    ending = {"prompt": [7, 8, 9], "max_tokens": 5, "logit_bias": {"0": 100}, "temperature": 0}
+    ended = ask(door.client, CompletionBody, **ending)
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", 1)
+    ignored = ask(door.client, CompletionBody, **ending, ignore_eos=True)
+    assert (ignored.choices[0].finish_reason, ignored.usage.completion_tokens) == ("length", 5)
+
+
+def test_log_probs_of_both_endpoints_add_up(door: Door):
+    completion = ask(door.client, CompletionBody, prompt=[7, 8], max_tokens=6, temperature=0, logprobs=3)
+    tokens = completion.choices[0].logprobs
+    assert len(tokens.tokens) == len(tokens.token_logprobs) == len(tokens.top_logprobs) == 6
+    for text, value, top in zip(tokens.tokens, tokens.token_logprobs, tokens.top_logprobs, strict=True):
+        assert top[text] == pytest.approx(value, abs=1e-4) and value == pytest.approx(max(top.values()), abs=1e-4)
+    chat = ask(door.client, ChatBody, **BASE[ChatBody], temperature=0, logprobs=True, top_logprobs=2)
+    for token in chat.choices[0].logprobs.content:
+        assert token.token in (bytes(token.bytes).decode(errors="replace"), named(token.bytes))
+        assert [one.logprob for one in token.top_logprobs] == sorted(t.logprob for t in token.top_logprobs)[::-1]
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-4)
+
+
+def test_acceptance_of_a_request_adds_up(door: Door):
+    asked = {"prompt": [7, 8, 9], "max_tokens": 48, "seed": 2, "temperature": 0.8}
+    answer = ask(door.client, CompletionBody, **asked, spec_decode_metrics="detailed")
+    metrics = answer.metrics["speculative_decoding"]
+    by_step, accepted = metrics["per_step_accepted"], metrics["num_accepted_draft_tokens"]
+    assert sum(by_step) == accepted == sum(n * count for n, count in enumerate(metrics["acceptance_histogram"]))
+    assert len(by_step) == metrics["num_spec_steps"] == sum(metrics["acceptance_histogram"])
+    assert 48 <= sum(count + 1 for count in by_step) <= 49  # the last step may have had a token to spare
+    assert metrics["mean_acceptance_length"] == pytest.approx(1 + accepted / metrics["num_spec_steps"])
+    chunks = ask(door.client, CompletionBody, **asked, stream=True, return_token_details=True)
+    details = [detail for chunk in chunks for choice in chunk.choices for detail in choice.token_details]
+    assert sum(detail["is_drafted"] for detail in details) == accepted
+    assert "".join(detail["text"] for detail in details) == answer.choices[0].text
+
+
+# -- grammar and tools ---------------------------------------------------------------------------------------------
+def test_a_schema_is_kept_to_by_every_endpoint(door: Door):
+    schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR, "strict": True}}
+    chat = ask(door.client, ChatBody, messages=MESSAGES, max_tokens=60, response_format=schema)
+    assert json.loads(chat.choices[0].message.content)["hue"] in ("red", "blue")
+    text = {"format": {"type": "json_schema", "name": "colour", "schema": COLOUR}}
+    response = ask(door.client, ResponsesBody, input="Name a colour.", text=text)
+    assert json.loads(response.output_text)["hue"] in ("red", "blue")
+    assert response.status == "completed"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_required_call_is_made(door: Door, choice: Any, is_streamed: bool):
+    asked = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 100, "stream": is_streamed}
+    answer = ask(door.client, ChatBody, **asked)
+    if is_streamed:
+        calls = [call for chunk in answer for choice in chunk.choices for call in choice.delta.tool_calls or []]
+        text = "".join(choice.delta.content or "" for chunk in answer for choice in chunk.choices)
+        reason = answer[-1].choices[0].finish_reason
+    else:
+        calls, text = answer.choices[0].message.tool_calls, answer.choices[0].message.content
+        reason = answer.choices[0].finish_reason
+    [call] = calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert (reason, text or "") == ("tool_calls", "")
+
+
+def test_a_conversation_with_calls_goes_on(door: Door):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+    assert ask(door.client, ChatBody, messages=messages, tools=[WEATHER], max_tokens=4).choices[0].message.content
+
+
+def test_the_events_of_a_response_build_it(door: Door):
+    with door.client.responses.stream(model=MODEL, input="Name a colour.", max_output_tokens=12) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    response = events[-1].response
+    assert response.output_text == "".join(deltas) != ""
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage.output_tokens == 12
+
+
+# -- errors, keys, endings -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
+        ({"temperature": -1}, "temperature", "-1"),
+        ({"max_tokens": 100_000}, "max_tokens", "must lie in [1, "),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "must lie in [0, "),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        ({"modalities": ["audio"]}, "modalities", "text"),
+        ({"min_tokens": 2**40}, "min_tokens", ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+            "guided_decoding_guide",
+            "nothing",
+        ),
+    ],
+)
+def test_an_error_names_its_field(door: Door, fields: dict[str, Any], param: str, words: str):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        ask(door.client, ChatBody, **{**BASE[ChatBody], **fields})
+    assert refusal.value.param is not None and refusal.value.param.startswith(param) and words in str(refusal.value)
+
+
+def test_strangers_and_unknown_models_are_turned_away(door: Door):
+    stranger = openai.OpenAI(base_url=door.client.base_url, api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    assert [model.id for model in door.client.models.list()] == [MODEL]
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        ask(door.client, CompletionBody, **BASE[CompletionBody], model="gpt-5")
+    with pytest.raises(openai.NotFoundError, match="no such endpoint"):
+        door.client.embeddings.create(model=MODEL, input="x", encoding_format="float")
+
+
+@pytest.mark.parametrize("sent", [b"{", b"[" * 100_000, b"[1]", b'{"prompt": "' + b"x" * (5 << 20) + b'"}'])
+def test_a_body_that_is_none_gets_one_error(door: Door, sent: bytes):
+    headers = {"authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{door.port}/v1/completions", sent, headers)
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=20)
+    assert refusal.value.code in (400, 413) and "body" in json.load(refusal.value)["error"]["message"]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks_at_once(door: Door, is_streamed: bool):
+    wait_for_free_blocks(door.served.metrics_port)
+    body = {"prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "num_draft_tokens": 0, "n": 4}
+    body["stream"] = is_streamed
+    data = json.dumps(body).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {len(data)}"]
+    head = "".join(line + "\r\n" for line in [*lines, ""])
+    with socket.create_connection(("127.0.0.1", door.port)) as connection:
+        connection.sendall(head.encode() + data)
+        deadline_s = time.monotonic() + 10
+        while metric(door.served.metrics_port, REQUESTS, "active") < 4:
+            assert time.monotonic() < deadline_s, "the requests never started"
+            time.sleep(0.01)
+    wait_for_free_blocks(door.served.metrics_port, timeout_s=3.0)
+
+
+def test_the_page_and_health_need_no_key(door: Door):
+    for path, words in (("/", "<title>FASER"), ("/health", "ready")):
+        with urllib.request.urlopen(f"http://127.0.0.1:{door.port}{path}", timeout=10) as response:
+            assert words in response.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--no-decoupled"], "leave out --no-decoupled"),
+        (["--contract", "llmapi"], "contract inflight_batcher"),
+        (["--openai-host", "0.0.0.0"], "needs --api-key-file"),
+        (["--api-key-file", "/nowhere"], "api-key-file = /nowhere"),
+    ],
+)
+def test_a_door_that_cannot_stand_is_told_before_the_server_starts(engine_dir: Path, options: list[str], words: str):
+    command = [sys.executable, "-m", "faser_backend.cli", "serve", "--engine-dir", str(engine_dir)]
+    ended = subprocess.run(
+        [*command, "--openai-port", "1", *options], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1 and words in ended.stderr and "Traceback" not in ended.stderr
