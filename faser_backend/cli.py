@@ -156,6 +156,9 @@ def serve(
     num_threads: Threads = None,
     out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
     chat_template: ChatTemplate = None,
+    max_text_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of one text.", show_default="what may fit into the context")
+    ] = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
     contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
@@ -183,7 +186,12 @@ def serve(
         "exclude_input_in_output": str(exclude_input_in_output).lower(),
     }
     template_file = None if chat_template is None else chat_template.resolve()
-    optional = {"num_kv_blocks": num_kv_blocks, "num_threads": num_threads, "chat_template": template_file}
+    optional = {
+        "num_kv_blocks": num_kv_blocks,
+        "num_threads": num_threads,
+        "chat_template": template_file,
+        "max_text_bytes": max_text_bytes,
+    }
     parameters |= {name: str(value) for name, value in optional.items() if value is not None}
     options = LaunchOptions(
         http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters

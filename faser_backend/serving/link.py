@@ -30,6 +30,7 @@ from faser_backend.serving.prompts import PromptFormat
 
 _log = logging.getLogger(__name__)
 CLOSE_S = 1.0  # for a frontend to take what it is sent last
+MIN_TEXT_BYTES = 64 << 10
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_CALL_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and all that may come with it
 MAX_NEWS_BYTES = 3 << 30  # of a frame from it: the logits of one output
@@ -48,6 +49,7 @@ class Hello:
     cancellation_period_s: float
     prompts: PromptFormat = field(default_factory=PromptFormat)
     kv_block_size: int = 16
+    max_text_bytes: int = MIN_TEXT_BYTES  # of one prompt or conversation, before it is tokenised
 
 
 @dataclass(frozen=True, slots=True)
