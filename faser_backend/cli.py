@@ -142,6 +142,10 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Metrics port.")] = 8002,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    expose_triton: Annotated[bool, typer.Option("--expose-triton", help="Let --host be reached by others.")] = False,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key to Triton's administration.", show_default="nobody has it")
+    ] = None,
     decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
     policy: Policy = DEFAULT_POLICY,
     draft: Draft = Drafting.AUTO,
@@ -164,9 +168,12 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
+    from faser_backend.serving.doors import check_host, random_key, read_admin_key
     from faser_backend.serving.launch import check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
 
+    check_host(host, is_exposed=expose_triton)
+    admin_key = random_key() if admin_key_file is None else read_admin_key(admin_key_file)
     phases = {
         "policy": policy,
         "draft": draft.value,
@@ -194,7 +201,15 @@ def serve(
     }
     parameters |= {name: str(value) for name, value in optional.items() if value is not None}
     options = LaunchOptions(
-        http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters
+        http_port,
+        grpc_port,
+        metrics_port,
+        host,
+        decoupled,
+        contract=contract.value,
+        parameters=parameters,
+        exposes_triton=expose_triton,
+        admin_key=admin_key,
     )
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
 

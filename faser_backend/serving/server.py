@@ -29,6 +29,7 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import PROJECT_ROOT
+from faser_backend.serving.doors import check_host, random_key, restriction_options
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, is_running
 
@@ -53,6 +54,8 @@ class LaunchOptions:
     is_decoupled: bool = True
     contract: str = "inflight_batcher"
     parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
+    exposes_triton: bool = False  # host may be an address that others reach
+    admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class TritonServer:
         """Starts the process. Raises ConfigError where it cannot be started as asked."""
         self.options = options
         ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
+        check_host(options.host, is_exposed=options.exposes_triton)
         install = find_triton()
         check_libpython()
         check_ports(options.host, ports)
@@ -243,6 +247,7 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
         command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
     return [
         *command,
+        *restriction_options(options.admin_key),
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
