@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from faser_backend.serving.engine_host import default_text_bytes
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.guides import MAX_GUIDE_BYTES
 from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts
+from faser_backend.serving.processes import is_running
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.separate_tokenizer import SeparateTokenizer
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -154,6 +158,27 @@ def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(tmp_
     assert separate.encode("fox") == here.encode("fox").ids, "another process took its place"
     separate.close()
     assert long.poll() is not None
+
+
+def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_path: Path):
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from faser_backend.serving.prompts import PromptFormat\n"
+        "from faser_backend.serving.separate_tokenizer import SeparateTokenizer\n"
+        "tokenizer = SeparateTokenizer(Path(sys.argv[1]), PromptFormat()); tokenizer.encode('x')\n"
+        "print(tokenizer._short._process.pid, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "tokenizer.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert is_running(worker)
+        parent.kill()
+    deadline = time.monotonic() + 2
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(worker)
 
 
 class Answers:

@@ -29,13 +29,13 @@ from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.metrics import ComposingCounters, MetricReporter
 from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
 from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
+from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
 from faser_backend.serving.tensors import refuse_undeclared
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray
 from faser_backend.serving.wire import InflightBatcherWire, Wire
 
 _log = logging.getLogger(__name__)
-PARENT_POLL_S = 1.0
 MAX_LONG_TEXTS = 256  # that wait for a converter
 TELL_S = 0.5  # for the requests of a broken engine to be answered
 ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: the engine is up by then
@@ -295,7 +295,13 @@ def _end_soon() -> None:
 
 
 def _exit_with_server(server_pid: int) -> None:
-    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine.
+    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine. The thread of
+    # the server that started it ends before the server does, and must not take it along: only then can the kernel
+    # watch, which needs no turn of the interpreter.
+    is_watched = False
     while os.getppid() == server_pid:
+        if not is_watched and is_child_of_main_thread(server_pid):
+            die_with_parent()
+            is_watched = True
         time.sleep(PARENT_POLL_S)
     os._exit(1)
