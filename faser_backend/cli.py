@@ -20,6 +20,7 @@ from faser_backend.cli_options import (
     Acceptance,
     AcceptanceRule,
     Admission,
+    ApiKeyFile,
     ChatTemplate,
     Contract,
     Draft,
@@ -27,11 +28,16 @@ from faser_backend.cli_options import (
     EarlyExit,
     EarlyExits,
     EngineDir,
+    MaxTextBytes,
+    ModelName,
+    OpenAiHost,
     OutOfVocab,
     Pipeline,
     PipelineMode,
     Policy,
     Threads,
+    TlsCert,
+    TlsKey,
     parse_integers,
     print_progress,
 )
@@ -160,16 +166,22 @@ def serve(
     num_threads: Threads = None,
     out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
     chat_template: ChatTemplate = None,
-    max_text_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of one text.", show_default="what may fit into the context")
-    ] = None,
+    max_text_bytes: MaxTextBytes = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
     contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
+    openai_port: Annotated[
+        int | None, typer.Option(help="Serve OpenAI's API on this port as well.", show_default=False)
+    ] = None,
+    openai_host: OpenAiHost = "127.0.0.1",
+    model_name: ModelName = None,
+    api_key_file: ApiKeyFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
     from faser_backend.serving.doors import check_host, random_key, read_admin_key
-    from faser_backend.serving.launch import check_engine, serve_until_signalled
+    from faser_backend.serving.launch import check_door, check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
 
     check_host(host, is_exposed=expose_triton)
@@ -211,7 +223,40 @@ def serve(
         exposes_triton=expose_triton,
         admin_key=admin_key,
     )
-    raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
+    door = None
+    if openai_port is not None:
+        check_door(openai_port, is_decoupled=decoupled, contract=contract.value)
+        door = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
+        door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
+        door += ["--draft", draft.value]
+        files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
+        given = {"model-name": model_name, "max-text-bytes": max_text_bytes} | files
+        door += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    raise typer.Exit(serve_until_signalled(options, shows_log=verbose, door=door))
+
+
+@app.command()
+def openai(
+    *,
+    engine_dir: EngineDir = None,
+    triton: Annotated[str, typer.Option(help="gRPC address of the Triton server.")] = "127.0.0.1:8001",
+    port: Annotated[int, typer.Option(help="Port of the API.")] = 9000,
+    host: OpenAiHost = "127.0.0.1",
+    model_name: ModelName = None,
+    api_key_file: ApiKeyFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    chat_template: ChatTemplate = None,
+    draft: Draft = Drafting.AUTO,
+    max_text_bytes: MaxTextBytes = None,
+) -> None:
+    """Serve OpenAI's API in front of a Triton server that serves the engine directory already."""
+    from faser_backend.serving.demo_engine import demo_engine_dir
+    from faser_backend.serving.openai.door import DoorOptions, run_door
+
+    directory = engine_dir or demo_engine_dir(print_progress)
+    files = (api_key_file, tls_cert, tls_key, chat_template)
+    run_door(DoorOptions(directory, triton, port, host, model_name, *files, draft.value, max_text_bytes))
 
 
 def _add_lab_commands() -> None:

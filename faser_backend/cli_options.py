@@ -63,9 +63,21 @@ AcceptanceRule = Annotated[Acceptance, typer.Option("--acceptance", help="How dr
 EarlyExits = Annotated[EarlyExit, typer.Option("--early-exit", help="Auto: as the policy decides.")]
 PipelineMode = Annotated[Pipeline, typer.Option("--pipeline", help="Auto: as the policy decides.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
+MaxTextBytes = Annotated[
+    int | None,
+    typer.Option("--max-text-bytes", min=1, help="Bytes of one text.", show_default="what may fit into the context"),
+]
 ChatTemplate = Annotated[
     Path | None, typer.Option("--chat-template", help="Jinja template instead of the checkpoint's.", show_default=False)
 ]
+
+OpenAiHost = Annotated[str, typer.Option(help="Address to listen on for OpenAI's API; others than loopback need keys.")]
+ModelName = Annotated[
+    str | None, typer.Option(help="Name of the model in OpenAI's API.", show_default="the engine directory's")
+]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one per line.", show_default=False)]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain, for https.", show_default=False)]
+TlsKey = Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)]
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:

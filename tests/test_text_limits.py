@@ -17,15 +17,17 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import QueueFullError, RequestError
-from faser_backend.core.request import Limits
 from faser_backend.serving.converters import preprocess
-from faser_backend.serving.engine_host import default_text_bytes
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.guides import MAX_GUIDE_BYTES
 from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts
+from faser_backend.serving.openai.errors import ApiError
+from faser_backend.serving.openai.fields import ChatBody, CompletionBody
+from faser_backend.serving.openai.prompts import chat_prompt, completion_prompts
 from faser_backend.serving.processes import is_running
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.separate_tokenizer import SeparateTokenizer
+from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.serving_pair import byte_level_tokenizer
 from tests.test_contract import HELLO, number, parse, parse_ids, text
@@ -111,15 +113,15 @@ def test_preprocessing_has_the_same_limits(error: str, given: dict[str, Any]):
 
 def test_what_a_template_writes_is_measured_too(monkeypatch: pytest.MonkeyPatch):
     tokenizer = NoTokenizer(byte_level_tokenizer())
-    monkeypatch.setattr(tokenizer._chat, "render", lambda field, messages: HUGE)
+    monkeypatch.setattr(tokenizer._chat, "render", lambda *_: HUGE)
     with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes, rendered"):
         tokenizer.encode_chat("messages", json.dumps([{"role": "user", "content": "x"}]), 1000)
 
 
 def test_the_limit_follows_the_context():
-    assert default_text_bytes(Limits(100, 128), 8) == 65536
-    assert default_text_bytes(Limits(100, 131072), 8) == 8 * 131072
-    assert default_text_bytes(Limits(100, 131072), 256) == 16 * 131072
+    assert default_text_bytes(128, 8) == 65536
+    assert default_text_bytes(131072, 8) == 8 * 131072
+    assert default_text_bytes(131072, 256) == 16 * 131072
 
 
 def test_a_long_text_is_read_beside_and_a_short_one_at_once():
@@ -221,3 +223,12 @@ def test_a_long_text_that_is_refused_is_answered():
     assert answers.failures.get(timeout=10).startswith("text_input length = 5000000: must be at most 65536 bytes")
     frontend.drain()
     frontend.close()
+
+
+def test_the_openai_door_has_the_same_limit():
+    tokenizer = NoTokenizer(byte_level_tokenizer())
+    with pytest.raises(ApiError, match="prompt length = 5000000: must be at most 1000 bytes"):
+        completion_prompts(CompletionBody.model_validate({"model": "m", "prompt": ["x", HUGE]}), tokenizer, 1000, 1000)
+    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})
+    with pytest.raises(ApiError, match="messages length = 5000000: must be at most 1000 bytes"):
+        chat_prompt(body, tokenizer, 1000)

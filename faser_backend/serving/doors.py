@@ -10,6 +10,7 @@ import ipaddress
 import os
 import re
 import secrets
+import socket
 import stat
 from pathlib import Path
 
@@ -32,11 +33,10 @@ def check_host(host: str, *, is_exposed: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+    """Tells whether the address, or every address of the name, is reached from this machine alone."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+        return all(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):
         return False
 
 

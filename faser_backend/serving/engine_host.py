@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import GuideCompiler
-from faser_backend.serving.link import MIN_TEXT_BYTES, Hello
+from faser_backend.serving.link import Hello
 from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.separate_tokenizer import SeparateTokenizer
-
-MAX_TOKEN_BYTES = 16  # that a token of a text is taken to have on average, however long the longest is
-
-
-def default_text_bytes(limits: Limits, longest_token: int) -> int:
-    """Bytes of a text that may fit into the context; longer ones are refused before they are tokenised."""
-    return max(MIN_TEXT_BYTES, limits.max_context * min(longest_token, MAX_TOKEN_BYTES))
+from faser_backend.serving.tensor_values import default_text_bytes
 
 
 class EngineHost:
@@ -60,7 +53,8 @@ class EngineHost:
             cancellation_period_s=options.cancellation_period_s,
             prompts=prompts,
             kv_block_size=manifest.kv_block_size,
-            max_text_bytes=options.max_text_bytes or default_text_bytes(engine.limits, self.tokenizer.longest_token),
+            max_text_bytes=options.max_text_bytes
+            or default_text_bytes(engine.limits.max_context, self.tokenizer.longest_token),
         )
         self.loop = EngineLoop(
             engine,

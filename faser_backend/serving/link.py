@@ -27,10 +27,10 @@ from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.frames import FrameError, FrameSocket
 from faser_backend.serving.packing import PackingError, pack, unpack
 from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tensor_values import MIN_TEXT_BYTES
 
 _log = logging.getLogger(__name__)
 CLOSE_S = 1.0  # for a frontend to take what it is sent last
-MIN_TEXT_BYTES = 64 << 10
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_CALL_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and all that may come with it
 MAX_NEWS_BYTES = 3 << 30  # of a frame from it: the logits of one output

@@ -25,6 +25,13 @@ class WordLimit(NamedTuple):
 STOP_WORDS = WordLimit(MAX_STOP_SEQUENCES, 4096)
 BAD_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
 BIAS_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
+MIN_TEXT_BYTES = 64 << 10
+MAX_TOKEN_BYTES = 16  # that a token of a text is taken to have on average, however long the longest is
+
+
+def default_text_bytes(max_context: int, longest_token: int) -> int:
+    """Bytes of a text that may fit into the context; longer ones are refused before they are tokenised."""
+    return max(MIN_TEXT_BYTES, max_context * min(longest_token, MAX_TOKEN_BYTES))
 
 
 def num_text_bytes(tensors: Tensors) -> int:

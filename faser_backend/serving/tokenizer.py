@@ -11,13 +11,14 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is read on the thread that asks
 
 from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, RequestError
-from faser_backend.serving.chat import read_messages
+from faser_backend.serving.chat import Message, read_messages
 from faser_backend.serving.prompts import PromptFormat
 
 
@@ -76,10 +77,25 @@ class TextTokenizer:
         """JSON [{role, content}] -> the prompt and its ids, which hold the special tokens that the template writes
         and no others. Raises RequestError naming the field, where the template writes more than max_bytes too.
         """
-        text = self._chat.render(field, read_messages(field, messages))
+        return self.encode_conversation(field, read_messages(field, messages), max_bytes=max_bytes)
+
+    def encode_conversation(
+        self,
+        field: str,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """As encode_chat, of messages that have been checked; tools are shown to the model if the template does."""
+        text = self._chat.render(field, messages, tools)
         if max_bytes is not None and (num_bytes := len(text.encode())) > max_bytes:
             raise RequestError(f"{field} length", num_bytes, f"must be at most {max_bytes} bytes, rendered")
         return text, self.encode(text)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._prompts.chat_template
 
     def close(self) -> None:
         """Ends the process that renders conversations, if one was needed."""
