@@ -34,7 +34,7 @@ def check_text(name: str, text: str, max_bytes: int) -> None:
     try:
         check_length(name, text, max_bytes)
     except RequestError as error:
-        raise ApiError.of_request(error) from None
+        raise ApiError(str(error), param=name) from None
 
 
 def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]:
