@@ -19,7 +19,7 @@ import pytest
 from faser_backend.core.errors import QueueFullError, RequestError
 from faser_backend.serving.converters import preprocess
 from faser_backend.serving.frontend import Frontend
-from faser_backend.serving.guides import MAX_GUIDE_BYTES
+from faser_backend.serving.guides import MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody
@@ -142,6 +142,30 @@ def test_a_long_text_is_read_beside_and_a_short_one_at_once():
     texts.run(long, lambda: read.append("long"))
     texts.close()
     assert read == ["short", "long"]
+
+
+CHAIN = "".join(f'r{index} ::= "a" r{index + 1}\n' for index in range(400)) + 'r400 ::= "x"\nroot ::= r0'
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "error"),
+    [
+        ("ebnf_grammar", CHAIN, "guide rules = 402: 7006 bytes of GBNF may have 149 rules at most"),
+        ("ebnf_grammar", "\n" * 200_000, "guide length = 200000: must be at most 32768 bytes in GBNF"),
+        ("ebnf_grammar", f"{'x' * 250_000}", "guide length = 250000"),
+        ("structural_tag", json.dumps({"structures": [], "triggers": ["x"] * 257}), "257 triggers: at most 256"),
+        ("structural_tag", json.dumps({"structures": [1] * 257, "triggers": []}), "257 structures: at most 256"),
+    ],
+)
+def test_a_grammar_that_takes_long_to_read_is_refused(kind: str, guide: str, error: str):
+    with pytest.raises(RequestError, match=error):
+        read_guide(kind, guide)
+
+
+def test_grammars_below_the_limits_are_read():
+    assert "start" in read_guide("ebnf_grammar", 'root ::= "x" other\nother ::= [a-z]+')
+    lark = "start: " + " | ".join(f'"w{index}"' for index in range(20_000))
+    assert lark in read_guide("ebnf_grammar", lark)
 
 
 def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(tmp_path: Path):
