@@ -168,11 +168,15 @@ def test_grammars_below_the_limits_are_read():
     assert lark in read_guide("ebnf_grammar", lark)
 
 
-def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(tmp_path: Path):
+def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "tokenizer.json"
     here = byte_level_tokenizer()
     here.save(str(path))
     separate = SeparateTokenizer(path, PromptFormat())
+    monkeypatch.setattr(TextTokenizer, "encode", None)  # nothing is tokenised here
+    assert separate.encode_prompt("fox") == list(*separate.encode_words("stop", ["fox"])) == here.encode("fox").ids
     for sent in ("", "naïve 🙂 x", "the quick brown fox " * 2000):
         assert separate.encode(sent) == here.encode(sent).ids
     short, long = separate._short._process, separate._long._process
