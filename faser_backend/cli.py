@@ -28,6 +28,7 @@ from faser_backend.cli_options import (
     EarlyExit,
     EarlyExits,
     EngineDir,
+    MaxTextBytes,
     ModelName,
     OpenAiHost,
     OutOfVocab,
@@ -148,6 +149,10 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Metrics port.")] = 8002,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    expose_triton: Annotated[bool, typer.Option("--expose-triton", help="Let --host be reached by others.")] = False,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key to Triton's administration.", show_default="nobody has it")
+    ] = None,
     decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
     policy: Policy = DEFAULT_POLICY,
     draft: Draft = Drafting.AUTO,
@@ -162,6 +167,7 @@ def serve(
     num_threads: Threads = None,
     out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
     chat_template: ChatTemplate = None,
+    max_text_bytes: MaxTextBytes = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
     contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
     openai_port: Annotated[
@@ -175,9 +181,12 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
+    from faser_backend.serving.doors import check_host, random_key, read_admin_key
     from faser_backend.serving.launch import check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
 
+    check_host(host, is_exposed=expose_triton)
+    admin_key = random_key() if admin_key_file is None else read_admin_key(admin_key_file)
     if openai_port is not None:
         from faser_backend.serving.openai.door import check_exposure, check_server, read_keys
 
@@ -202,10 +211,23 @@ def serve(
         "exclude_input_in_output": str(exclude_input_in_output).lower(),
     }
     template_file = None if chat_template is None else chat_template.resolve()
-    optional = {"num_kv_blocks": num_kv_blocks, "num_threads": num_threads, "chat_template": template_file}
+    optional = {
+        "num_kv_blocks": num_kv_blocks,
+        "num_threads": num_threads,
+        "chat_template": template_file,
+        "max_text_bytes": max_text_bytes,
+    }
     parameters |= {name: str(value) for name, value in optional.items() if value is not None}
     options = LaunchOptions(
-        http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters
+        http_port,
+        grpc_port,
+        metrics_port,
+        host,
+        decoupled,
+        contract=contract.value,
+        parameters=parameters,
+        exposes_triton=expose_triton,
+        admin_key=admin_key,
     )
     door = None
     if openai_port is not None:
@@ -213,7 +235,8 @@ def serve(
         door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
         door += ["--draft", draft.value]
         files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
-        given = {"model-name": model_name or (None if engine_dir else DEMO_NAME)} | files
+        given = {"model-name": model_name or (None if engine_dir else DEMO_NAME), "max-text-bytes": max_text_bytes}
+        given |= files
         door += [f"--{name}={value}" for name, value in given.items() if value is not None]
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose, door=door))
 
@@ -231,6 +254,7 @@ def openai(
     tls_key: TlsKey = None,
     chat_template: ChatTemplate = None,
     draft: Draft = Drafting.AUTO,
+    max_text_bytes: MaxTextBytes = None,
 ) -> None:
     """Serve OpenAI's API in front of a Triton server that serves the engine directory already."""
     from faser_backend.serving.demo_engine import demo_engine_dir
@@ -238,9 +262,8 @@ def openai(
 
     directory = engine_dir or demo_engine_dir(print_progress)
     name = model_name or (None if engine_dir else DEMO_NAME)
-    run_door(
-        DoorOptions(directory, triton, port, host, name, api_key_file, tls_cert, tls_key, chat_template, draft.value)
-    )
+    files = (api_key_file, tls_cert, tls_key, chat_template)
+    run_door(DoorOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes))
 
 
 def _add_lab_commands() -> None:

@@ -63,6 +63,10 @@ AcceptanceRule = Annotated[Acceptance, typer.Option("--acceptance", help="How dr
 EarlyExits = Annotated[EarlyExit, typer.Option("--early-exit", help="Auto: as the policy decides.")]
 PipelineMode = Annotated[Pipeline, typer.Option("--pipeline", help="Auto: as the policy decides.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of the engine.", show_default="all cores")]
+MaxTextBytes = Annotated[
+    int | None,
+    typer.Option("--max-text-bytes", min=1, help="Bytes of one text.", show_default="what may fit into the context"),
+]
 ChatTemplate = Annotated[
     Path | None, typer.Option("--chat-template", help="Jinja template instead of the checkpoint's.", show_default=False)
 ]

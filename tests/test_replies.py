@@ -121,5 +121,7 @@ def test_converters_round_trip_and_pad():
     assert arrays["BAD_WORDS_IDS"].shape == (2, 2, 0) and arrays["EMBEDDING_BIAS"].shape == (2, 0)
     tensors = {"TOKENS_BATCH": arrays["INPUT_ID"][:, None], "SEQUENCE_LENGTH": lengths}
     assert [text.decode() for text in dict(postprocess(tensors, TOKENIZER))["OUTPUT"]] == rows
+    with pytest.raises(RequestError, match=r"TOKENS_BATCH length = 1048577: must be at most 1048576 ids"):
+        postprocess({"TOKENS_BATCH": np.zeros((1, 1, 2**20 + 1), np.int32), "SEQUENCE_LENGTH": number(2)}, TOKENIZER)
     with pytest.raises(RequestError, match=r"TOKENS_BATCH = .*token ids must lie in"):
         postprocess({"TOKENS_BATCH": np.full((1, 1, 2), VOCAB, np.int32), "SEQUENCE_LENGTH": number(2)}, TOKENIZER)

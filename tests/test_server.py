@@ -9,12 +9,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+from tritonclient import http
+from tritonclient.utils import InferenceServerException
 
+from faser_backend.serving.doors import GRPC_PREFIX, KEY_HEADER
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML
@@ -306,3 +311,28 @@ def test_metric_families_that_dashboards_know(server: LaunchOptions, stream: Str
 def test_arrays_of_the_metrics_are_finite(server: LaunchOptions):
     share = metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "acceptance_rate")
     assert np.isfinite(share) and 0 <= share <= 1
+
+
+ADMINISTRATION = (
+    "get_model_repository_index",
+    "get_system_shared_memory_status",
+    "get_cuda_shared_memory_status",
+    "get_log_settings",
+    "get_trace_settings",
+)
+OPEN = ("is_server_ready", "get_server_metadata", "get_inference_statistics")
+
+
+@pytest.mark.parametrize(("library", "header"), [(http, KEY_HEADER), (triton, GRPC_PREFIX + KEY_HEADER)])
+def test_administration_opens_to_the_key_alone(server: LaunchOptions, library: Any, header: str):
+    port = server.http_port if library is http else server.grpc_port
+    with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        for call in ADMINISTRATION:
+            for headers in (None, {header: "a-guess"}):
+                with pytest.raises(InferenceServerException, match=r"(403|UNAVAILABLE).* restricted"):
+                    getattr(client, call)(headers=headers)
+            getattr(client, call)(headers={header: server.admin_key})
+        for call in OPEN:
+            getattr(client, call)()
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.register_system_shared_memory("mine", "/anything", 8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.serving.processes import PARENT_POLL_S
 from faser_backend.serving.server import LaunchOptions, TritonServer, check_ports
 from lab.bench.servers import free_ports
 from tests.serving_pair import build_pair
@@ -98,13 +101,39 @@ def test_killing_the_server_leaves_no_process_behind(engine_dir: Path):
         assert process.stdout is not None and process.stdout.readline().startswith("ready: ")
         family = descendants(process.pid)
         assert len(family) >= 5, "a server and a process for each Python model"
+        time.sleep(3 * PARENT_POLL_S)
+        for pid in family[1:]:
+            os.kill(pid, signal.SIGSTOP)  # as if its interpreter never came to its turn
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 15
-    while (left := [pid for pid in family if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == []
+    assert still_running(family, 2.0) == []
+
+
+def still_running(pids: list[int], timeout_s: float) -> list[int]:
+    """Those that have not ended by then."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def test_a_process_ends_with_the_thread_that_started_it_and_another_does_not():
+    """Why the processes of models wait before they call `die_with_parent`. The control never calls it."""
+    code = "import sys, time; from faser_backend.serving.processes import die_with_parent\n"
+    pids: list[int] = []
+
+    def start(call: str) -> None:
+        pids.append(subprocess.Popen([sys.executable, "-c", f"{code}{call}\ntime.sleep(60)"]).pid)
+        time.sleep(1.5)
+
+    thread = threading.Thread(target=lambda: [start("die_with_parent()"), start("")])
+    thread.start()
+    thread.join()
+    try:
+        assert still_running(pids, 2.0) == pids[1:]
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

@@ -14,7 +14,11 @@ import numpy as np
 from faser_backend.core.errors import RequestError
 from faser_backend.core.grammar import Grammar
 
+# Words of a request, and their tokens in all: what they cost is searched for with every token.
 MAX_STOP_SEQUENCES = 64
+MAX_STOP_TOKENS = 4096
+MAX_BAD_WORDS = 1024
+MAX_BAD_TOKENS = 8192
 MAX_SEED = 2**64 - 1
 
 
@@ -69,8 +73,7 @@ class SamplingParams:
             _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
             if math.isnan(bias) or bias == math.inf:
                 raise RequestError(f"logit_bias[{token_id}]", bias, "must be a number below +inf")
-        for word in self.bad_words:
-            _check_token_sequence("bad_words", word, vocab_size)
+        _check_words("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_TOKENS, vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +118,7 @@ class Request:
             )
         for end_id in self.end_ids:
             _check_int("end_id", end_id, 0, limits.vocab_size - 1)
-        if len(self.stop_sequences) > MAX_STOP_SEQUENCES:
-            raise RequestError("stop_words", len(self.stop_sequences), f"at most {MAX_STOP_SEQUENCES} are allowed")
-        for word in self.stop_sequences:
-            _check_token_sequence("stop_words", word, limits.vocab_size)
+        _check_words("stop_words", self.stop_sequences, MAX_STOP_SEQUENCES, MAX_STOP_TOKENS, limits.vocab_size)
         if self.max_draft_tokens is not None:
             _check_int("num_draft_tokens", self.max_draft_tokens, 0, limits.max_context)
         for token_id in self.draft_ids:
@@ -184,8 +184,16 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         raise RequestError(name, value, f"must lie in [{low}, {high}]")
 
 
-def _check_token_sequence(name: str, word: tuple[int, ...], vocab_size: int) -> None:
-    if not word:
-        raise RequestError(name, word, "a word must hold at least 1 token")
-    for token_id in word:
-        _check_int(f"{name} token id", token_id, 0, vocab_size - 1)
+def _check_words(
+    name: str, words: tuple[tuple[int, ...], ...], max_words: int, max_tokens: int, vocab_size: int
+) -> None:
+    if len(words) > max_words:
+        raise RequestError(name, len(words), f"at most {max_words} are allowed")
+    num_tokens = sum(map(len, words))
+    if num_tokens > max_tokens:
+        raise RequestError(f"{name} length", num_tokens, f"at most {max_tokens} tokens in all are allowed")
+    for word in words:
+        if not word:
+            raise RequestError(name, word, "a word must hold at least 1 token")
+        for token_id in word:
+            _check_int(f"{name} token id", token_id, 0, vocab_size - 1)

@@ -9,6 +9,7 @@ which the grammar alone still forbids some.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,20 +22,50 @@ _MAX_BIAS = 1e30  # keeps biased logits finite in float32, after any temperature
 _MIN_REPETITION = 1e-6
 
 
+class _BadWords:
+    """The bad words of one slot: the last token of a word is forbidden where the tokens before it have come.
+
+    The words are taken apart once, into arrays of all tokens that are not last; a batch of rows is then compared with
+    all of them at once.
+    """
+
+    def __init__(self, words: tuple[tuple[int, ...], ...], committed: np.ndarray) -> None:
+        """committed: [n] int64, tokens of the slot."""
+        longer = [word for word in words if len(word) > 1]
+        sizes = np.array([len(word) - 1 for word in longer], np.int64)
+        self._single = np.unique(np.array([word[0] for word in words if len(word) == 1], np.int64))
+        self._last = np.array([word[-1] for word in longer], np.int64)  # [num_longer]
+        self._before = np.array([token for word in longer for token in word[:-1]], np.int64)  # [num_before]
+        self._starts = np.cumsum(sizes) - sizes  # [num_longer], of a word in _before
+        self.tail = np.full(sizes.max(initial=0), -1, np.int64)  # the last committed tokens, as many as words can need
+        # Where in a tail each token of _before has to stand: the last one of its word at the tail's end.
+        self._place = self.tail.size + np.arange(self._before.size) - np.repeat(self._starts + sizes, sizes)
+        self.append(committed)
+
+    def append(self, tokens: np.ndarray) -> None:
+        if self.tail.size:
+            self.tail = np.concatenate((self.tail, tokens))[-self.tail.size :]
+
+    def forbid(self, logits: np.ndarray, where: np.ndarray, drafted: np.ndarray, num_drafted: np.ndarray) -> None:
+        """In place on rows `where` [n] of logits; drafted [n, K] are their tokens behind the committed ones, of which
+        num_drafted [n] count."""
+        logits[where[:, None], self._single] = -np.inf
+        if not self._last.size:
+            return
+        for row, path, num_tokens in zip(where, drafted, num_drafted, strict=True):
+            tail = np.concatenate((self.tail, path[:num_tokens]))[num_tokens:]
+            has_come = np.logical_and.reduceat(tail.take(self._place) == self._before, self._starts)
+            logits[row, self._last[has_come]] = -np.inf
+
+
 @dataclass(slots=True, eq=False)
 class _SlotRules:
-    """Rules of one slot. `tail` holds the last committed tokens, as many as a bad word can need."""
+    """Rules of one slot on single tokens."""
 
     bias_ids: np.ndarray  # [num_biased] int64
     bias_values: np.ndarray  # [num_biased] float32
     end_ids: np.ndarray  # [num_end_ids] int64, forbidden below min_position
     min_position: int
-    bad_words: tuple[tuple[int, ...], ...]
-    tail: list[int]
-
-    @property
-    def tail_size(self) -> int:
-        return max((len(word) for word in self.bad_words), default=1) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +88,10 @@ class LogitRules:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._rules: dict[int, _SlotRules] = {}
+        self._bad_words: dict[int, _BadWords] = {}
         self._penalties: dict[int, _Penalties] = {}
         self._grammars: dict[int, GrammarRule] = {}
+        self._all: tuple[dict[int, Any], ...] = (self._rules, self._bad_words, self._penalties, self._grammars)
 
     def add(
         self,
@@ -70,18 +103,16 @@ class LogitRules:
     ) -> bool:
         """Starts a slot; arguments as in core.ports.Sampler.add. Returns whether it has any rule."""
         forbids_end = sampling.min_tokens > 0 and bool(end_ids)
-        if sampling.logit_bias or sampling.bad_words or forbids_end:
+        if sampling.logit_bias or forbids_end:
             bias = sampling.logit_bias or {}
-            rules = _SlotRules(
+            self._rules[slot] = _SlotRules(
                 bias_ids=np.array(list(bias), np.int64),
                 bias_values=np.array([_bounded_bias(value) for value in bias.values()], np.float32),
                 end_ids=np.array(end_ids, np.int64),
                 min_position=num_prompt_tokens + sampling.min_tokens if forbids_end else 0,
-                bad_words=sampling.bad_words,
-                tail=[],
             )
-            self._rules[slot] = rules
-            _extend_tail(rules, token_ids[max(token_ids.size - rules.tail_size, 0) :].tolist())
+        if sampling.bad_words:
+            self._bad_words[slot] = _BadWords(sampling.bad_words, token_ids)
         if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
             in_prompt = np.zeros(self._vocab_size, np.bool_)
             in_prompt[token_ids[:num_prompt_tokens]] = True
@@ -96,16 +127,15 @@ class LogitRules:
             self._penalties[slot] = penalties
         if sampling.grammar is not None:
             self._grammars[slot] = GrammarRule(sampling.grammar, token_ids[num_prompt_tokens:].tolist())
-        return slot in self._rules or slot in self._penalties or slot in self._grammars
+        return any(slot in rules for rules in self._all)
 
     def remove(self, slot: int) -> None:
-        self._rules.pop(slot, None)
-        self._penalties.pop(slot, None)
-        self._grammars.pop(slot, None)
+        for rules in self._all:
+            rules.pop(slot, None)
 
     def append(self, slot: int, tokens: list[int]) -> None:
-        if (rules := self._rules.get(slot)) is not None:
-            _extend_tail(rules, tokens)
+        if (bad_words := self._bad_words.get(slot)) is not None:
+            bad_words.append(np.array(tokens, np.int64))
         if (penalties := self._penalties.get(slot)) is not None:
             penalties.append(np.array(tokens, np.int64))
         if (grammar := self._grammars.get(slot)) is not None:
@@ -130,10 +160,11 @@ class LogitRules:
                 line[rules.bias_ids] += rules.bias_values
             if rows.positions[index[row]] < rules.min_position:
                 line[rules.end_ids] = -np.inf
-            if rules.bad_words:
-                r = index[row]
-                prefix = rules.tail + rows.drafted[rows.sequence[r], : rows.num_drafted[r]].tolist()
-                _forbid_bad_words(line, rules.bad_words, prefix)
+        for slot in self._bad_words.keys() & set(slots):
+            where = np.flatnonzero(rows.slots[index] == slot)
+            source = index[where]
+            drafted = rows.drafted[rows.sequence[source]]
+            self._bad_words[slot].forbid(logits, where, drafted, rows.num_drafted[source])
         for row, mask in forbidden.items():
             logits[row, mask] = -np.inf
             if logits[row].max() == -np.inf:  # the other rules leave nothing of what is legal
@@ -151,10 +182,9 @@ class LogitRules:
         return forbidden
 
     def check_integrity(self, active_slots: set[int]) -> None:
-        for slots in (self._rules, self._penalties, self._grammars):
+        for slots in self._all:
             assert slots.keys() <= active_slots
         for rules in self._rules.values():
-            assert len(rules.tail) <= rules.tail_size
             assert rules.bias_ids.shape == rules.bias_values.shape
         for penalties in self._penalties.values():
             assert penalties.in_prompt.shape == penalties.output_counts.shape == (self._vocab_size,)
@@ -189,16 +219,3 @@ class LogitRules:
 
 def _bounded_bias(value: float) -> float:
     return value if value == -np.inf else min(max(value, -_MAX_BIAS), _MAX_BIAS)
-
-
-def _extend_tail(rules: _SlotRules, tokens: list[int]) -> None:
-    tail = rules.tail + tokens
-    rules.tail = tail[max(len(tail) - rules.tail_size, 0) :]
-
-
-def _forbid_bad_words(line: np.ndarray, bad_words: tuple[tuple[int, ...], ...], prefix: list[int]) -> None:
-    """The last token of a word is forbidden where the prefix ends with the tokens before it."""
-    for word in bad_words:
-        num_before = len(word) - 1
-        if num_before <= len(prefix) and tuple(prefix[len(prefix) - num_before :]) == word[:-1]:
-            line[word[-1]] = -np.inf

@@ -16,10 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import MAX_SEED, Limits, Request, SamplingParams
-from faser_backend.serving.guides import GUIDE, GUIDE_TYPE, read_guide
+from faser_backend.core.request import MAX_BAD_TOKENS, MAX_SEED, MAX_STOP_TOKENS, Limits, Request, SamplingParams
+from faser_backend.serving.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.link import Hello
-from faser_backend.serving.tensor_values import bias_by_words, read_scalar, read_text, read_word_ids, read_words
+from faser_backend.serving.tensor_values import (
+    BAD_WORDS,
+    STOP_WORDS,
+    bias_by_words,
+    read_scalar,
+    read_text,
+    read_word_ids,
+    read_words,
+)
 from faser_backend.serving.tensors import Tensors, refuse_unsupported
 from faser_backend.serving.tokenizer import TextTokenizer
 
@@ -147,8 +155,9 @@ def _parse_row(
     tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, meaning: SamplingMeaning
 ) -> ParsedRequest:
     prompt_text, prompt_ids = _read_prompt(tensors, hello, tokenizer)
-    stop_strings = read_words(tensors, "stop_words")
-    stop_sequences = tokenizer.encode_words("stop_words", stop_strings) + read_word_ids(tensors, "stop_words_list")
+    stop_strings = read_words(tensors, "stop_words", STOP_WORDS)
+    stop_ids = read_word_ids(tensors, "stop_words_list", MAX_STOP_TOKENS)
+    stop_sequences = tokenizer.encode_words("stop_words", stop_strings) + stop_ids
     num_draft_tokens = read_scalar(tensors, "num_draft_tokens")
     request = Request(
         request_id=request_id,
@@ -158,7 +167,7 @@ def _parse_row(
         end_ids=_read_end_ids(tensors, hello),
         stop_sequences=stop_sequences,
         max_draft_tokens=None if num_draft_tokens is None else int(num_draft_tokens),
-        draft_ids=_read_draft_ids(tensors),
+        draft_ids=_read_draft_ids(tensors, hello.limits),
         wants_log_probs=_flag(tensors, "return_log_probs"),
         wants_context_logits=_flag(tensors, "return_context_logits"),
         wants_generation_logits=_flag(tensors, "return_generation_logits"),
@@ -201,9 +210,9 @@ def _read_prompt(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> tu
     if not given:
         raise RequestError("text_input", None, "a prompt is needed: send text_input, messages or input_ids")
     if given[0] != "input_ids":
-        text = read_text(given[0], read_scalar(tensors, given[0]))
+        text = read_text(given[0], read_scalar(tensors, given[0]), hello.max_text_bytes)
         if given[0] == "messages":
-            text, token_ids = tokenizer.encode_chat("messages", text)
+            text, token_ids = tokenizer.encode_chat("messages", text, hello.max_text_bytes)
         else:
             token_ids = tokenizer.encode_prompt(text)
         if not token_ids:
@@ -223,10 +232,13 @@ def _read_prompt(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> tu
     return None, ids
 
 
-def _read_draft_ids(tensors: Tensors) -> tuple[int, ...]:
+def _read_draft_ids(tensors: Tensors, limits: Limits) -> tuple[int, ...]:
     """The client's draft tokens, without the padding behind them."""
     if "draft_input_ids" not in tensors:
         return ()
+    if (num_ids := tensors["draft_input_ids"].size) > limits.max_context:
+        limit = f"must be at most the context length of {limits.max_context} tokens"
+        raise RequestError("draft_input_ids length", num_ids, limit)
     ids = tensors["draft_input_ids"].reshape(-1).tolist()
     while ids and ids[-1] == -1:
         ids.pop()
@@ -264,7 +276,7 @@ def _read_sampling(
         SamplingParams(temperature=given).validate(hello.limits.vocab_size)  # even where it has no effect
     temperature = meaning.temperature(given, top_k, top_p, min_p)
     seed = read_scalar(tensors, "seed", "random_seed")
-    bad_words = tokenizer.encode_words("bad_words", read_words(tensors, "bad_words"))
+    bad_words = tokenizer.encode_words("bad_words", read_words(tensors, "bad_words", BAD_WORDS))
     return SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -276,12 +288,14 @@ def _read_sampling(
         min_tokens=int(read_scalar(tensors, "min_tokens", "min_length", default=0)),
         seed=meaning.default_seed() if seed is None else int(seed),
         logit_bias=_read_logit_bias(tensors, hello, tokenizer),
-        bad_words=bad_words + read_word_ids(tensors, "bad_words_list"),
+        bad_words=bad_words + read_word_ids(tensors, "bad_words_list", MAX_BAD_TOKENS),
     )
 
 
 def _read_guide(tensors: Tensors) -> str | None:
-    kind, guide = (read_text(name, read_scalar(tensors, name, default=b"")) for name in (GUIDE_TYPE, GUIDE))
+    kind, guide = (
+        read_text(name, read_scalar(tensors, name, default=b""), MAX_GUIDE_BYTES) for name in (GUIDE_TYPE, GUIDE)
+    )
     if not kind and guide:
         raise RequestError(GUIDE, guide, f"is given without {GUIDE_TYPE}")
     return read_guide(kind, guide) if kind else None

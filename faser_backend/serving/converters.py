@@ -6,10 +6,20 @@ import numpy as np
 
 from faser_backend.core.errors import RequestError
 from faser_backend.serving.link import Hello
-from faser_backend.serving.tensor_values import bias_by_words, read_text, read_words, word_ids_array
+from faser_backend.serving.tensor_values import (
+    BAD_WORDS,
+    STOP_WORDS,
+    WordLimit,
+    bias_by_words,
+    read_text,
+    read_words,
+    word_ids_array,
+)
 from faser_backend.serving.tensors import Tensors, refuse_unsupported
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray
+
+MAX_TOKENS = 1 << 20  # that one request may have turned into text
 
 
 def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list[NamedArray]:
@@ -18,7 +28,7 @@ def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list
     The decoder's ids, one padding token each, are for clients that pass them on; a decoder-only model reads none.
     """
     refuse_unsupported(tensors)
-    rows = _read_prompts(tensors, tokenizer)
+    rows = _read_prompts(tensors, tokenizer, hello.max_text_bytes)
     num_rows = len(rows)
     if "REQUEST_OUTPUT_LEN" not in tensors or tensors["REQUEST_OUTPUT_LEN"].size != num_rows:
         raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {num_rows}")
@@ -32,8 +42,8 @@ def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list
     return [
         ("INPUT_ID", input_ids),
         ("DECODER_INPUT_ID", pad_ids),
-        ("BAD_WORDS_IDS", _words_by_row(tensors, "BAD_WORDS_DICT", num_rows, tokenizer)),
-        ("STOP_WORDS_IDS", _words_by_row(tensors, "STOP_WORDS_DICT", num_rows, tokenizer)),
+        ("BAD_WORDS_IDS", _words_by_row(tensors, "BAD_WORDS_DICT", BAD_WORDS, num_rows, tokenizer)),
+        ("STOP_WORDS_IDS", _words_by_row(tensors, "STOP_WORDS_DICT", STOP_WORDS, num_rows, tokenizer)),
         ("REQUEST_INPUT_LEN", np.array([[len(token_ids)] for token_ids in rows], np.int32)),
         ("REQUEST_DECODER_INPUT_LEN", ones),
         ("REQUEST_OUTPUT_LEN", tensors["REQUEST_OUTPUT_LEN"].reshape(num_rows, 1).astype(np.int32)),
@@ -52,6 +62,8 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tok
         if name not in tensors:
             raise RequestError(name, None, "is required")
     tokens, lengths = tensors["TOKENS_BATCH"], tensors["SEQUENCE_LENGTH"]
+    if tokens.size > MAX_TOKENS:
+        raise RequestError("TOKENS_BATCH length", tokens.size, f"must be at most {MAX_TOKENS} ids")
     if tokens.ndim != 3 or lengths.shape != tokens.shape[:2]:
         raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"must be the first two of {list(tokens.shape)}")
     texts = []
@@ -65,16 +77,17 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tok
     return [("OUTPUT", np.array(texts, dtype=object))]
 
 
-def _read_prompts(tensors: Tensors, tokenizer: TextTokenizer) -> list[list[int]]:
+def _read_prompts(tensors: Tensors, tokenizer: TextTokenizer, max_bytes: int) -> list[list[int]]:
     """Token ids of every row."""
     if "QUERY" in tensors and "MESSAGES" in tensors:
         raise RequestError("MESSAGES", "given with QUERY", "send one of the two")
     if "MESSAGES" in tensors:
-        conversations = [read_text("MESSAGES", value) for value in tensors["MESSAGES"].reshape(-1)]
-        return [tokenizer.encode_chat("MESSAGES", messages)[1] for messages in conversations]
+        conversations = [read_text("MESSAGES", value, max_bytes) for value in tensors["MESSAGES"].reshape(-1)]
+        return [tokenizer.encode_chat("MESSAGES", messages, max_bytes)[1] for messages in conversations]
     if "QUERY" not in tensors:
         raise RequestError("QUERY", None, "a prompt is needed: send QUERY or MESSAGES")
-    return [tokenizer.encode_prompt(read_text("QUERY", value)) for value in tensors["QUERY"].reshape(-1)]
+    texts = [read_text("QUERY", value, max_bytes) for value in tensors["QUERY"].reshape(-1)]
+    return [tokenizer.encode_prompt(text) for text in texts]
 
 
 def _ids_by_row(tensors: Tensors, name: str, num_rows: int, default: int) -> np.ndarray:
@@ -86,11 +99,11 @@ def _ids_by_row(tensors: Tensors, name: str, num_rows: int, default: int) -> np.
     return tensors[name].reshape(num_rows, 1).astype(np.int32)
 
 
-def _words_by_row(tensors: Tensors, name: str, num_rows: int, tokenizer: TextTokenizer) -> np.ndarray:
+def _words_by_row(tensors: Tensors, name: str, limit: WordLimit, num_rows: int, tokenizer: TextTokenizer) -> np.ndarray:
     """[B, 2, n]; rows with fewer ids are padded with 0 and end offsets with -1."""
     rows = []
     for row in range(num_rows):
-        words = read_words({name: tensors[name][row]}, name) if name in tensors else []
+        words = read_words({name: tensors[name][row]}, name, limit) if name in tensors else []
         rows.append(word_ids_array(tokenizer.encode_words(name, words)))
     array = np.zeros((num_rows, 2, max(row.shape[1] for row in rows)), np.int32)
     array[:, 1] = -1

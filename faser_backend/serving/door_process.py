@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.server import DRAIN_S, die_with_parent
+from faser_backend.serving.processes import die_with_parent
+from faser_backend.serving.server import DRAIN_S
 
 START_S = 30.0
 

@@ -14,7 +14,8 @@ from faser_backend.serving.link import Hello
 from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.serving.separate_tokenizer import SeparateTokenizer
+from faser_backend.serving.tensor_values import default_text_bytes
 
 
 class EngineHost:
@@ -40,7 +41,7 @@ class EngineHost:
             chat_template_file=options.chat_template_file,
             adds_special_tokens=options.adds_special_tokens,
         )
-        self.tokenizer = TextTokenizer.from_file(tokenizer_file, prompts)
+        self.tokenizer = SeparateTokenizer(tokenizer_file, prompts)
         engine = build_engine(engine_dir, config)
         self.hello = Hello(
             tokenizer_file=tokenizer_file,
@@ -52,6 +53,8 @@ class EngineHost:
             cancellation_period_s=options.cancellation_period_s,
             prompts=prompts,
             kv_block_size=manifest.kv_block_size,
+            max_text_bytes=options.max_text_bytes
+            or default_text_bytes(engine.limits.max_context, self.tokenizer.longest_token),
         )
         self.loop = EngineLoop(
             engine,
@@ -64,3 +67,4 @@ class EngineHost:
 
     def close(self) -> None:
         self.loop.close()
+        self.tokenizer.close()

@@ -19,6 +19,7 @@ from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello, describe_refusal
+from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import merge
@@ -72,6 +73,7 @@ class Frontend:
         self._live: dict[str, _Exchange] = {}  # by request id of the engine
         self._stopping: set[str] = set()  # sequences whose text has met a stop string
         self._closing = threading.Event()
+        self._long_texts = LongTexts(hello.max_queue_size)
         self._threads = [
             threading.Thread(target=self._run_sender, name="sender", daemon=True),
             threading.Thread(target=self._run_canceller, name="canceller", daemon=True),
@@ -82,6 +84,12 @@ class Frontend:
     def handle(self, tensors: Tensors, client_id: str, responder: Responder) -> None:
         """Starts one request, or executes a stop request. Every failure is answered here, never raised."""
         received_ns = time.perf_counter_ns()
+        try:
+            self._long_texts.run(tensors, lambda: self._start(tensors, client_id, responder, received_ns))
+        except FaserError as error:
+            self._refuse(None, responder, error)
+
+    def _start(self, tensors: Tensors, client_id: str, responder: Responder, received_ns: int) -> None:
         exchange: _Exchange | None = None
         try:
             if is_stop_request(tensors):
@@ -111,12 +119,14 @@ class Frontend:
 
     def drain(self) -> None:
         """Waits until every request has been answered."""
+        self._long_texts.drain()
         while self._live:
             time.sleep(DRAIN_POLL_S)
 
     def close(self) -> None:
         """Ends the threads; requests that still run are failed."""
         self._closing.set()
+        self._long_texts.close()
         self._link.close()
         self._threads[1].join(5.0)
         self._fail_all("the server is shutting down")

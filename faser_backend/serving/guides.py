@@ -8,6 +8,7 @@ transformers. Compiling happens off the step loop, once per grammar; what it may
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.grammar import Grammar
@@ -26,11 +27,16 @@ GUIDE = "guided_decoding_guide"
 GUIDE_TYPE = "guided_decoding_guide_type"
 TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 MAX_GUIDE_BYTES = 256 << 10
+# The library turns GBNF into Lark in Python: as often as there are rules it goes over all that is not terminal.
+MAX_GBNF_BYTES = 32 << 10
+MAX_GBNF_WORK = 1 << 20  # rules times bytes: a quarter of a second
+MAX_TAGS = 256  # structures of a structural tag, and triggers
 MAX_COMPILED = 64  # grammars that are kept
 MAX_WAITING = 64  # grammars that wait to be compiled
 LEXER_FUEL = 100_000  # a tenth of the library's own limit: what a regular expression may cost is 50 ms, not a second
 # As json.dumps writes: a small model given leave to indent does so until its tokens are spent.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:)")  # the others are GBNF, llama.cpp's
 
 
 def read_guide(kind: str, guide: str) -> str:
@@ -42,6 +48,9 @@ def read_guide(kind: str, guide: str) -> str:
         raise RequestError(GUIDE, guide, f"is required with {GUIDE_TYPE} = {kind!r}")
     if len(guide.encode()) > MAX_GUIDE_BYTES:
         raise RequestError(GUIDE, guide, f"must be at most {MAX_GUIDE_BYTES} bytes")
+    is_gbnf = kind == "ebnf_grammar" and not any(map(_LARK_LINE.match, guide.splitlines()))
+    if is_gbnf:
+        _check_gbnf(guide)
     try:
         if kind == "json":
             return LLMatcher.grammar_from_json_schema("{}", defaults=JSON_STYLE)
@@ -50,7 +59,7 @@ def read_guide(kind: str, guide: str) -> str:
         if kind == "regex":
             return LLMatcher.grammar_from_regex(guide)
         if kind == "ebnf_grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(guide))
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(guide) if is_gbnf else guide)
         return _structural_tag(json.loads(guide))
     except RecursionError:
         raise RequestError(GUIDE, guide, "is nested too deeply") from None
@@ -58,10 +67,23 @@ def read_guide(kind: str, guide: str) -> str:
         raise RequestError(GUIDE, guide, f"is no {kind}: {_first_line(error)}") from None
 
 
+def _check_gbnf(guide: str) -> None:
+    num_bytes, num_rules = len(guide.encode()), guide.count("::=")
+    if num_bytes > MAX_GBNF_BYTES:
+        limit = f"must be at most {MAX_GBNF_BYTES} bytes in GBNF; Lark may have {MAX_GUIDE_BYTES}"
+        raise RequestError(f"{GUIDE} length", num_bytes, limit)
+    if num_rules * num_bytes > MAX_GBNF_WORK:
+        limit = f"{num_bytes} bytes of GBNF may have {MAX_GBNF_WORK // num_bytes} rules at most; Lark may have more"
+        raise RequestError(f"{GUIDE} rules", num_rules, limit)
+
+
 def _structural_tag(tag: Any) -> str:
     """XGrammar's {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text in which a structure that
     was begun has to be finished."""
     structures = tag["structures"]
+    for name in ("structures", "triggers"):
+        if len(tag[name]) > MAX_TAGS:
+            raise ValueError(f"{len(tag[name])} {name}: at most {MAX_TAGS} are allowed")
     tags = []
     for structure in structures:
         begin = structure["begin"]

@@ -1,9 +1,9 @@
-"""How a front end in another process reaches the engine: a Unix socket and five messages.
+"""How a front end in another process reaches the engine: a Unix socket, calls one way and news the other.
 
 Triton forwards a cancelled request only to the model that the client called: inside an ensemble the
 running step never hears of it. So every text model has a frontend and a process of its own, which
-tokenises, detokenises and answers; token ids cross this link. Messages are pickled tuples; the
-socket lies in a folder that only this user can enter.
+tokenises, detokenises and answers; token ids cross this link. Messages are plain data (packing.py) in
+frames of limited size (frames.py); the socket lies in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import socket
 import stat
 import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
-from faser_backend.core.errors import ConfigError, FaserError, QueueFullError, RequestError
+from faser_backend.core.errors import ConfigError, FaserError, ManifestError, QueueFullError, RequestError
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.frames import FrameError, FrameSocket
+from faser_backend.serving.packing import PackingError, pack, unpack
 from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tensor_values import MIN_TEXT_BYTES
 
 _log = logging.getLogger(__name__)
 CLOSE_S = 1.0  # for a frontend to take what it is sent last
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
+MAX_CALL_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and all that may come with it
+MAX_NEWS_BYTES = 3 << 30  # of a frame from it: the logits of one output
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,49 @@ class Hello:
     cancellation_period_s: float
     prompts: PromptFormat = field(default_factory=PromptFormat)
     kv_block_size: int = 16
+    max_text_bytes: int = MIN_TEXT_BYTES  # of one prompt or conversation, before it is tokenised
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a frontend asks for. id: the request's, or the client's for submit and stop_client."""
+
+    verb: Literal["submit", "cancel", "stop", "stop_client"]
+    id: str
+    request: Request | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SentError:
+    """An error that crosses a link, to be raised on the other side as the class that it was."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: FaserError) -> SentError:
+        return cls(type(error).__name__, str(error))
+
+    def restored(self) -> FaserError:
+        """The error; a class that is not known here becomes FaserError."""
+        kind = next((known for known in _ERRORS if known.__name__ == self.kind), FaserError)
+        error = kind.__new__(kind)
+        Exception.__init__(error, self.message)
+        if isinstance(error, RequestError):
+            error.field = self.message.partition(" = ")[0]
+        return error
+
+
+_ERRORS = (RequestError, QueueFullError, ConfigError, ManifestError, FrameError, PackingError)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the engine tells a frontend: hello once, then outputs; an error before it hangs up."""
+
+    hello: Hello | None = None
+    outputs: list[RequestOutput] = field(default_factory=list)
+    error: SentError | None = None
 
 
 class EngineLink(Protocol):
@@ -99,11 +145,15 @@ class LinkServer:
         self._served: list[tuple[Subscription, threading.Thread]] = []
         remove_stale_sockets(path.parent)
         path.unlink(missing_ok=True)
-        self._listener = Listener(str(path), family="AF_UNIX", backlog=16)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(16)
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
     def close(self) -> None:
         """Takes no more frontends; those that are there are sent what there is for them."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         self._path.unlink(missing_ok=True)
         for subscription, writer in self._served:
@@ -113,30 +163,40 @@ class LinkServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
+                stream, _ = self._listener.accept()
             except OSError:  # closed
                 return
+            frames = FrameSocket(stream, max_received=MAX_CALL_BYTES, max_sent=MAX_NEWS_BYTES)
             subscription = self._loop.subscribe()
             reader, writer = (
-                threading.Thread(target=target, args=(connection, subscription), name="link", daemon=True)
+                threading.Thread(target=target, args=(frames, subscription), name="link", daemon=True)
                 for target in (self._read, self._write)
             )
             self._served.append((subscription, writer))
             reader.start()
             writer.start()
 
-    def _read(self, connection: Connection, subscription: Subscription) -> None:
+    def _read(self, frames: FrameSocket, subscription: Subscription) -> None:
         try:
-            while True:
-                verb, *arguments = connection.recv()
-                if verb == "submit":
-                    self._submit(subscription, *arguments)
-                else:
-                    getattr(subscription, {"cancel": "cancel", "stop": "stop", "stop_client": "stop_client"}[verb])(
-                        *arguments
-                    )
-        except (EOFError, OSError):
-            subscription.close()  # the frontend is gone: its requests give back their blocks
+            while (data := frames.receive()) is not None:
+                self._execute(subscription, unpack(Call, data))
+        except (FrameError, PackingError) as error:
+            # Whoever writes such frames is no frontend of this version: it is told, and hung up on.
+            _log.warning("a frontend was hung up on: %s", error)
+            with contextlib.suppress(FaserError, OSError):
+                frames.send(pack(News(error=SentError.of(error))))
+        except OSError:
+            pass
+        frames.close()
+        subscription.close()  # the frontend is gone: its requests give back their blocks
+
+    def _execute(self, subscription: Subscription, call: Call) -> None:
+        if call.verb == "submit":
+            if call.request is None:
+                raise PackingError("Call.request = None: submit needs a request")
+            self._submit(subscription, call.request, call.id)
+        else:
+            getattr(subscription, call.verb)(call.id)  # one of three names: unpack has checked it
 
     def _submit(self, subscription: Subscription, request: Request, client_id: str) -> None:
         try:
@@ -146,80 +206,101 @@ class LinkServer:
             refusal = RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=message)
             subscription.outputs.put([refusal])
 
-    def _write(self, connection: Connection, subscription: Subscription) -> None:
-        with contextlib.suppress(OSError):  # the reader notices that the frontend is gone and ends this queue
-            connection.send(self._hello)
-            while (batch := subscription.outputs.get()) is not None:
-                while not subscription.outputs.empty():
-                    more = subscription.outputs.get()
-                    if more is None:
-                        return
-                    batch = batch + more
-                connection.send_bytes(pickle.dumps([_pack(output) for output in batch], pickle.HIGHEST_PROTOCOL))
+    def _write(self, frames: FrameSocket, subscription: Subscription) -> None:
+        try:
+            self._tell(frames, subscription)
+        except FaserError as error:  # the frontend would wait for ever for what cannot be sent
+            _log.error("a frontend was hung up on: %s", error)
+            frames.close()
+        except OSError:
+            pass  # the reader notices that the frontend is gone and ends this queue
+
+    def _tell(self, frames: FrameSocket, subscription: Subscription) -> None:
+        frames.send(pack(News(hello=self._hello)))
+        while (batch := subscription.outputs.get()) is not None:
+            while not subscription.outputs.empty() and not _has_logits(batch):
+                more = subscription.outputs.get()
+                if more is None:
+                    return
+                batch = batch + more
+            for part in [[output] for output in batch] if _has_logits(batch) else [batch]:
+                frames.send(pack(News(outputs=part)))
 
 
-def _pack(output: RequestOutput) -> tuple:
-    return (
-        output.request_id,
-        output.token_ids,
-        output.log_probs,
-        output.finish_reason,
-        output.error,
-        output.stats,
-        output.context_logits,
-        output.generation_logits,
-    )
+def _has_logits(batch: list[RequestOutput]) -> bool:
+    """Outputs with logits take frames of their own, so that no frame holds those of two."""
+    return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
 
 
 class SocketLink:
-    """A frontend's end. Raises ConfigError if no engine answers within `timeout_s`."""
+    """A frontend's end. Raises ConfigError if no engine answers within `timeout_s`, or FaserError with what the
+    engine's end has to say."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.outputs: SimpleQueue[list[RequestOutput] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # several request threads share the connection
-        self._connection = _connect(path, timeout_s)
-        self.hello: Hello = self._connection.recv()
+        self._frames = _connect(path, timeout_s)
+        self._failure: FaserError | None = None
+        hello = self._receive()
+        if hello is None or hello.hello is None:
+            raise ConfigError(f"the engine at {path} hung up before it said anything")
+        self.hello: Hello = hello.hello
         threading.Thread(target=self._read, name="link-read", daemon=True).start()
 
     def submit(self, request: Request, client_id: str) -> None:
-        self._send("submit", request, client_id)
+        """Raises RequestError where the request cannot be sent, or what the engine's end said before it hung up."""
+        self._send(Call("submit", client_id, request))
 
     def cancel(self, request_id: str) -> None:
-        self._send("cancel", request_id)
+        self._send(Call("cancel", request_id))
 
     def stop(self, request_id: str) -> None:
-        self._send("stop", request_id)
+        self._send(Call("stop", request_id))
 
     def stop_client(self, client_id: str) -> None:
-        self._send("stop_client", client_id)
+        self._send(Call("stop_client", client_id))
 
     def close(self) -> None:
-        # A shutdown, not a close: the reader's blocked read would keep the socket open.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
+        self._frames.close()
 
-    def _send(self, *message: object) -> None:
+    def _send(self, call: Call) -> None:
+        if self._failure is not None:
+            raise self._failure
         try:
-            with self._lock:
-                self._connection.send(message)
+            self._frames.send(pack(call))
         except OSError as error:
             raise RequestError("engine", "unreachable", f"the engine process is gone ({error})") from None
 
+    def _receive(self) -> News | None:
+        """None once the engine has hung up. Raises what it said before."""
+        data = self._frames.receive()
+        if data is None:
+            return None
+        news = unpack(News, data)
+        if news.error is not None:
+            raise news.error.restored()
+        return news
+
     def _read(self) -> None:
         try:
-            while True:
-                packed = pickle.loads(self._connection.recv_bytes())
-                self.outputs.put([RequestOutput(*fields) for fields in packed])
-        except (EOFError, OSError):
-            self.outputs.put(None)
+            while (news := self._receive()) is not None:
+                self.outputs.put(news.outputs)
+        except FaserError as error:
+            _log.warning("the link to the engine ended: %s", error)
+            self._failure = error
+        except OSError:
+            pass
+        self.outputs.put(None)
 
 
-def _connect(path: Path, timeout_s: float) -> Connection:
+def _connect(path: Path, timeout_s: float) -> FrameSocket:
     deadline_s = time.monotonic() + timeout_s
     while True:
+        stream = socket.socket(socket.AF_UNIX)
         try:
-            return Client(str(path), family="AF_UNIX")
+            stream.connect(str(path))
+            return FrameSocket(stream, max_received=MAX_NEWS_BYTES, max_sent=MAX_CALL_BYTES)
         except OSError as error:
+            stream.close()
             if time.monotonic() >= deadline_s:
                 reason = f"no engine answers at {path} ({error}); is the model 'tensorrt_llm' loaded?"
                 raise ConfigError(reason) from None

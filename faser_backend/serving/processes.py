@@ -1,8 +1,30 @@
-"""The processes below one process, as Linux shows them in /proc."""
+"""The processes below one process, as Linux shows them in /proc; and how one ends with its parent."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 from pathlib import Path
+
+PARENT_POLL_S = 0.5  # between two looks of a model's process at its parent
+_LIBC = ctypes.CDLL(None)  # opened here: after a fork, the loader's lock may be held
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when the *thread* that started it ends, whatever this process is at.
+    One system call: it may stand between fork and exec. It lasts as long as the thread that calls it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_child_of_main_thread(parent: int) -> bool:
+    """Tells whether this process now belongs to the main thread of its parent, which ends no sooner than that does. A
+    thread's children pass to the main thread when it ends."""
+    try:
+        return str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return False
 
 
 def children(pid: int) -> list[int]:

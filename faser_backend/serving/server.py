@@ -29,8 +29,9 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import PROJECT_ROOT
+from faser_backend.serving.doors import check_host, random_key, restriction_options
 from faser_backend.serving.model_configs import known_keys, launch_text
-from faser_backend.serving.processes import arguments, children, is_running
+from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
@@ -41,7 +42,6 @@ TELL_S = 0.5  # for those who notice that a process is gone to answer their requ
 DRAIN_POLL_S = 0.1
 FRESH_S = 1.0  # of what the engine says; it says it four times a second
 _MODEL_PROCESS = "triton_python_backend_stub"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class LaunchOptions:
     is_decoupled: bool = True
     contract: str = "inflight_batcher"
     parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
+    exposes_triton: bool = False  # host may be an address that others reach
+    admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class TritonServer:
         """Starts the process. Raises ConfigError where it cannot be started as asked."""
         self.options = options
         ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
+        check_host(options.host, is_exposed=options.exposes_triton)
         install = find_triton()
         check_libpython()
         check_ports(options.host, ports)
@@ -269,6 +272,7 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
         command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
     return [
         *command,
+        *restriction_options(options.admin_key),
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
@@ -296,9 +300,3 @@ def _python_library_folder() -> tuple[Path, ...]:
     folder = sysconfig.get_config_var("LIBDIR")
     name = f"libpython{PYTHON_VERSION}.so.1.0"
     return (Path(folder),) if folder and (Path(folder) / name).is_file() else ()
-
-
-def die_with_parent() -> None:
-    """For a child, before it runs its program: it gets SIGTERM when we end, however that happens."""
-    # Without it a killed `faser serve` would leave the server behind, holding its ports.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

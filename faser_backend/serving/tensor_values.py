@@ -1,12 +1,42 @@
-"""Values out of request tensors and into them: scalars, texts, word lists, biases. Numpy and the tokenizer alone."""
+"""Values out of request tensors and into them: scalars, texts, word lists, biases. Numpy and the tokenizer alone.
+
+Bytes and words are counted before anything is decoded or tokenised.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.core.errors import RequestError
+from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
 from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
+
+
+class WordLimit(NamedTuple):
+    """How many words a list may hold, and of how many bytes in all."""
+
+    num_words: int
+    num_bytes: int
+
+
+STOP_WORDS = WordLimit(MAX_STOP_SEQUENCES, 4096)
+BAD_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
+BIAS_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
+MIN_TEXT_BYTES = 64 << 10
+MAX_TOKEN_BYTES = 16  # that a token of a text is taken to have on average, however long the longest is
+
+
+def default_text_bytes(max_context: int, longest_token: int) -> int:
+    """Bytes of a text that may fit into the context; longer ones are refused before they are tokenised."""
+    return max(MIN_TEXT_BYTES, max_context * min(longest_token, MAX_TOKEN_BYTES))
+
+
+def num_text_bytes(tensors: Tensors) -> int:
+    """Bytes of all strings of a request."""
+    return sum(len(value) for array in tensors.values() if array.dtype == object for value in array.reshape(-1))
 
 
 def read_scalar(tensors: Tensors, *names: str, default=None):
@@ -20,7 +50,10 @@ def read_scalar(tensors: Tensors, *names: str, default=None):
     return default
 
 
-def read_text(name: str, value: object) -> str:
+def read_text(name: str, value: object, max_bytes: int | None = None) -> str:
+    """Raises RequestError for what is longer than max_bytes, None is any length, or no UTF-8."""
+    if max_bytes is not None:
+        check_length(name, value, max_bytes)
     if isinstance(value, str):
         return value
     try:
@@ -29,19 +62,33 @@ def read_text(name: str, value: object) -> str:
         raise RequestError(name, value, "must be UTF-8 text") from None
 
 
-def read_words(tensors: Tensors, name: str) -> list[str]:
+def check_length(name: str, text: object, max_bytes: int) -> None:
+    """Raises RequestError for a text, or bytes of one, of more than max_bytes."""
+    if isinstance(text, str | bytes) and len(text) * (4 if isinstance(text, str) else 1) > max_bytes:
+        num_bytes = len(text) if isinstance(text, bytes) else len(text.encode(errors="replace"))
+        if num_bytes > max_bytes:
+            raise RequestError(f"{name} length", num_bytes, f"must be at most {max_bytes} bytes")
+
+
+def read_words(tensors: Tensors, name: str, limit: WordLimit) -> list[str]:
     """Strings of a STRING[-1] tensor; empty strings mean none."""
     if name not in tensors:
         return []
-    words = [read_text(name, value) for value in tensors[name].reshape(-1)]
-    return [word for word in words if word]
+    values = [value for value in tensors[name].reshape(-1) if value]
+    if len(values) > limit.num_words:
+        raise RequestError(name, len(values), f"at most {limit.num_words} are allowed")
+    if (num_bytes := sum(map(len, values))) > limit.num_bytes:
+        raise RequestError(f"{name} length", num_bytes, f"at most {limit.num_bytes} bytes in all are allowed")
+    return [read_text(name, value) for value in values]
 
 
-def read_word_ids(tensors: Tensors, name: str) -> tuple[tuple[int, ...], ...]:
-    """Words from INT32 [2, n] (or [1, 2, n]): row 0 flat ids, row 1 cumulative ends padded with -1."""
+def read_word_ids(tensors: Tensors, name: str, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Words from INT32 [2, n] (or [1, 2, n]): row 0 flat ids, row 1 cumulative ends padded with -1; n <= max_tokens."""
     if name not in tensors or tensors[name].size == 0:
         return ()
     array = tensors[name]
+    if array.shape[-1] > max_tokens:
+        raise RequestError(f"{name} length", array.shape[-1], f"at most {max_tokens} tokens in all are allowed")
     array = array[0] if array.ndim == 3 else array
     if array.ndim != 2 or array.shape[0] != 2:
         raise RequestError(name, list(tensors[name].shape), "must have shape [1, 2, n]: ids and cumulative ends")
@@ -68,7 +115,7 @@ def bias_by_words(
     tensors: Tensors, words_name: str, weights_name: str, tokenizer: TextTokenizer
 ) -> dict[int, float] | None:
     """Every token of a word gets the word's weight; weights of shared tokens add up."""
-    words = read_words(tensors, words_name)
+    words = read_words(tensors, words_name, BIAS_WORDS)
     weights = tensors[weights_name].reshape(-1).tolist() if weights_name in tensors else []
     if len(words) != len(weights):
         raise RequestError(weights_name, len(weights), f"one weight per word is needed; {len(words)} words were given")

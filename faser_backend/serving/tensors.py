@@ -180,7 +180,9 @@ LLMAPI_OUTPUTS = (
 # -- what is refused when it is used --------------------------------------------------------------------------------
 def _is_blank(array: np.ndarray) -> bool:
     """No value, or zeros, False and empty strings alone: what clients send for "not used"."""
-    return not any(value not in (0, b"", "") for value in array.reshape(-1).tolist())
+    if array.dtype != object:
+        return not array.any()
+    return not any(value not in (0, b"", "") for value in array.reshape(-1))
 
 
 def _holds_at_most(*neutral: float) -> Callable[[np.ndarray], bool]:

@@ -125,8 +125,11 @@ class StopMatcher:
     def _num_may_become_stop(self, seen: str) -> int:
         for num_chars in range(min(self._num_tail, len(seen)), 0, -1):
             ending = seen[len(seen) - num_chars :]
-            if any(stop.startswith(ending) for stop in self._stops):
-                return num_chars
+            for stop in self._stops:  # the longest first
+                if len(stop) < num_chars:
+                    break
+                if stop.startswith(ending):
+                    return num_chars
         return 0
 
 

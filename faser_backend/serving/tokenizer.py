@@ -8,15 +8,26 @@ byte-level vocabularies it also gives the exact bytes of every token, which make
 from __future__ import annotations
 
 import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is read on the thread that asks
 
 from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, RequestError
 from faser_backend.serving.chat import Message, read_messages
 from faser_backend.serving.prompts import PromptFormat
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Raises ConfigError naming the file where it is missing or not a tokenizer."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for every cause
+        raise ConfigError(f"tokenizer {path}: {error}") from None
 
 
 class TextTokenizer:
@@ -30,14 +41,16 @@ class TextTokenizer:
     @classmethod
     def from_file(cls, path: Path, prompts: PromptFormat | None = None) -> TextTokenizer:
         """Raises ConfigError naming the file where it is missing or not a tokenizer."""
-        try:
-            return cls(Tokenizer.from_file(str(path)), prompts)
-        except Exception as error:  # the library raises plain Exception for every cause
-            raise ConfigError(f"tokenizer {path}: {error}") from None
+        return cls(load_tokenizer(path), prompts)
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token, as it is written in the vocabulary: at least those of its text."""
+        return max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def pad_id(self) -> int | None:
@@ -45,7 +58,8 @@ class TextTokenizer:
         return self._special_id("pad_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: the library lets other threads run for batches alone.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """A plain prompt, with the tokens that the checkpoint puts around it; its begin token at most once."""
@@ -59,17 +73,24 @@ class TextTokenizer:
             return token_ids[1:]
         return token_ids
 
-    def encode_chat(self, field: str, messages: str) -> tuple[str, list[int]]:
+    def encode_chat(self, field: str, messages: str, max_bytes: int | None = None) -> tuple[str, list[int]]:
         """JSON [{role, content}] -> the prompt and its ids, which hold the special tokens that the template writes
-        and no others. Raises RequestError naming the field.
+        and no others. Raises RequestError naming the field, where the template writes more than max_bytes too.
         """
-        return self.encode_conversation(field, read_messages(field, messages))
+        return self.encode_conversation(field, read_messages(field, messages), max_bytes=max_bytes)
 
     def encode_conversation(
-        self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None
+        self,
+        field: str,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        max_bytes: int | None = None,
     ) -> tuple[str, list[int]]:
         """As encode_chat, of messages that have been checked; tools are shown to the model if the template does."""
         text = self._chat.render(field, messages, tools)
+        if max_bytes is not None and (num_bytes := len(text.encode())) > max_bytes:
+            raise RequestError(f"{field} length", num_bytes, f"must be at most {max_bytes} bytes, rendered")
         return text, self.encode(text)
 
     @property

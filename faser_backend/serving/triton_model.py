@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ from faser_backend.serving.converters import postprocess, preprocess
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_path
 from faser_backend.serving.llmapi import LlmApiWire
+from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.metrics import ComposingCounters, MetricReporter
 from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
 from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
+from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
 from faser_backend.serving.tensors import refuse_undeclared
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray
 from faser_backend.serving.wire import InflightBatcherWire, Wire
 
-PARENT_POLL_S = 1.0
+_log = logging.getLogger(__name__)
+MAX_LONG_TEXTS = 256  # that wait for a converter
 TELL_S = 0.5  # for the requests of a broken engine to be answered
 ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: the engine is up by then
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -219,26 +223,41 @@ class LlmApiModel(EngineModel):
 
     wire = LlmApiWire()
 
+    def initialize(self, args: dict[str, str]) -> None:
+        super().initialize(args)
+        self._host.tokenizer.encode("")  # starts its process, which the first client need not wait for
+
 
 class _Converter(ConfiguredModel):
-    """A model that only converts: it borrows the engine's tokenizer file and answers at once."""
+    """A model that only converts: it borrows the engine's tokenizer file and answers by itself."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._parameters = self._configure(args)
         self._hello: Hello | None = None
+        self._long_texts = LongTexts(MAX_LONG_TEXTS)
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        responses = []
+    def execute(self, requests: list[Any]) -> None:
         for request in requests:
+            responder = TritonResponder(request)
             try:
                 if self._hello is None:
                     self._connect()
-                arrays = self._convert(self._read(request))
-                responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(*named) for named in arrays]))
+                tensors = self._read(request)
+                self._long_texts.run(tensors, partial(self._answer, tensors, responder))
             except FaserError as error:
-                failure = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
-                responses.append(pb_utils.InferenceResponse(error=failure))
-        return responses
+                responder.fail(str(error), "INVALID_ARG")
+
+    def finalize(self) -> None:
+        self._long_texts.close()
+
+    def _answer(self, tensors: dict[str, np.ndarray], responder: TritonResponder) -> None:
+        try:
+            responder.send(self._convert(tensors), is_final=True)
+        except FaserError as error:
+            responder.fail(str(error), "INVALID_ARG")
+        except Exception as error:
+            _log.exception("a request could not be converted")
+            responder.fail(f"internal error: {type(error).__name__}: {error}", "INTERNAL")
 
     def _connect(self) -> None:
         link = SocketLink(socket_path(os.getppid()), ENGINE_TIMEOUT_S)
@@ -276,7 +295,13 @@ def _end_soon() -> None:
 
 
 def _exit_with_server(server_pid: int) -> None:
-    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine.
+    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine. The thread of
+    # the server that started it ends before the server does, and must not take it along: only then can the kernel
+    # watch, which needs no turn of the interpreter.
+    is_watched = False
     while os.getppid() == server_pid:
+        if not is_watched and is_child_of_main_thread(server_pid):
+            die_with_parent()
+            is_watched = True
         time.sleep(PARENT_POLL_S)
     os._exit(1)

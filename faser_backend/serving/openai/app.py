@@ -46,6 +46,7 @@ class Served:
     vocab_size: int
     max_context: int
     kv_block_size: int
+    max_text_bytes: int  # of a prompt or a conversation, before it is tokenised
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -114,7 +115,8 @@ class Door:
         body = read_body(CompletionBody, await _read_json(request))
         self._check_model(body.model)
         served = self._served
-        ids = await asyncio.to_thread(prompts.completion_prompts, body, served.tokenizer, served.vocab_size)
+        limits = served.vocab_size, served.max_text_bytes
+        ids = await asyncio.to_thread(prompts.completion_prompts, body, served.tokenizer, *limits)
         answers = [answer for one in ids for answer in self._answers(body, one, body.num_choices)]
         echoed = None
         if body.echo:
@@ -132,7 +134,7 @@ class Door:
         if body.response_format is not None:
             schema = body.response_format.json_schema
             guide = guide or format_guide(body.response_format.type, schema.json_schema if schema else None)
-        ids = await asyncio.to_thread(prompts.chat_prompt, body, served.tokenizer)
+        ids = await asyncio.to_thread(prompts.chat_prompt, body, served.tokenizer, served.max_text_bytes)
         draft = await asyncio.to_thread(self._predicted, body)
         answers = self._answers(body, ids, body.num_choices, guide, draft)
         reply = ChatReply(body, served.name, answers, served.kv_block_size, form)
@@ -146,7 +148,7 @@ class Door:
         if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
             raise ApiError("text.format.schema: is required with type json_schema", param="text.format.schema")
         guide = None if wanted is None else format_guide(wanted.type, wanted.json_schema)
-        ids = await asyncio.to_thread(prompts.responses_prompt, body, served.tokenizer)
+        ids = await asyncio.to_thread(prompts.responses_prompt, body, served.tokenizer, served.max_text_bytes)
         [answer] = self._answers(body, ids, 1, guide)
         reply = ResponsesReply(body, served.name, answer, served.kv_block_size)
         return Generated(self.client, reply, is_streamed=bool(body.stream), has_done=False)
@@ -167,6 +169,7 @@ class Door:
     def _predicted(self, body: ChatBody) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
+        prompts.check_text("prediction", body.prediction.text, self._served.max_text_bytes)
         return tuple(self._served.tokenizer.encode(body.prediction.text)[:MAX_PREDICTED_TOKENS])
 
     def _model(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ import uvicorn
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
+from faser_backend.serving.doors import is_loopback
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.openai.app import Served, make_app
 from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
 
 MAX_KEYS = 1000
@@ -37,6 +38,7 @@ class DoorOptions:
     tls_key_file: Path | None = None
     chat_template_file: Path | None = None
     draft: str = "auto"  # as the server has it: a draft model may limit the context
+    max_text_bytes: int | None = None  # None: as much as may fit into the context
 
 
 def run_door(options: DoorOptions) -> None:
@@ -78,13 +80,15 @@ def describe(options: DoorOptions) -> Served:
     manifest = EngineManifest.load(options.engine_dir)
     models = served_models(manifest, EngineConfig.from_options(draft=options.draft))
     prompts = PromptFormat.load(options.engine_dir, manifest, chat_template_file=options.chat_template_file)
+    tokenizer = TextTokenizer.from_file(options.engine_dir / manifest.tokenizer.name, prompts)
     return Served(
         name=options.model_name or options.engine_dir.resolve().name,
-        tokenizer=TextTokenizer.from_file(options.engine_dir / manifest.tokenizer.name, prompts),
+        tokenizer=tokenizer,
         end_ids=manifest.end_ids,
         vocab_size=models.vocab_size,
         max_context=models.max_context,
         kv_block_size=manifest.kv_block_size,
+        max_text_bytes=options.max_text_bytes or default_text_bytes(models.max_context, tokenizer.longest_token),
     )
 
 
@@ -114,10 +118,3 @@ def check_exposure(host: str, keys: list[str]) -> None:
     if is_loopback(host) or keys:
         return
     raise ConfigError(f"openai-host = {host}: others than this machine can reach it: needs --api-key-file FILE")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return all(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
-    except (OSError, ValueError):
-        return False

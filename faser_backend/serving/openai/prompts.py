@@ -8,19 +8,33 @@ from typing import Any
 from faser_backend.core.errors import RequestError
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, Message, ResponsesBody, TextPart
+from faser_backend.serving.tensor_values import check_length
 from faser_backend.serving.tokenizer import TextTokenizer
 
 MAX_PROMPTS = 256  # of one request
 
 
-def completion_prompts(body: CompletionBody, tokenizer: TextTokenizer, vocab_size: int) -> list[list[int]]:
-    """The ids of every prompt of the body. Raises ApiError."""
+def completion_prompts(
+    body: CompletionBody, tokenizer: TextTokenizer, vocab_size: int, max_bytes: int
+) -> list[list[int]]:
+    """The ids of every prompt of the body. max_bytes: of one text. Raises ApiError."""
     given = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     if len(prompts) * body.num_choices > MAX_PROMPTS:
         limit = f"at most {MAX_PROMPTS} answers to a request (prompts times n)"
         raise ApiError(f"prompt: {len(prompts)} prompts with n = {body.num_choices}: {limit}", param="prompt")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_text("prompt", prompt, max_bytes)
     return [_ids_of(prompt, tokenizer, vocab_size) for prompt in prompts]
+
+
+def check_text(name: str, text: str, max_bytes: int) -> None:
+    """Raises ApiError for a text that is too long to be tokenised."""
+    try:
+        check_length(name, text, max_bytes)
+    except RequestError as error:
+        raise ApiError(str(error), param=name) from None
 
 
 def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]:
@@ -32,26 +46,29 @@ def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]
     return prompt
 
 
-def chat_prompt(body: ChatBody, tokenizer: TextTokenizer) -> list[int]:
+def chat_prompt(body: ChatBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
     """The conversation as the chat template writes it, with its tools. Raises ApiError."""
     messages = [_for_template(index, message) for index, message in enumerate(body.messages)]
     tools = None
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    return _encode(tokenizer, messages, tools)
+    return _encode(tokenizer, messages, tools, max_bytes)
 
 
-def responses_prompt(body: ResponsesBody, tokenizer: TextTokenizer) -> list[int]:
+def responses_prompt(body: ResponsesBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
     """Raises ApiError."""
     given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     if body.instructions:
         given = [Message(role="system", content=body.instructions), *given]
-    return _encode(tokenizer, [_for_template(index, message) for index, message in enumerate(given)], None)
+    return _encode(tokenizer, [_for_template(index, message) for index, message in enumerate(given)], None, max_bytes)
 
 
-def _encode(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+def _encode(
+    tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, max_bytes: int
+) -> list[int]:
+    check_text("messages", "".join(message["content"] or "" for message in messages), max_bytes)
     try:
-        return tokenizer.encode_conversation("messages", messages, tools)[1]
+        return tokenizer.encode_conversation("messages", messages, tools, max_bytes=max_bytes)[1]
     except RequestError as error:
         raise ApiError.of_request(error) from None
 

@@ -1,0 +1,73 @@
+"""Which of Triton's doors are open: who may reach its ports, and what opens its administration.
+
+Shared memory, model repository, trace and logging serve administrators and attackers (docs/security.md): they answer
+only who sends a key in a header. Inference, health, metadata, configurations and statistics stay open.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError
+
+RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
+KEY_HEADER = "faser-admin-key"  # of HTTP; gRPC clients send it as metadata, with the prefix below
+GRPC_PREFIX = "triton-grpc-protocol-"
+MIN_KEY, MAX_KEY = 16, 256  # characters
+_KEY = re.compile(rf"[A-Za-z0-9_-]{{{MIN_KEY},{MAX_KEY}}}")
+
+
+def check_host(host: str, *, is_exposed: bool) -> None:
+    """Raises ConfigError for an address that others can reach, unless that was asked for."""
+    if not is_exposed and not is_loopback(host):
+        raise ConfigError(
+            f"--host = {host!r}: is reached from other machines, and bodies crash the HTTP port of Triton 2.51: put a "
+            "proxy that limits them before 127.0.0.1, or give --expose-triton too (docs/security.md)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Tells whether the address, or every address of the name, is reached from this machine alone."""
+    try:
+        return all(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
+    except (OSError, ValueError):
+        return False
+
+
+def read_admin_key(file: Path) -> str:
+    """The key in a regular file that its owner alone can read. Raises ConfigError naming the file."""
+    named = f"--admin-key-file = {file}"
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would hang
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named}: not readable ({getattr(error, 'strerror', error)})") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{named}: must be a regular file")
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            found = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
+            raise ConfigError(f"{named}: {found}: must belong to user {os.geteuid()} and to nobody else (chmod 600)")
+        key = os.read(descriptor, MAX_KEY + 2).decode("latin-1").removesuffix("\n")
+    finally:
+        os.close(descriptor)
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{named}: must hold {MIN_KEY} to {MAX_KEY} letters, digits, - and _, and no more")
+    return key
+
+
+def random_key() -> str:
+    """A key that nobody knows: what it opens stays shut."""
+    return secrets.token_urlsafe(32)
+
+
+def restriction_options(key: str) -> list[str]:
+    """Options of tritonserver."""
+    rule = f"{','.join(RESTRICTED)}:{KEY_HEADER}={key}"
+    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
