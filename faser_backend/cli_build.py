@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from faser_backend.cli_options import parse_integers, print_progress
 from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, read_bytes
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
@@ -120,8 +121,11 @@ def build(
             tensorrt=options,
             progress=handles.enter_context(progress_display()),
         )
+        profile = _profile_of(output)
         manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
     print(summary(output, manifest))
+    if profile is not None:
+        print(_restore_profile(output, manifest, profile))
     if measures_weights and {weights, draft_weights} - {None, "fp32"}:
         _print_weight_costs(output, build_pair)
 
@@ -136,6 +140,30 @@ def _check_source(option: str, given: str) -> None:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
     raise ConfigError(f"{option} = {given!r}: no such file or directory{remedy}")
+
+
+def _profile_of(output: Path) -> bytes | None:
+    """What was measured of the engines that are about to be replaced."""
+    from faser_backend.serving.profile_store import PROFILE_FILE
+
+    try:
+        return read_bytes(output / PROFILE_FILE)
+    except FileError:
+        return None
+
+
+def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> str:
+    """Puts a profile back if it holds for the new engines too. Returns what became of it, in words."""
+    from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
+
+    path = output / PROFILE_FILE
+    path.write_bytes(profile)
+    try:
+        load_profile(output, manifest)
+    except ConfigError as error:
+        path.unlink()
+        return f"the profile that was here is gone, for it does not hold for the new engines: {error}"
+    return f"kept {PROFILE_FILE}: it holds for the new engines too"
 
 
 def _print_weight_costs(output: Path, build_pair: Callable[..., EngineManifest]) -> None:

@@ -81,7 +81,7 @@ def check_regular(path: Path) -> None:
 
 
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises FileError where `directory`, which need not exist yet, cannot take `num_bytes` more of `what`."""
+    """Raises FileError where `directory`, which need not exist yet, cannot take `num_bytes` more for `what`."""
     place = directory.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -91,7 +91,7 @@ def check_room(directory: Path, num_bytes: int, what: str) -> None:
         raise FileError(directory, f"{shown(place)} cannot be written to")
     free = shutil.disk_usage(place).free
     if free < num_bytes:
-        raise FileError(directory, f"{what} needs {num_bytes} bytes of disk, {free} are free")
+        raise FileError(directory, f"{num_bytes} bytes of disk are needed for {what}, {free} are free")
 
 
 def _check(path: Path, found: os.stat_result, max_bytes: int | None) -> None:

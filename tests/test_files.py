@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from engines import build
 from faser_backend.core.errors import ConfigError, ManifestError, RequestError
 from faser_backend.files import FileError, check_room, read_bytes, read_json, read_text
 from faser_backend.manifest import EngineManifest
+from faser_backend.serving import doctor
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.serving_pair import build_pair
 
@@ -170,9 +173,71 @@ def test_a_tokenizer_that_panics_is_told_without_paths(tmp_path: Path):
 
 def test_room_on_a_disk_is_looked_at_before(tmp_path: Path):
     check_room(tmp_path / "new" / "folder", 1, "a report")
-    with pytest.raises(FileError, match=rf"a report needs {1 << 60} bytes of disk, \d+ are free"):
+    with pytest.raises(FileError, match=rf"{1 << 60} bytes of disk are needed for a report, \d+ are free"):
         check_room(tmp_path / "new", 1 << 60, "a report")
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match="is no directory"):
         check_room(tmp_path / "file" / "x", 1, "a report")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(run, built: Path, tmp_path: Path, monkeypatch):
+    pair, output = built.parent / "pair", tmp_path / "out" / "engine"
+    command = ("build", "--target", pair / "target", "--draft", pair / "draft", "--output", output)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        status, _, err = run(*command)
+    assert status == 1 and err.count("\n") == 1
+    assert "bytes of disk are needed for the engine directory, 1000 are free" in err
+    assert not output.parent.exists()
+    needed = int(err.split(" bytes of disk")[0].split()[-1])
+    assert run(*command)[0] == 0
+    assert needed * 0.5 < sum(path.stat().st_size for path in output.iterdir()) < needed * 2 + 100_000
+
+
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(run, built: Path, tmp_path: Path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build, "_publish", full)
+    pair, output = built.parent / "pair", tmp_path / "engine"
+    status, _, err = run("build", "--target", pair / "target", "--output", output)
+    last = err.splitlines()[-1]
+    assert status == 1 and last.startswith(f"error: output_dir = {output}: No space left on device; ")
+    assert "bytes of disk are free" in last and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("serve",)])
+def test_a_home_that_nobody_can_write_to_is_one_line(run, monkeypatch, command: tuple[str, ...]):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    status, _, err = run(*command)
+    assert status == 1 and err.count("\n") == 1
+    assert "/proc/none" in err and "set XDG_CACHE_HOME" in err
+
+
+def test_a_full_temporary_folder_is_one_line(run, built: Path, monkeypatch):
+    usage = shutil.disk_usage(built)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    status, _, err = run("serve", "--engine-dir", built)
+    assert status == 1 and err.count("\n") == 1
+    assert "a server's launch folder, 1000 are free; set TMPDIR to a folder with room" in err
+
+
+def test_any_failure_of_the_system_is_one_line(run, monkeypatch):
+    def fail(error: BaseException) -> Callable[..., object]:
+        def examine() -> None:
+            raise error
+
+        return examine
+
+    for error, line in (
+        (OSError(errno.EROFS, "Read-only file system", "some/file"), "error: some/file: Read-only file system\n"),
+        (MemoryError("Unable to allocate 9 TiB"), "error: out of memory: Unable to allocate 9 TiB\n"),
+    ):
+        monkeypatch.setattr(doctor, "examine", fail(error))
+        assert run("doctor") == (1, "", line)
+    monkeypatch.setattr(doctor, "examine", fail(RuntimeError("a mistake of ours")))
+    with pytest.raises(RuntimeError):  # the control: what nobody can mend keeps its traceback
+        run("doctor")
