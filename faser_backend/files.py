@@ -6,6 +6,7 @@ would leave as a RecursionError. Each becomes one FileError. Knows nothing of wh
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -86,8 +87,9 @@ def check_room(directory: Path, num_bytes: int, what: str) -> None:
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        raise FileError(directory, f"{shown(place)} is no directory")
-    if not os.access(place, os.W_OK | os.X_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
+        raise FileError(place, os.strerror(errno.EEXIST))
+    is_writable = os.access(place, os.W_OK | os.X_OK) and not os.statvfs(place).f_flag & os.ST_RDONLY
+    if not is_writable or os.statvfs(place).f_files == 0 == os.statvfs(place).f_blocks:  # the last: /proc and its like
         raise FileError(directory, f"{shown(place)} cannot be written to")
     free = shutil.disk_usage(place).free
     if free < num_bytes:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, check_room
 from lab import environment
 
 Row = Mapping[str, Any]
@@ -81,6 +83,17 @@ def progress_bar(console: Any = None) -> Any:
     columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     # Drawing competes with what is measured.
     return Progress(*columns, TimeRemainingColumn(), console=console or Console(file=sys.stderr), refresh_per_second=2)
+
+
+def check_output(directory: Path, num_bytes: int) -> None:
+    """Makes the directory of an option --output. Raises ConfigError where it cannot take so many bytes of files."""
+    try:
+        check_room(directory, num_bytes, "what is written")
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileError as error:
+        raise ConfigError(f"--output = {error}; name a directory to write into") from None
+    except OSError as error:
+        raise ConfigError(f"--output = {str(directory)!r}: {error.strerror}; name a directory to write into") from None
 
 
 def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:

@@ -16,7 +16,7 @@ from engines import build
 from faser_backend.core.errors import ConfigError, ManifestError, RequestError
 from faser_backend.files import FileError, check_room, read_bytes, read_json, read_text
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving import doctor
+from faser_backend.serving import doctor, server
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.serving_pair import build_pair
 
@@ -176,7 +176,7 @@ def test_room_on_a_disk_is_looked_at_before(tmp_path: Path):
     with pytest.raises(FileError, match=rf"{1 << 60} bytes of disk are needed for a report, \d+ are free"):
         check_room(tmp_path / "new", 1 << 60, "a report")
     (tmp_path / "file").touch()
-    with pytest.raises(FileError, match="is no directory"):
+    with pytest.raises(FileError, match="file: File exists"):
         check_room(tmp_path / "file" / "x", 1, "a report")
     assert not (tmp_path / "new").exists()
 
@@ -219,6 +219,7 @@ def test_a_home_that_nobody_can_write_to_is_one_line(run, monkeypatch, command: 
 
 def test_a_full_temporary_folder_is_one_line(run, built: Path, monkeypatch):
     usage = shutil.disk_usage(built)
+    monkeypatch.setattr(server, "check_ports", lambda *_: None)  # others may use the usual ones
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     status, _, err = run("serve", "--engine-dir", built)
     assert status == 1 and err.count("\n") == 1

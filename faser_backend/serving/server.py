@@ -31,7 +31,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 from faser_backend.serving.model_configs import known_keys, launch_text
-from faser_backend.serving.processes import arguments, children, is_running
+from faser_backend.serving.processes import arguments, children, end_with_parent, is_running
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
@@ -41,7 +41,6 @@ DRAIN_S = 60.0  # for requests in flight
 UNLOAD_S = 4.0  # for the server to end after its models; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
 _MODEL_PROCESS = "triton_python_backend_stub"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,8 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 env=_environment(install),
                 start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+                # Without it a killed `faser serve` would leave the server behind, holding its ports.
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
             )
         except BaseException as error:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -286,8 +286,3 @@ def _python_library_folder() -> tuple[Path, ...]:
     folder = sysconfig.get_config_var("LIBDIR")
     name = f"libpython{PYTHON_VERSION}.so.1.0"
     return (Path(folder),) if folder and (Path(folder) / name).is_file() else ()
-
-
-def _die_with_parent() -> None:
-    # Without it a killed `faser serve` would leave the server behind, holding its ports.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

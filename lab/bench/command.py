@@ -47,9 +47,10 @@ from lab.drive import ClosedLoop, InProcess
 from lab.profiling.profile import run_profile
 from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
 from lab.steps import StepLog
-from lab.tables import progress_bar
+from lab.tables import check_output, progress_bar
 from lab.traces import read_trace
 
+REPORT_BYTES = 32 << 20  # of all three files, at most
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
 # Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
 MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
@@ -84,7 +85,7 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
 def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     names = None if options.policies is None else split_names(options.policies)
     contestants, missing = choose_contestants(names)
-    check_output(options.output)
+    check_output(options.output, REPORT_BYTES)
     warnings: list[str] = []
     engine_dir = options.engine_dir or demo_engine_dir(print_progress)
     manifest = EngineManifest.load(engine_dir)
@@ -136,16 +137,6 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     for sentence in in_words(results.rows):
         console.print(f"- {sentence.replace('`', '')}", highlight=False, soft_wrap=True)
     console.print(f"wrote {options.output}/bench.json, report.html and timeline.json", highlight=False, soft_wrap=True)
-
-
-def check_output(directory: Path) -> None:
-    """Raises ConfigError where no files can be put; an existing directory is used as it is."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--output = {str(directory)!r}: {error.strerror}; name a directory to write into") from None
 
 
 def _ensure_profile(engine_dir: Path, *, is_demo: bool) -> list[str]:
