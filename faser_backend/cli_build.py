@@ -25,7 +25,7 @@ from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 if TYPE_CHECKING:
     from engines.build import Progress as Report
     from engines.tensorrt_build import SplitStreams, TensorRtOptions
-    from faser_backend.manifest import EngineManifest
+    from faser_backend.manifest import EngineManifest, ModelEngine
 
 MIB = 1 << 20
 TENSORRT = "TensorRT:"
@@ -124,6 +124,8 @@ def build(
         profile = _profile_of(output)
         manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
     print(summary(output, manifest))
+    if manifest.draft is not None and manifest.draft.num_weight_bytes > manifest.target.num_weight_bytes:
+        print(_large_draft_warning(manifest.target, manifest.draft), file=sys.stderr)
     if profile is not None:
         print(_restore_profile(output, manifest, profile))
     if measures_weights and {weights, draft_weights} - {None, "fp32"}:
@@ -140,6 +142,14 @@ def _check_source(option: str, given: str) -> None:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
     raise ConfigError(f"{option} = {given!r}: no such file or directory{remedy}")
+
+
+def _large_draft_warning(target: ModelEngine, draft: ModelEngine) -> str:
+    sizes = [model.num_weight_bytes / MIB for model in (draft, target)]
+    return (
+        f"warning: the draft has {sizes[0]:.1f} MiB of weights, its target {sizes[1]:.1f} MiB: a draft that costs more "
+        "than its target cannot speed it up; are --target and --draft swapped?"
+    )
 
 
 def _profile_of(output: Path) -> bytes | None:
