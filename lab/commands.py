@@ -56,13 +56,27 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
     num_threads: Threads = None,
+    budget_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds that it may take, about: answers get shorter.", show_default="no limit"),
+    ] = None,
 ) -> None:
     """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
     from lab.bench.command import BenchOptions, run_bench
     from lab.contestants import Sizing
 
     options = BenchOptions(
-        output, engine_dir, policies, trace, prompts, seed, num_threads, draft.value, is_chat, max_prompt_tokens
+        output,
+        engine_dir,
+        policies,
+        trace,
+        prompts,
+        seed,
+        num_threads,
+        draft.value,
+        is_chat,
+        max_prompt_tokens,
+        budget_s,
     )
     run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 

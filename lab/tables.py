@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,23 +65,6 @@ def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -
     for row in rows:
         table.add_row(*(column.show(row) for column in columns))
     return table
-
-
-def progress_bar(console: Any = None) -> Any:
-    """rich's, on stderr, for all commands."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # Drawing competes with what is measured.
-    return Progress(*columns, TimeRemainingColumn(), console=console or Console(file=sys.stderr), refresh_per_second=2)
 
 
 def check_output(directory: Path, num_bytes: int) -> None:

@@ -32,7 +32,7 @@ from lab.profiling.cases import choose_cases
 from lab.profiling.measure import Bench, Effort, Sampled, Share, fit_error, fit_segments, shares_of
 from lab.profiling.step_costs import StepCosts, StepTimes, measure_exits, measure_lanes, measure_trim
 from lab.profiling.tables import print_tables
-from lab.tables import progress_bar
+from lab.progress import progress_bar
 
 BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7

@@ -16,6 +16,7 @@ from faser_backend.core.errors import ConfigError
 from lab.contestants import ORACLE, STATIC, Contestant, simulated_contestants, split_names
 from lab.environment import commit
 from lab.interrupts import in_processes, terminable
+from lab.progress import progress_bar
 from lab.simulation import report
 from lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
 from lab.simulation.worlds import (
@@ -27,7 +28,7 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import Column, check_output, progress_bar, terminal_table
+from lab.tables import Column, check_output, terminal_table
 from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
 PAPERS_WORLDS = ("h100 + qwen3-32b/0.6b", "h100x2 + qwen3-32b/0.6b", "h100x2 + llama3.3-70b/3.2-1b")
