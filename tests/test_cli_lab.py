@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.processes import children, is_running
+from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 from lab.answers import Answer
 from lab.bench.command import BenchOptions, run_bench
 from lab.bench.estimate import MIN_TOKENS, Speed, closed_loads, estimate_s, fitted
 from lab.bench.measure import Ladder
 from lab.bench.memory import plan_memory
 from lab.contestants import Sizing, choose_contestants
+from lab.profiling import profile as profile_module
+from lab.profiling.budget import MIN_CASES, share_of, thinned
+from lab.profiling.cases import choose_cases
+from lab.profiling.measure import Share, shares_of
+from lab.profiling.profile import run_profile
 from tests.serving_pair import build_pair
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,3 +178,65 @@ def test_memory_is_planned_before_engines_are_opened(options: BenchOptions):
 def draft_bytes(manifest: EngineManifest) -> int:
     assert manifest.draft is not None
     return manifest.draft.num_weight_bytes
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_module, "QUICK_BUDGET_S", 0.1)
+    monkeypatch.setattr(profile_module, "QUICK_MAX_SWEEPS", 3)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_within_a_budget_says_what_it_does(options: BenchOptions, tmp_path: Path, capsys):
+    assert options.engine_dir is not None
+    directory = Path(shutil.copytree(options.engine_dir, tmp_path / "engine"))
+    run_profile(directory, is_quick=True, budget_s=0.01)
+    profile = load_profile(directory, EngineManifest.load(directory))
+    told = capsys.readouterr().err
+    assert re.search(r"time: about \d+ s, of which 10% is done\n", told)
+    assert re.search(r"^ +\d+ s +\d+%  target on whole$", told, re.MULTILINE)
+    assert len({point["context"] for point in profile.points}) > 1
+    with pytest.raises(ConfigError, match="--budget-s = 0: must be above 0"):
+        run_profile(directory, is_quick=True, budget_s=0.0)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("num_shares", [1, 2])
+def test_an_interrupted_profile_keeps_what_serves(
+    options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shares: int, capsys
+):
+    assert options.engine_dir is not None
+    directory = Path(shutil.copytree(options.engine_dir, tmp_path / "engine"))
+    measured, shares = profile_module.Bench.measure, []
+
+    def interrupted(self: Any, share: Any, *arguments: Any) -> Any:
+        shares.append(share)
+        if len(shares) > num_shares:
+            raise KeyboardInterrupt
+        return measured(self, share, *arguments)
+
+    monkeypatch.setattr(profile_module.Bench, "measure", interrupted)
+    split = Share("target", "1/1", core_partitions().whole, None)
+    whole = lambda menu, has_draft: [*shares_of(menu)[:2], split]  # noqa: E731
+    monkeypatch.setattr(profile_module, "shares_of", whole)
+    if num_shares == 1:  # nothing is known of the draft
+        with pytest.raises(KeyboardInterrupt):
+            run_profile(directory, is_quick=True, budget_s=0.01)
+        assert not (directory / PROFILE_FILE).exists()
+        return
+    run_profile(directory, is_quick=True, budget_s=0.01)
+    profile = load_profile(directory, EngineManifest.load(directory))
+    assert {partition for _, partition in profile.costs} == {"whole"}
+    assert "interrupted after 2 of 3 partitions" in capsys.readouterr().err
+
+
+def test_cases_are_thinned_in_proportion():
+    rng = np.random.default_rng(0)
+    cases = choose_cases("target", 1000, rng, is_quick=False)
+    assert thinned(cases, 1.0, rng) == cases
+    fewer = thinned(cases, 0.5, rng)
+    for is_held_out in (False, True):
+        counts = [sum(case.is_held_out == is_held_out for case in chosen) for chosen in (cases, fewer)]
+        assert counts[1] == round(counts[0] / 2)
+    assert MIN_CASES - 1 <= len(thinned(cases, 0.01, rng)) <= MIN_CASES + 1
+    assert (share_of(100.0, None), share_of(100.0, 50.0), share_of(100.0, 1.0)) == (1.0, 0.5, 0.1)
