@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from faser_backend.cli_options import parse_integers, print_progress
 from faser_backend.core.errors import ConfigError
-from faser_backend.files import FileError, read_bytes
+from faser_backend.files import FileError, read_bytes, shown
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
@@ -134,14 +135,16 @@ def build(
 
 def _check_source(option: str, given: str) -> None:
     """Raises ConfigError where there is nothing of that name, with what was probably meant."""
-    if Path(given).exists():
+    if os.path.isfile(given) or os.path.isdir(given):
         return
+    if os.path.exists(given):
+        raise ConfigError(f"{option} = {shown(given)!r}: must be a directory or a regular file")
     remedy = ""
     if option == "--draft" and get_close_matches(given, [NGRAM]):
         remedy = f"; for n-grams of the text say {NGRAM}"
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
-    raise ConfigError(f"{option} = {given!r}: no such file or directory{remedy}")
+    raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{remedy}")
 
 
 def _large_draft_warning(target: ModelEngine, draft: ModelEngine) -> str:
