@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from faser_backend.cli_options import print_progress
 from faser_backend.config import EngineConfig
@@ -28,6 +27,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import load_profile
+from faser_backend.serving.tokenizer import load_tokenizer
 from lab import environment
 from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
@@ -234,7 +234,7 @@ def _prompts(options: BenchOptions, sizing: Sizing, engine_dir: Path, manifest: 
 
 
 def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest, prompts: PromptSet) -> Workload:
-    tokenizer = Tokenizer.from_file(str(engine_dir / manifest.tokenizer.name))
+    tokenizer = load_tokenizer(engine_dir / manifest.tokenizer.name)
     lengths = None if options.trace is None else read_trace(options.trace)
     max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
     # Windows are tokenised again and may grow a little: some room is left.
