@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.arrays import CheckpointError
-from engines.build_checks import check_choices, check_exit_layers, check_experts, check_output
+from engines.build_checks import check_choices, check_exit_layers, check_experts, check_output, check_room, num_bytes_of
 from engines.decoder import build_segment
 from engines.eagle3_graph import write_head
 from engines.eagle3_llvm import write_llvm_head
@@ -139,10 +139,9 @@ def build_engines(
         check_llvm(specs)
     check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
     cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
+    check_room(output, sum(num_bytes_of(pair.weights[side], form, dtype) for side, form in formats.items()))
     steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    try:
+    with _partial_directory(output) as partial:
         models = _build_models(pair, specs, cuts=cuts, written=written, directory=partial, steps=steps)
         steps.begin("tokenizer and manifest")
         tokenizer, config = write_tokenizer(pair.tokenizer, prompts, last_ids, specs["target"].max_context, partial)
@@ -166,11 +165,24 @@ def build_engines(
         manifest.save(partial)
         partial.chmod(0o755)
         _publish(partial, output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     if progress is not None:
         progress("done", steps.total, steps.total)
     return manifest
+
+
+@contextmanager
+def _partial_directory(output: Path) -> Iterator[Path]:
+    """A new folder beside the output, which goes if it is not renamed. Raises CheckpointError where a disk fails."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        free = shutil.disk_usage(output.parent).free
+        raise CheckpointError(f"output_dir = {output}: {error.strerror}; {free} bytes of disk are free") from None
 
 
 def _build_models(

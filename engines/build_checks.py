@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from engines.arrays import CheckpointError
-from faser_backend.core.model import ModelSpec
+from engines.weight_formats import ENDS
+from engines.weights import ModelWeights
+from faser_backend import files
+from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.manifest import DTYPES, MANIFEST_FILE
 from faser_backend.runtime_spec import RUNTIMES
+
+# Of a number, the scales of a quantised one included.
+BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 
 def check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
@@ -21,11 +28,27 @@ def check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Refuses to replace anything but an engine directory or an empty one."""
+    """Refuses to replace anything but an engine directory or an empty one, and to write where nobody may."""
+    check_room(output, 0)
     if not output.exists():
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
         raise CheckpointError(f"output_dir = {output}: exists and is not an engine directory; name another")
+
+
+def num_bytes_of(weights: ModelWeights, weight_format: WeightFormat, dtype: str) -> int:
+    """About how many bytes the arrays of a model take in its files."""
+    formats = dict(zip(ENDS, weight_format.formats[1:], strict=True))
+    names = (formats.get(name, weight_format.name if dtype == "fp32" else dtype) for name in weights)
+    return round(sum(BYTES[form] * math.prod(weights.shape(name)) for form, name in zip(names, weights, strict=True)))
+
+
+def check_room(output: Path, num_bytes: int) -> None:
+    """Raises CheckpointError where the engine directory cannot be written or the disk has too little room."""
+    try:
+        files.check_room(output.parent, num_bytes, "the engine directory")
+    except files.FileError as error:
+        raise CheckpointError(f"output_dir = {error}") from None
 
 
 def check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:

@@ -7,7 +7,6 @@ weights are never opened.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import numpy as np
 from engines.arrays import CheckpointError
 from engines.config_fields import ConfigFields
 from engines.safetensors_file import SafetensorsFile
+from faser_backend import files
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -24,7 +24,6 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-MAX_JSON_BYTES = 256 << 20
 
 
 class Checkpoint(Protocol):
@@ -156,13 +155,9 @@ def end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError naming the file."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes: must be at most {MAX_JSON_BYTES}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
+        content = files.read_json(path)
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
     return content

@@ -11,14 +11,18 @@ from typing import Any
 
 from engines.checkpoint import Checkpoint
 from engines.config_fields import ConfigFields
-from faser_backend.core.model import ROPE_SCALINGS, ModelSpec, RopeScaling
+from faser_backend.core.model import (
+    MAX_CONTEXT,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    ROPE_SCALINGS,
+    ModelSpec,
+    RopeScaling,
+)
 
-MAX_LAYERS = 1024
-MAX_WIDTH = 1 << 20  # of hidden states, MLPs and the heads together
-MAX_HEADS = 1024
-MAX_VOCABULARY = 1 << 22
-MAX_CONTEXT = 1 << 22
-MAX_EXPERTS = 1024
 ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",

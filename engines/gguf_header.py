@@ -16,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engines.arrays import CheckpointError
+from faser_backend.files import FileError, check_regular
 
 VERSIONS = (2, 3)
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -64,14 +65,15 @@ class GGUFHeader(NamedTuple):
 def read_header(path: Path) -> GGUFHeader:
     """Reads and checks a file's head. Raises CheckpointError naming file, field, value and limit."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 24:
                 raise CheckpointError(f"{path}: {size} bytes: a GGUF file begins with 24 bytes of magic and counts")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Head(path, data, size).read()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
+    except FileError as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"{path}: not readable ({error})") from None
 

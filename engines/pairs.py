@@ -6,7 +6,6 @@ differ; they are cut, so that no id without a token can ever be drawn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +164,7 @@ def _check_special_tokens(special: dict[str, dict[int, str]]) -> None:
 
 def special_tokens(tokenizer: Path) -> dict[int, str]:
     """Id -> text of the added tokens that are marked special. The file has been read as a vocabulary before."""
-    added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens", ())
+    added = read_json(tokenizer).get("added_tokens", ())
     return {int(token["id"]): str(token["content"]) for token in added if token.get("special") is True}
 
 

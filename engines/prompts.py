@@ -14,6 +14,7 @@ from typing import Any
 
 from engines.arrays import CheckpointError
 from engines.checkpoint import read_json
+from faser_backend.files import FileError, read_text
 from faser_backend.vocabulary import read_vocabulary
 
 PROMPTS_FILE = "prompts.json"
@@ -96,10 +97,7 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def _read_template(file: Path) -> str:
-    num_bytes = file.stat().st_size
-    if num_bytes > MAX_TEMPLATE_BYTES:
-        raise CheckpointError(f"{file}: {num_bytes} bytes: must be at most {MAX_TEMPLATE_BYTES}")
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: not readable as UTF-8 text ({error})") from None
+        return read_text(file, MAX_TEMPLATE_BYTES)
+    except FileError as error:
+        raise CheckpointError(str(error)) from None

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from engines.arrays import BFLOAT16, CheckpointError, converted_blocks, first_not_finite
+from faser_backend.files import FileError, check_regular
 
 INTEGERS = ("I64", "I32", "BOOL")
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
@@ -28,14 +29,15 @@ class SafetensorsFile:
         """Raises CheckpointError naming the file where it is missing or malformed."""
         self.path = path
         try:
+            check_regular(path)
             with safe_open(path, "np"):
                 pass
             with path.open("rb") as file:
                 num_header_bytes = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(num_header_bytes))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: missing") from None
-        except (OSError, SafetensorError) as error:
+        except FileError as error:
+            raise CheckpointError(str(error)) from None
+        except (OSError, SafetensorError, RecursionError) as error:
             raise CheckpointError(f"{path}: not readable as safetensors ({error})") from None
         self._entries: dict[str, dict] = {name: entry for name, entry in header.items() if name != _METADATA}
         self._first_byte = 8 + num_header_bytes

@@ -6,6 +6,7 @@ Every error that a user can cause or mend ends as one line on stderr and exit st
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from functools import partial
@@ -43,6 +44,7 @@ from faser_backend.cli_options import (
 )
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError
+from faser_backend.files import shown
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 app = typer.Typer(
@@ -280,14 +282,22 @@ _add_lab_commands()
 
 def main() -> None:
     """Entry point: turns errors into one line and a status."""
-    from engines.checkpoint import CheckpointError
-
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `faser generate | head` ends quietly
     try:
         app()
-    except (FaserError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    except FaserError as error:
+        fail(str(error))
+    except OSError as error:  # a full disk, a folder that nobody may write to
+        where = "" if error.filename is None else f"{shown(os.fsdecode(error.filename))}: "
+        fail(f"{where}{error.strerror or error}")
+    except MemoryError as error:
+        fail(f"out of memory: {error or 'no further details'}")
+
+
+def fail(message: str) -> None:
+    """Ends the command with one line."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
 
 
 def _print_text(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -19,12 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from faser_backend.cli_options import parse_integers, print_progress
 from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, read_bytes, shown
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
     from engines.build import Progress as Report
     from engines.tensorrt_build import SplitStreams, TensorRtOptions
-    from faser_backend.manifest import EngineManifest
+    from faser_backend.manifest import EngineManifest, ModelEngine
 
 MIB = 1 << 20
 TENSORRT = "TensorRT:"
@@ -120,22 +122,61 @@ def build(
             tensorrt=options,
             progress=handles.enter_context(progress_display()),
         )
+        profile = _profile_of(output)
         manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
     print(summary(output, manifest))
+    if manifest.draft is not None and manifest.draft.num_weight_bytes > manifest.target.num_weight_bytes:
+        print(_large_draft_warning(manifest.target, manifest.draft), file=sys.stderr)
+    if profile is not None:
+        print(_restore_profile(output, manifest, profile))
     if measures_weights and {weights, draft_weights} - {None, "fp32"}:
         _print_weight_costs(output, build_pair)
 
 
 def _check_source(option: str, given: str) -> None:
     """Raises ConfigError where there is nothing of that name, with what was probably meant."""
-    if Path(given).exists():
+    if os.path.isfile(given) or os.path.isdir(given):
         return
+    if os.path.exists(given):
+        raise ConfigError(f"{option} = {shown(given)!r}: must be a directory or a regular file")
     remedy = ""
     if option == "--draft" and get_close_matches(given, [NGRAM]):
         remedy = f"; for n-grams of the text say {NGRAM}"
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
-    raise ConfigError(f"{option} = {given!r}: no such file or directory{remedy}")
+    raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{remedy}")
+
+
+def _large_draft_warning(target: ModelEngine, draft: ModelEngine) -> str:
+    sizes = [model.num_weight_bytes / MIB for model in (draft, target)]
+    return (
+        f"warning: the draft has {sizes[0]:.1f} MiB of weights, its target {sizes[1]:.1f} MiB: a draft that costs more "
+        "than its target cannot speed it up; are --target and --draft swapped?"
+    )
+
+
+def _profile_of(output: Path) -> bytes | None:
+    """What was measured of the engines that are about to be replaced."""
+    from faser_backend.serving.profile_store import PROFILE_FILE
+
+    try:
+        return read_bytes(output / PROFILE_FILE)
+    except FileError:
+        return None
+
+
+def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> str:
+    """Puts a profile back if it holds for the new engines too. Returns what became of it, in words."""
+    from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
+
+    path = output / PROFILE_FILE
+    path.write_bytes(profile)
+    try:
+        load_profile(output, manifest)
+    except ConfigError as error:
+        path.unlink()
+        return f"the profile that was here is gone, for it does not hold for the new engines: {error}"
+    return f"kept {PROFILE_FILE}: it holds for the new engines too"
 
 
 def _print_weight_costs(output: Path, build_pair: Callable[..., EngineManifest]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.policy.registry import known_policies
 
 
 class Contract(Enum):
@@ -56,7 +57,7 @@ EngineDir = Annotated[
 ]
 Policy = Annotated[
     str,
-    typer.Option(help="none, fixed:K, schedule:4:4,8:2,32:1, goodput, survival, gp-lcb or faser."),
+    typer.Option(help=f"What decides how much is drafted: {known_policies()}."),
 ]
 Draft = Annotated[Drafting, typer.Option("--draft", help="Who drafts. Auto: the draft model where there is one.")]
 AcceptanceRule = Annotated[Acceptance, typer.Option("--acceptance", help="How drafted tokens are accepted.")]

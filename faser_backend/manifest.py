@@ -38,12 +38,14 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import ManifestError
-from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat
+from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat, check_spec
+from faser_backend.files import MAX_NAME_BYTES, FileError, read_json, shown
 from faser_backend.runtime_spec import RUNTIMES, RuntimeSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = ("fp32", "fp16", "bf16")
 CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of a CPU; elsewhere keys and values have the engine's dtype
 
@@ -164,20 +166,19 @@ class EngineManifest:
         """Reads and verifies a directory. Raises ManifestError naming the file and the reason."""
         path = Path(directory) / MANIFEST_FILE
         try:
-            fields = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ManifestError(f"{path}: missing; build engines into this directory first") from None
-        except (OSError, ValueError) as error:
-            raise ManifestError(f"{path}: not readable as JSON ({error})") from None
+            fields = read_json(path, MAX_MANIFEST_BYTES)
+        except FileError as error:
+            mend = "; build engines into this directory first" if error.is_missing else ""
+            raise ManifestError(f"{error}{mend}") from None
         version = fields.get("format_version") if isinstance(fields, dict) else None
         if version != FORMAT_VERSION:
             raise ManifestError(
-                f"{path}: format_version = {version!r}: this version reads {FORMAT_VERSION}; build again"
+                f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build again"
             )
         try:
             manifest = _manifest_from(fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ManifestError(f"{path}: malformed ({type(error).__name__}: {error})") from None
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ManifestError(f"{path}: malformed ({type(error).__name__}: {shown(str(error))})") from None
         manifest._check_fields(path)
         for file in manifest.files:
             _check_file(path.parent, file)
@@ -223,7 +224,7 @@ def file_sha256(path: Path) -> str:
 
 def _check_choice(path: Path, field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ManifestError(f"{path}: {field} = {value!r}: must be one of {', '.join(choices)}")
+        raise ManifestError(f"{path}: {field} = {value!r:.80}: must be one of {', '.join(choices)}")
 
 
 def _check_buckets(path: Path, segment: SegmentSpec) -> None:
@@ -238,8 +239,12 @@ def _check_buckets(path: Path, segment: SegmentSpec) -> None:
 
 def _check_file(directory: Path, file: FileSpec) -> None:
     path = directory / file.name
-    if Path(file.name).name != file.name or file.name in ("", ".", ".."):
-        raise ManifestError(f"{directory / MANIFEST_FILE}: file name = {file.name!r}: must be a plain name")
+    is_plain = Path(file.name).name == file.name and file.name not in ("", ".", "..")
+    if not is_plain or len(file.name.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise ManifestError(
+            f"{directory / MANIFEST_FILE}: file name = {file.name!r:.80}: must be a plain name of at most "
+            f"{MAX_NAME_BYTES} bytes"
+        )
     if not path.is_file():
         raise ManifestError(f"{path}: missing")
     num_bytes = path.stat().st_size
@@ -271,9 +276,7 @@ def _model_from(fields: dict[str, Any]) -> ModelEngine:
         spec_fields["rope_scaling"] = RopeScaling(**spec_fields["rope_scaling"])
     spec_fields["feature_layers"] = tuple(int(layer) for layer in spec_fields.get("feature_layers", ()))
     spec = ModelSpec(**spec_fields)
-    counts = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
-    if any(not isinstance(count, int) or count < 1 for count in counts):
-        raise ValueError("dimensions of a model must be whole numbers of at least 1")
+    check_spec(spec)
     weights = None if fields["weights"] is None else _file_from(fields["weights"])
     return ModelEngine(spec, weights, segments, WeightFormat(**fields.get("weight_format", {"name": "fp32"})))
 

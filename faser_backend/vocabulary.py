@@ -7,21 +7,22 @@ import json
 from pathlib import Path
 
 from faser_backend.core.errors import ManifestError
+from faser_backend.files import FileError, read_json
 
 
 def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
     """Token -> id of a Hugging Face tokenizer.json, added tokens included."""
     try:
-        content = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+        content = read_json(tokenizer_file)
         model_vocab = content["model"]["vocab"]
         entries = (
             model_vocab.items() if isinstance(model_vocab, dict) else ((t[0], i) for i, t in enumerate(model_vocab))
         )
         vocabulary = {str(token): int(token_id) for token, token_id in entries}
         vocabulary.update({str(added["content"]): int(added["id"]) for added in content.get("added_tokens", ())})
-    except FileNotFoundError:
-        raise ManifestError(f"{tokenizer_file}: missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except FileError as error:
+        raise ManifestError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ManifestError(f"{tokenizer_file}: not a tokenizer.json ({type(error).__name__}: {error})") from None
     return vocabulary
 

@@ -14,7 +14,7 @@ from faser_backend.cli_options import Draft, Drafting, EngineDir, Threads
 
 def profile(
     engine_dir: Annotated[Path, typer.Argument(help="Engine directory; profile.json is written into it.")],
-    is_quick: Annotated[bool, typer.Option("--quick", help="About half a minute, with larger errors.")] = False,
+    is_quick: Annotated[bool, typer.Option("--quick", help="Half a minute for the demo pair; larger errors.")] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -22,16 +22,20 @@ def profile(
             show_default="the target's own",
         ),
     ] = None,
+    budget_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds that it may take, about: less is measured.", show_default="no limit"),
+    ] = None,
 ) -> None:
     """Measure what model calls cost on this machine, and how sure the draft may be, for policies that decide by it."""
     from lab.profiling.profile import run_profile
 
-    run_profile(engine_dir, is_quick=is_quick, prompts=prompts)
+    run_profile(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
 
 
 def bench(
     *,
-    is_quick: Annotated[bool, typer.Option("--quick", help="Two minutes, with larger spreads.")] = False,
+    is_quick: Annotated[bool, typer.Option("--quick", help="Two minutes for the demo pair; larger spreads.")] = False,
     output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-bench"),
     engine_dir: EngineDir = None,
     policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
@@ -56,13 +60,27 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
     num_threads: Threads = None,
+    budget_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds that it may take, about: answers get shorter.", show_default="no limit"),
+    ] = None,
 ) -> None:
     """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
     from lab.bench.command import BenchOptions, run_bench
     from lab.contestants import Sizing
 
     options = BenchOptions(
-        output, engine_dir, policies, trace, prompts, seed, num_threads, draft.value, is_chat, max_prompt_tokens
+        output,
+        engine_dir,
+        policies,
+        trace,
+        prompts,
+        seed,
+        num_threads,
+        draft.value,
+        is_chat,
+        max_prompt_tokens,
+        budget_s,
     )
     run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 

@@ -98,6 +98,13 @@ class Sizing:
         return cls(3, 2.0, 2, 12.0, 3, 100, (0.0, 0.8), bursty_ablations=True)
 
 
+def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:
+    """Everyone, but in a short run the ablations sit out the bursty load, which takes real time."""
+    if load.is_open and not sizing.bursty_ablations:
+        return [contestant for contestant in contestants if not contestant.options]
+    return contestants
+
+
 def choose_contestants(
     names: list[str] | None, ladder: tuple[str, ...] = POLICIES, reasons: Mapping[str, str] | None = None
 ) -> tuple[list[Contestant], list[str]]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
@@ -28,6 +27,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.drafting import serving_knowledge
+from faser_backend.serving.tokenizer import load_tokenizer
 from lab.answers import Answer, Job
 
 PLACE = "in process"
@@ -157,7 +157,7 @@ class InProcess:
     """One engine per name, all loaded, so that repeats can take turns."""
 
     def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
-        self._tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+        self._tokenizer = load_tokenizer(engine_dir / "tokenizer.json")
         self._end_ids = EngineManifest.load(engine_dir).end_ids
         self._engine_dir = engine_dir
         self._engines: dict[str, Engine] = {}
@@ -173,6 +173,10 @@ class InProcess:
         """One engine more. Raises ConfigError and stays as it was."""
         self._clocks[name] = OwnClock()
         self._engines[name] = build_engine(self._engine_dir, config, self._clocks[name])
+
+    def close_one(self, name: str) -> None:
+        """Gives back what an engine holds."""
+        self._engines.pop(name).close()
 
     def engine(self, name: str) -> Engine:
         return self._engines[name]

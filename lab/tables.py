@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, check_room
 from lab import environment
 
 Row = Mapping[str, Any]
@@ -66,21 +67,15 @@ def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -
     return table
 
 
-def progress_bar(console: Any = None) -> Any:
-    """rich's, on stderr, for all commands."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # Drawing competes with what is measured.
-    return Progress(*columns, TimeRemainingColumn(), console=console or Console(file=sys.stderr), refresh_per_second=2)
+def check_output(directory: Path, num_bytes: int) -> None:
+    """Makes the directory of an option --output. Raises ConfigError where it cannot take so many bytes of files."""
+    try:
+        check_room(directory, num_bytes, "what is written")
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileError as error:
+        raise ConfigError(f"--output = {error}; name a directory to write into") from None
+    except OSError as error:
+        raise ConfigError(f"--output = {str(directory)!r}: {error.strerror}; name a directory to write into") from None
 
 
 def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:

@@ -96,6 +96,8 @@ def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
     ("options", "message"),
     [
         (["--target", "nowhere"], "--target = 'nowhere': no such file or directory\n"),
+        (["--target", "/dev/zero"], "--target = '/dev/zero': must be a directory or a regular file\n"),
+        (["--target", "x" * 5000], "xxx': no such file or directory\n"),
         (["--target", "some/model"], "`hf download some/model --local-dir DIR`, then --target DIR\n"),
         (
             ["--target", ".", "--draft", "ngrams"],

@@ -52,7 +52,7 @@ def room(name: str, own: str, third_party: str, forbidden_stdlib: str = "") -> R
 
 
 IMPURE = "time threading multiprocessing concurrent asyncio queue random secrets socket subprocess"
-ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary"
+ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files"
 ROOMS = [
     room("faser_backend.core", "faser_backend.core", "numpy", IMPURE),
     room("faser_backend.policy", "faser_backend.core faser_backend.policy faser_backend.config", "numpy", IMPURE),
@@ -72,9 +72,14 @@ ROOMS = [
     room("engines", f"engines plugins {ENGINE_FORMAT} faser_backend.core.errors faser_backend.core.model", "*"),
     room("plugins", "plugins faser_backend.core.errors", "*"),
     room("faser_backend.config", "faser_backend.core", "pydantic"),
-    room("faser_backend.manifest", "faser_backend.core faser_backend.runtime_spec faser_backend.vocabulary", "numpy"),
+    room(
+        "faser_backend.manifest",
+        "faser_backend.core faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files",
+        "numpy",
+    ),
     room("faser_backend.runtime_spec", "faser_backend.core", ""),
-    room("faser_backend.vocabulary", "faser_backend.core", ""),
+    room("faser_backend.vocabulary", "faser_backend.core faser_backend.files", ""),
+    room("faser_backend.files", "faser_backend.core", ""),
     room("faser_backend", "faser_backend engines plugins", "*"),
     room("lab", "lab faser_backend engines plugins", "*", "random secrets"),
 ]
@@ -90,6 +95,13 @@ OWN = ("faser_backend", "engines", "plugins", "lab")
 def source_files(*suffixes: str) -> list[Path]:
     """The project's files with one of these suffixes; not what was built, installed or trained."""
     skipped = {"build", "dist", "models", "__pycache__"}
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode == 0:  # what commands of the README leave behind is ignored
+        paths = [ROOT / name for name in listed.stdout.splitlines() if not skipped & set(Path(name).parts)]
+        return sorted(path for path in paths if path.name.endswith(suffixes) and path.is_file())
     found = []
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [
@@ -243,6 +255,12 @@ def test_files_stay_small_or_say_why():
 def test_package_init_files_are_empty():
     full = [f for f in source_files("__init__.py") if f.read_text().strip()]
     assert full == []
+
+
+def test_what_commands_leave_behind_is_no_file_of_the_project():
+    for name in ("engines_out", "faser-bench", "faser-simulation"):
+        left = subprocess.run(["git", "check-ignore", f"{name}/x.json"], cwd=ROOT, capture_output=True, check=False)
+        assert left.returncode in (0, 128), name  # 128: no repository here
 
 
 def test_no_file_names_a_place_on_one_machine():

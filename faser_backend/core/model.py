@@ -5,12 +5,21 @@ Plain values that engines are built from and run by. Knows no tensors, files or 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 ROPE_SCALINGS = ("linear", "llama3")
 EAGLE3 = "eagle3"  # the family of drafts that read hidden states of their target
+
+# What is built and served at most: beyond, a field is damaged or meant to harm.
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20  # of hidden states, MLPs and the heads together
+MAX_HEADS = 1024
+MAX_VOCABULARY = 1 << 22
+MAX_CONTEXT = 1 << 22
+MAX_EXPERTS = 1024
 
 HALF_FORMATS = ("fp16", "bf16")
 WEIGHT_FORMATS = ("fp32", *HALF_FORMATS, "int8", "int4")
@@ -81,6 +90,35 @@ class ModelSpec:
     def reads_target(self) -> bool:
         """Whether this is a draft head, which reads hidden states of its target."""
         return self.family == EAGLE3
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raises ValueError naming the field, its value and its limits, where a description from a file is no model's."""
+    limits = {
+        "num_layers": (1, MAX_LAYERS),
+        "hidden_size": (1, MAX_WIDTH),
+        "num_heads": (1, MAX_HEADS),
+        "num_kv_heads": (1, MAX_HEADS),
+        "head_dim": (1, MAX_WIDTH),
+        "intermediate_size": (1, MAX_WIDTH),
+        "vocab_size": (1, MAX_VOCABULARY),
+        "max_context": (1, MAX_CONTEXT),
+        "num_experts": (0, MAX_EXPERTS),
+        "num_experts_per_token": (0, MAX_EXPERTS),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(spec, name)
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{name} = {value!r:.80}: must be a whole number in [{low}, {high}]")
+    scaling = spec.rope_scaling
+    numbers: dict[str, float] = {"rope_theta": spec.rope_theta, "rms_eps": spec.rms_eps}
+    if scaling is not None:
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        numbers |= {f"rope_scaling.{name}": getattr(scaling, name) for name in names}
+    for name, value in numbers.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and name != "rms_eps"):
+            raise ValueError(f"{name} = {value!r:.80}: must be a positive number")
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:

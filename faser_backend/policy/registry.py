@@ -60,9 +60,10 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
             "on a part of the device; run `faser profile`, or use 'fixed:K'"
         )
     if config.early_exit == "on" and policy.is_drafting and not knowledge().exits:
-        raise ConfigError(
-            "early_exit = 'on': no exit is calibrated; build the engine with --exit-layers, then run `faser profile`"
-        )
+        missing = "the engine has no profile, which calibrates its exits; run `faser profile`"
+        if knowledge().costs.is_measured:
+            missing = "its profile calibrated no exit: too few draft tokens were accepted, or too few rejected"
+        raise ConfigError(f"early_exit = 'on': {missing}")
     if not policy.is_drafting:
         return policy
     if config.early_exit != "auto":

@@ -14,11 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.files import FileError, check_room
 from faser_backend.manifest import FORMAT_VERSION, EngineManifest
 from faser_backend.runtime_spec import DEFAULT_RUNTIME
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DEMO_PAIR = PROJECT_ROOT / "models" / "demo"
+MIN_FREE_BYTES = 1 << 20  # of a cache that may hold them already; building asks for what it needs
+REMEDY = "set XDG_CACHE_HOME to a folder that can be written to, or give --engine-dir"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
 _MORE_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")  # where a pair has them
 
@@ -29,7 +32,13 @@ def demo_engine_dir(
     """The directory of the pair's engines. Raises ConfigError where there is no pair to build from."""
     cache = cache or cache_folder()
     directory = cache / f"demo-{_digest(pair)[:16]}"
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        check_room(cache, MIN_FREE_BYTES, "the demo pair's engines")
+    except OSError as error:
+        raise ConfigError(f"{cache}: {error.strerror}; {REMEDY}") from None
+    except FileError as error:
+        raise ConfigError(f"{error}; {REMEDY}") from None
     with (cache / f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when the process dies
         try:

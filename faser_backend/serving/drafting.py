@@ -34,6 +34,8 @@ def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
         raise ConfigError(
             "early_exit = 'on': an exit scores the candidates of a draft model, and n-grams draft here; use 'auto'"
         )
+    if config.early_exit == "on" and config.policy != "none" and not manifest.exit_layers:
+        raise ConfigError("early_exit = 'on': the engine has no exits; build it with --exit-layers, then profile it")
     return ModelPair(manifest.target, draft)
 
 

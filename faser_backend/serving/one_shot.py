@@ -20,6 +20,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profile_store import PROFILE_FILE
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.text_stream import TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -60,7 +61,8 @@ def generate_once(
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> dict[str, Any]:
     """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, num_pruned,
-    tokens_per_s, finish_reason and seed. Raises FaserError.
+    tokens_per_s, finish_reason, seed, and in words why_no_drafts and why_no_pruning, empty where there were some or
+    could have been. Raises FaserError.
     """
     _check_prompt_options(options)
     engine_dir = options.engine_dir or demo_engine_dir(progress)
@@ -85,20 +87,41 @@ def generate_once(
         engine.stepper.observers.append(on_step)
     try:
         stream = TextStream(tokenizer, context_ids=request.prompt_ids.tolist(), stop_strings=options.stop_strings)
-        return _run(engine, request, stream, on_text)
+        result = _run(engine, request, stream, on_text)
     finally:
         engine.close()
+    has_profile = (engine_dir / PROFILE_FILE).is_file()
+    why_no_drafts = "" if result["num_drafted"] else _why_no_drafts(options, has_profile=has_profile)
+    why_no_pruning = "" if result["num_pruned"] else _why_no_pruning(manifest, options, has_profile=has_profile)
+    return result | {"why_no_drafts": why_no_drafts, "why_no_pruning": why_no_pruning}
 
 
 def report_line(result: dict[str, Any]) -> str:
     """What a person reads after the text."""
     drafted, accepted = result["num_drafted"], result["num_accepted"]
     share = f" ({accepted / drafted:.0%})" if drafted else ""
+    speculation = result["why_no_drafts"] or f"accepted {accepted} of {drafted} drafted tokens{share}"
+    pruning = result["why_no_pruning"] or f"{result['num_pruned']} rows pruned"
     return (
-        f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.0f} tokens/s; "
-        f"accepted {accepted} of {drafted} drafted tokens{share}; {result['num_pruned']} rows pruned; "
-        f"ended by {result['finish_reason']}"
+        f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.3g} tokens/s; "
+        f"{speculation}; {pruning}; ended by {result['finish_reason']}"
     )
+
+
+def _why_no_drafts(options: OneShotOptions, *, has_profile: bool) -> str:
+    """Of an answer for which nothing was drafted."""
+    if options.policy == "none":
+        return "policy none drafts nothing"
+    if not has_profile:
+        return "nothing drafted: without a profile the policy has only guesses of what it would bring"
+    return "nothing drafted: it did not promise to pay"
+
+
+def _why_no_pruning(manifest: EngineManifest, options: OneShotOptions, *, has_profile: bool) -> str:
+    """Empty where rows could have been pruned."""
+    if options.policy == "none" or options.early_exit == "off" or not manifest.exit_layers:
+        return "no exits, so no rows pruned"
+    return "" if has_profile else "exits are not calibrated without a profile, so no rows pruned"
 
 
 def _check_prompt_options(options: OneShotOptions) -> None:

@@ -12,10 +12,11 @@ _LIBC = ctypes.CDLL(None)  # opened here: after a fork, the loader's lock may be
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when the *thread* that started it ends, whatever this process is at.
-    One system call: it may stand between fork and exec. It lasts as long as the thread that calls it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """From now on the kernel sends this process a signal, by default one that kills it whatever it is at, when the
+    *thread* that started it ends. One system call: it may stand between fork and exec. It lasts as long as the thread
+    that calls it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def is_child_of_main_thread(parent: int) -> bool:

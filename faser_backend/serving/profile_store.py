@@ -17,6 +17,7 @@ import numpy as np
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
+from faser_backend.files import FileError, read_json
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.policy.cost_model import (
     DRAFT,
@@ -139,11 +140,12 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
     path = Path(engine_dir) / PROFILE_FILE
     mend = f"run `faser profile {engine_dir}`"
     try:
-        fields = json.loads(path.read_text())
+        fields = read_json(path)
         found_version = fields["format_version"]
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; {mend}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except FileError as error:
+        reason = error.reason if error.is_missing else f"not readable as a profile ({error.reason})"
+        raise ConfigError(f"{path}: {reason}; {mend}") from None
+    except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not readable as a profile ({type(error).__name__}: {error}); {mend}") from None
     if found_version != FORMAT_VERSION:
         raise ConfigError(f"{path}: format_version = {found_version!r}: this version reads {FORMAT_VERSION}; {mend}")
@@ -172,7 +174,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """The profile's; guesses where there is no profile. Raises ConfigError for one that does not fit."""
-    if not (Path(engine_dir) / PROFILE_FILE).exists():
+    if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a link that leads nowhere is a mistake
         sizes = map(_size_of, _models(manifest).values())
         return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
     profile = load_profile(engine_dir, manifest)

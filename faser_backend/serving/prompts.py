@@ -6,12 +6,12 @@ value, so that the engine's process can hand it to the frontends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.files import FileError, read_json, read_text, shown
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.chat import ChatRenderer
 
@@ -54,20 +54,19 @@ class PromptFormat:
 def read_template(file: Path) -> str:
     """A chat template in a file of its own. Raises ConfigError naming the file."""
     try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template = {file}: not readable as UTF-8 text ({error})") from None
-    if len(template) > MAX_TEMPLATE_BYTES:
-        raise ConfigError(f"chat_template = {file}: {len(template)} characters: must be at most {MAX_TEMPLATE_BYTES}")
-    return template
+        return read_text(file, MAX_TEMPLATE_BYTES)
+    except FileError as error:
+        raise ConfigError(f"chat_template = {shown(file)}: not readable as a template ({error.reason})") from None
 
 
 def _read(path: Path) -> PromptFormat:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         template, adds_begin_token = content["chat_template"], content["adds_begin_token"]
         tokens = {str(name): str(token) for name, token in content["special_tokens"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except FileError as error:
+        raise ManifestError(str(error)) from None
+    except (TypeError, KeyError, AttributeError) as error:
         raise ManifestError(f"{path}: malformed ({type(error).__name__}: {error})") from None
     return PromptFormat(
         chat_template=None if template is None else str(template),

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, check_room
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 from faser_backend.serving.doors import check_host, random_key, restriction_options
 from faser_backend.serving.model_configs import known_keys, launch_text
@@ -36,6 +37,7 @@ from faser_backend.serving.processes import arguments, children, die_with_parent
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+MIN_LAUNCH_BYTES = 1 << 20  # of configurations and links, and the beginning of a log
 DRAIN_S = 60.0  # for requests in flight
 UNLOAD_S = 4.0  # for the server to end after its models; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
@@ -125,7 +127,7 @@ class TritonServer:
         install = find_triton()
         check_libpython()
         check_ports(options.host, ports)
-        self._folder = Path(tempfile.mkdtemp(prefix="faser-serve-"))
+        self._folder = _launch_folder()
         self.log_file = self._folder / "tritonserver.log"
         try:
             write_launch_copy(REPOSITORIES[options.contract], self._folder / "model_repo", options)
@@ -137,8 +139,10 @@ class TritonServer:
                 start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
             )
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise ConfigError(f"the server cannot be started: {error.strerror}: {error.filename}") from None
             raise
         self.num_lost_lines = 0  # of the log, that could not be written
         self._reader = threading.Thread(target=self._read_log, args=(shows_log,), name="server-log", daemon=True)
@@ -236,6 +240,18 @@ class TritonServer:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+def _launch_folder() -> Path:
+    """A new temporary folder. Raises ConfigError where none has room for what a server is started from."""
+    remedy = "set TMPDIR to a folder with room"
+    try:
+        check_room(Path(tempfile.gettempdir()), MIN_LAUNCH_BYTES, "a server's launch folder")
+        return Path(tempfile.mkdtemp(prefix="faser-serve-"))
+    except FileError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"no temporary folder: {error.strerror}; {remedy}") from None
 
 
 def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:

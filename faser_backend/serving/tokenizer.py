@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is read on th
 from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, RequestError
+from faser_backend.files import FileError, read_text
 from faser_backend.serving.chat import Message, read_messages
 from faser_backend.serving.prompts import PromptFormat
+
+PANIC = "PanicException"  # of pyo3, which cannot be imported
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -58,8 +63,10 @@ class TextTokenizer:
         return self._special_id("pad_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        # As a batch of one: the library lets other threads run for batches alone.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        """Raises RequestError for a text that the library fails on."""
+        with _failures_as(lambda reason: RequestError("text", text, f"the tokenizer cannot encode it ({reason})")):
+            # As a batch of one: the library lets other threads run for batches alone.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """A plain prompt, with the tokens that the checkpoint puts around it; its begin token at most once."""
@@ -110,8 +117,12 @@ class TextTokenizer:
         return encoded
 
     def decode(self, token_ids: list[int], *, skips_special_tokens: bool = True) -> str:
-        """Text of ids, by default without special tokens; invalid UTF-8 becomes U+FFFD."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
+        """Text of ids, by default without special tokens; invalid UTF-8 becomes U+FFFD.
+
+        Raises RequestError for ids that the library fails on.
+        """
+        with _failures_as(lambda reason: RequestError("token_ids", token_ids, f"cannot be decoded ({reason})")):
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
 
     def _special_id(self, name: str) -> int | None:
         token = self._prompts.special_tokens.get(name)
@@ -135,6 +146,29 @@ class TextTokenizer:
             else:  # added text that never went through the byte alphabet
                 table[token_id] = token.encode()
         return table
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The library's tokenizer. Raises ConfigError naming the file, without its folder: clients may read it."""
+    try:
+        text = read_text(path)
+    except FileError as error:
+        raise ConfigError(f"tokenizer {path.name}: {error.reason}") from None
+    with _failures_as(lambda reason: ConfigError(f"tokenizer {path.name}: the library cannot read it ({reason})")):
+        return Tokenizer.from_str(text)
+
+
+@contextmanager
+def _failures_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
+    """The library raises plain Exception for every cause, and where it panics a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = "it panicked" if type(error).__name__ == PANIC else lines[0][:200]
+        raise error_of(reason) from None
 
 
 def _is_byte_level(decoder: dict | None) -> bool:

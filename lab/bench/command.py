@@ -1,14 +1,17 @@
 """`faser bench`: the ladder, a timeline per pipeline mode, and three files that appear together at the end.
 
-Nothing is written before everything is measured: an interrupted run leaves what was there as it was.
+What memory and time it will take is told before. A run that is interrupted writes the loads that it has measured whole;
+one that has none leaves what was there as it was.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
-from tokenizers import Tokenizer
 
 from faser_backend.cli_options import print_progress
 from faser_backend.config import EngineConfig
@@ -26,10 +27,13 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import load_profile
+from faser_backend.serving.tokenizer import load_tokenizer
 from lab import environment
 from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
-from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload
+from lab.bench.estimate import Speed, estimate_s, fitted, in_minutes, load_s, timeline_s
+from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload, reference_speeds
+from lab.bench.memory import MemoryPlan, plan_memory
 from lab.bench.oracle import make_oracle
 from lab.bench.report import render, roofline
 from lab.bench.timeline import trace_events
@@ -44,12 +48,15 @@ from lab.contestants import (
     split_names,
 )
 from lab.drive import ClosedLoop, InProcess
+from lab.interrupts import terminable
 from lab.profiling.profile import run_profile
+from lab.progress import progress_bar
 from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
 from lab.steps import StepLog
-from lab.tables import progress_bar
+from lab.tables import check_output
 from lab.traces import read_trace
 
+REPORT_BYTES = 32 << 20  # of all three files, at most
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
 # Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
 MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
@@ -70,21 +77,30 @@ class BenchOptions:
     draft: str = "auto"  # of contestants that do not say themselves
     is_chat: bool = False
     max_prompt_tokens: int | None = None  # None: as many as the context holds beside an answer
+    budget_s: float | None = None  # of everything; None: as the sizing says
 
 
 def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
     """Measures, then writes bench.json, report.html and timeline.json into the output. Raises FaserError."""
-    try:
-        _run(options, sizing, command)
-    except KeyboardInterrupt:
-        print(f"interrupted: {options.output} is as it was", file=sys.stderr)
-        raise
+    if options.budget_s is not None and not options.budget_s > 0:
+        raise ConfigError(f"--budget-s = {options.budget_s:g}: must be above 0")
+    with terminable():
+        try:
+            is_whole = _run(options, sizing, command)
+        except KeyboardInterrupt:
+            print(f"interrupted: {options.output} is as it was", file=sys.stderr)
+            raise
+    if not is_whole:
+        print("interrupted: the files hold what was measured until then", file=sys.stderr)
+        raise KeyboardInterrupt
 
 
-def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
+def _run(options: BenchOptions, sizing: Sizing, command: str) -> bool:
+    """Returns whether everything was measured."""
+    start_s = time.monotonic()
     names = None if options.policies is None else split_names(options.policies)
     contestants, missing = choose_contestants(names)
-    check_output(options.output)
+    check_output(options.output, REPORT_BYTES)
     warnings: list[str] = []
     engine_dir = options.engine_dir or demo_engine_dir(print_progress)
     manifest = EngineManifest.load(engine_dir)
@@ -94,20 +110,23 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     warnings += _ensure_profile(engine_dir, is_demo=options.engine_dir is None)
     workload = _workload(options, engine_dir, manifest, prompts)
     meta: dict[str, Any] = environment.describe(options.seed)
-    meta |= {
-        "command": command,
-        "repeats": sizing.repeats,
-        "bursty_repeats": sizing.bursty_repeats,
-        "max_tokens": sizing.max_tokens,
-        "prompts": prompts.as_dict(),
-    }
-    console = Console(file=sys.stderr)
+    memory = _plan_memory(manifest, len(contestants) + 1)  # and one of a timeline
+    if memory.num_bytes:
+        print(f"{len(contestants)} contestants; {memory}", file=sys.stderr)
+    console, results, is_whole = Console(file=sys.stderr), Results(), True
+    events, timelines = [], []
     with ExitStack() as stack:
         place = InProcess(engine_dir, {})
         stack.callback(place.close)
         bar = stack.enter_context(progress_bar(console))
-        present = _open(place, contestants, lambda c: _config(c.policy, options, manifest, **c.options), missing, bar)
-        task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
+
+        def config_of(policy: str, **changes: object) -> EngineConfig:
+            return _config(policy, options, memory.num_kv_blocks, **changes)
+
+        present = _open(place, contestants, lambda c: config_of(c.policy, **c.options), missing, bar)
+        speeds = reference_speeds(place, workload)
+        left_s = math.inf if options.budget_s is None else options.budget_s - (time.monotonic() - start_s)
+        sizing, present = _fitted(sizing, present, speeds, left_s, missing)
         ladder = Ladder(
             place,
             present,
@@ -115,13 +134,40 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
             manifest.target.spec.num_layers,
             lambda what, num_runs: bar.update(task, description=what, advance=num_runs),
         )
-        results = ladder.run(sizing)
-        events, timelines = _timelines(
-            place, lambda mode: _config(MODES[mode], options, manifest, pipeline=mode), workload, missing, bar
-        )
+        task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
+        deadline_s = time.monotonic() + left_s
+        try:
+            ladder.run(
+                sizing,
+                results,
+                lambda load: time.monotonic() + load_s(load, sizing, present, speeds) <= deadline_s,
+            )
+            events, timelines = _timelines(
+                place,
+                lambda mode: config_of(MODES[mode], pipeline=mode),
+                workload,
+                missing,
+                bar,
+                num_tokens=min(TIMELINE_TOKENS, sizing.max_tokens),
+                latest_s=deadline_s - timeline_s(sizing, speeds),
+            )
+        except KeyboardInterrupt:
+            if not results.rows:
+                raise
+            is_whole = False
+            warnings.append("The run was interrupted: loads and timelines are missing.")
+    missing += [f"load {what}: the time budget was spent" for what in results.left_out]
     add_comparisons(results.rows)
     warnings += spread_warning(results.rows)
     meta |= {
+        "command": command,
+        "repeats": sizing.repeats,
+        "bursty_repeats": sizing.bursty_repeats,
+        "max_tokens": sizing.max_tokens,
+        "budget_s": options.budget_s,
+        "is_whole": is_whole,
+        "num_kv_blocks": memory.num_kv_blocks,
+        "prompts": prompts.as_dict(),
         "engine_dir": engine_dir.name,
         "runtime": manifest.runtime,
         "exit_layers": list(manifest.exit_layers),
@@ -136,16 +182,32 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> None:
     for sentence in in_words(results.rows):
         console.print(f"- {sentence.replace('`', '')}", highlight=False, soft_wrap=True)
     console.print(f"wrote {options.output}/bench.json, report.html and timeline.json", highlight=False, soft_wrap=True)
+    return is_whole
 
 
-def check_output(directory: Path) -> None:
-    """Raises ConfigError where no files can be put; an existing directory is used as it is."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--output = {str(directory)!r}: {error.strerror}; name a directory to write into") from None
+def _fitted(
+    sizing: Sizing, present: list[Contestant], speeds: dict[str, Speed], left_s: float, missing: list[str]
+) -> tuple[Sizing, list[Contestant]]:
+    """How much is measured of whom in the seconds that are left; says so on stderr."""
+    chosen = fitted(sizing, present, speeds, left_s, len(MODES))
+    if estimate_s(chosen, present, speeds, len(MODES)) > left_s:
+        missing += [f"{each.name}: the time budget was spent" for each in present if each.options]
+        present = [each for each in present if not each.options]
+        chosen = fitted(sizing, present, speeds, left_s, len(MODES))
+    seconds = estimate_s(chosen, present, speeds, len(MODES))
+    print(f"time: about {in_minutes(seconds)}, answers of {chosen.max_tokens} tokens", file=sys.stderr)
+    if seconds > left_s:
+        print(f"there are {in_minutes(max(left_s, 0.0))}: loads that do not fit are left out", file=sys.stderr)
+    return chosen, present
+
+
+def _plan_memory(manifest: EngineManifest, num_engines: int) -> MemoryPlan:
+    """Elsewhere than on a CPU the runtime counts its memory itself, as it opens."""
+    context = manifest.target.spec.max_context
+    most_tokens = max(context, MAX_NUM_SEQS * min(context, MAX_CONTEXT))
+    if not manifest.runtime_spec.is_cpu:
+        return MemoryPlan(-(-most_tokens // manifest.kv_block_size), 0, 0)
+    return plan_memory(manifest, num_engines, most_tokens)
 
 
 def _ensure_profile(engine_dir: Path, *, is_demo: bool) -> list[str]:
@@ -172,7 +234,7 @@ def _prompts(options: BenchOptions, sizing: Sizing, engine_dir: Path, manifest: 
 
 
 def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest, prompts: PromptSet) -> Workload:
-    tokenizer = Tokenizer.from_file(str(engine_dir / manifest.tokenizer.name))
+    tokenizer = load_tokenizer(engine_dir / manifest.tokenizer.name)
     lengths = None if options.trace is None else read_trace(options.trace)
     max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
     # Windows are tokenised again and may grow a little: some room is left.
@@ -180,15 +242,13 @@ def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest,
     return Workload(prompts.prompts, maker, lengths, max_context * 9 // 10, options.seed)
 
 
-def _config(policy: str, options: BenchOptions, manifest: EngineManifest, **changes: object) -> EngineConfig:
-    context, size = manifest.target.spec.max_context, manifest.kv_block_size
-    most_tokens = max(context, MAX_NUM_SEQS * min(context, MAX_CONTEXT))
+def _config(policy: str, options: BenchOptions, num_kv_blocks: int, **changes: object) -> EngineConfig:
     # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
     return EngineConfig.from_options(
         policy=FIXED_REFERENCE if policy == ORACLE else policy,  # it takes the policy's place
         max_num_seqs=MAX_NUM_SEQS,
         max_queue_size=0,
-        num_kv_blocks=-(-most_tokens // size),
+        num_kv_blocks=num_kv_blocks,
         enable_prefix_reuse=False,
         num_threads=options.num_threads,
         **{"draft": options.draft, **changes},
@@ -200,7 +260,7 @@ def _open(
     contestants: list[Contestant],
     config_of: Callable[[Contestant], EngineConfig],
     missing: list[str],
-    bar: Progress,
+    bar: Any,
 ) -> list[Contestant]:
     """Loads an engine for each; an ablation that cannot run here is named among what is missing."""
     task = bar.add_task("loading engines", total=len(contestants))
@@ -222,15 +282,25 @@ def _open(
 
 
 def _timelines(
-    place: InProcess, config_of: Callable[[str], EngineConfig], workload: Workload, missing: list[str], bar: Progress
+    place: InProcess,
+    config_of: Callable[[str], EngineConfig],
+    workload: Workload,
+    missing: list[str],
+    bar: Any,
+    *,
+    num_tokens: int,
+    latest_s: float,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Events of a few hundred steps of each pipeline mode, and the modes by name."""
     task = bar.add_task("timelines", total=len(MODES))
     events: list[dict[str, Any]] = []
     shown = []
-    jobs = jobs_of(workload.prompts, 4 * TIMELINE_CLIENTS, TIMELINE_TOKENS, 0.8, workload.seed)
+    jobs = jobs_of(workload.prompts, 4 * TIMELINE_CLIENTS, num_tokens, 0.8, workload.seed)
     for mode, policy in MODES.items():
         name = f"timeline {mode}"
+        if time.monotonic() > latest_s:
+            missing.append(f"timeline of {mode}: the time budget was spent")
+            continue
         try:
             place.open(name, config_of(mode))
         except ConfigError as error:
@@ -243,6 +313,7 @@ def _timelines(
             events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
         else:
             missing.append(f"timeline of {mode}: no step ran in this mode")
+        place.close_one(name)
         bar.advance(task)
     return events, shown
 

@@ -23,7 +23,8 @@ from lab.answers import (
     summarise,
     summarise_categories,
 )
-from lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing
+from lab.bench.estimate import PROBE_TOKENS, Speed, closed_loads
+from lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing, taking_part
 from lab.drive import ClosedLoop, Feed, InProcess, OpenLoop, turn_orders
 from lab.prompts import Prompt, PromptMaker
 from lab.steps import StepLog, figures, series
@@ -95,6 +96,16 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
     series: list[dict[str, Any]] = field(default_factory=list)
     bursty: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # loads for which there was no time
+
+
+def reference_speeds(place: InProcess, workload: Workload) -> dict[str, Speed]:
+    """How fast the reference is under each closed load: one wave of short answers."""
+    found = {}
+    for load in closed_loads():
+        jobs = jobs_of(workload.prompts, load.num_clients, PROBE_TOKENS, 0.8, workload.seed)
+        found[load.name] = Speed.of(*place.run(REFERENCE, jobs, load.num_clients))
+    return found
 
 
 class Ladder:
@@ -116,11 +127,14 @@ class Ladder:
         per_load = [len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
         return sum(per_load) * len(sizing.temperatures)
 
-    def run(self, sizing: Sizing) -> Results:
-        """All loads at all temperatures."""
-        results = Results()
+    def run(self, sizing: Sizing, results: Results, has_time: Callable[[Load], bool] = lambda load: True) -> None:
+        """All loads at all temperatures into `results`, load by load; behind the first, those for which there is no
+        time are left out, by name."""
         for temperature in sizing.temperatures:
             for load in LOADS:
+                if results.rows and not has_time(load):
+                    results.left_out.append(f"{load.name}, T={temperature:g}")
+                    continue
                 if load.is_open:
                     jobs, feed, described = self._bursty(sizing, temperature)
                     results.bursty.append({"temperature": temperature, **described})
@@ -129,7 +143,6 @@ class Ladder:
                 where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients}
                 present = taking_part(self._contestants, load, sizing)
                 self._measure(present, jobs, feed, sizing.repeats_of(load), where=where, results=results)
-        return results
 
     def _measure(
         self,
@@ -210,10 +223,3 @@ class Ladder:
             Job(workload.maker.prompt(num_prompt, index), num_output, temperature, workload.seed + index)
             for index, (num_prompt, num_output) in enumerate(pairs)
         ]
-
-
-def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:
-    """Everyone, but in a short run the ablations sit out the bursty load, which takes real time."""
-    if load.is_open and not sizing.bursty_ablations:
-        return [contestant for contestant in contestants if not contestant.options]
-    return contestants

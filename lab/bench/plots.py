@@ -190,9 +190,11 @@ def course(series: list[Row]) -> str:
     """The bursty load over time: requests side by side, speculative length, accepted tokens."""
     bursty = [line for line in series if line["load"] == BURSTY.name]
     bursty = [line for line in bursty if line["temperature"] == bursty[-1]["temperature"]]
-    shown = [line for line in bursty if line["policy"] in COLOURS and line["policy"] not in ("fixed:1", "fixed:2")]
+    # Ablations would hide the policies, and short fixed lengths say little.
+    shown = [line for line in bursty if " (" not in line["policy"] and line["policy"] not in ("fixed:1", "fixed:2")]
     if not shown:
         return ""
+    others = [line["policy"] for line in shown if line["policy"] not in COLOURS]
     panels = (
         ("batch_size", "requests side by side"),
         ("length", "draft tokens verified\nper request and step"),
@@ -205,9 +207,13 @@ def course(series: list[Row]) -> str:
             is_main = line["policy"] in ("none", "faser")
             width = 2.2 if is_main else 1.3
             axes.plot(
-                line["time_s"], line[key], color=COLOURS[line["policy"]], linewidth=width, label=line["policy"],
+                line["time_s"],
+                line[key],
+                color=colour_of(line["policy"], others),
+                linewidth=width,
+                label=line["policy"],
                 zorder=3 if is_main else 2,
-            )  # fmt: skip
+            )
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
     grid[-1].set_xlabel("seconds")

@@ -26,11 +26,13 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from lab.answers import Answer, Job, summarise
 from lab.bench.wire import RefusedError, ask, make_request, read_answer
+from lab.progress import progress_bar
 from lab.prompts import DEMO_PROMPTS, PromptMaker, read_prompts
-from lab.tables import progress_bar
+from lab.tables import check_output
 from lab.traces import Trace, fitted_to, read_trace, scaled
 
 CONNECT_TIMEOUT_S = 10.0
+REPORT_BYTES = 1 << 20
 SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
 
 
@@ -71,6 +73,8 @@ class Replayed:
 def run_replay(options: ReplayOptions) -> int:
     """Replays, prints and writes what was measured, also after Ctrl-C. Returns the exit status. Raises FaserError."""
     _check(options)
+    if options.output is not None:
+        check_output(options.output.parent, REPORT_BYTES)
     # The command ends quietly when its output is cut off, but a connection that ends must not end it.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)

@@ -8,9 +8,11 @@ from typing import Any
 
 from lab.environment import query_gpu
 from lab.gpu.worker import Context, Result
+from plugins.tensorrt_import import Flavour, import_tensorrt
 
 GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
 REPEATS = 15
+FLAVOURS: dict[str, Flavour] = {"tensorrt": "full", "tensorrt_rtx": "rtx"}
 MODULES = (
     "torch",
     "triton",
@@ -19,7 +21,6 @@ MODULES = (
     "onnxruntime",
     "tensorrt",
     "tensorrt_rtx",
-    "tensorrt_rtx_bindings",
     "pydantic",
     "tokenizers",
     "safetensors",
@@ -40,6 +41,8 @@ def device(context: Context) -> Result:
 
 
 def _version(name: str) -> str:
+    if name in FLAVOURS:  # as `faser doctor` asks for it: it goes by several names
+        return import_tensorrt(FLAVOURS[name]).version
     return str(getattr(import_module(name), "__version__", "imported"))
 
 

@@ -6,6 +6,7 @@ that cannot be fitted, because the draft is never or always right, is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from lab.prompts import read_prompts
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 128, 32
 TEMPERATURES = (0.0, 0.8, 0.0, 1.0)  # half greedy
 TOKENS_EACH = 64  # greedy texts of small models loop when they grow long, and loops are easy to draft
+MIN_REQUESTS = 2 * len(TEMPERATURES)  # a group to fit and one to hold out
 MAX_PROMPT_TOKENS = 256
 REPLAYED_LENGTHS = (4, MAX_ADAPTIVE_TOKENS)
 MIN_OUTCOMES = 20  # accepted and rejected tokens each, in both halves, or nothing is fitted to them
@@ -44,23 +46,34 @@ def calibrate(
     is_quick: bool,
     seed: int,
     progress: Callable[[float], None],
+    share: float = 1.0,
+    latest_s: float = math.inf,
 ) -> Calibration:
-    """Lets the engine write and fits what was heard. Raises ConfigError for options out of range."""
+    """Lets the engine write and fits what was heard. share: of the requests, where there is little time; latest_s:
+    as of record_chains.
+
+    Raises ConfigError for options out of range.
+    """
     if not 0.0 < retention <= 1.0:
         raise ConfigError(f"retention = {retention}: must lie in (0, 1]")
     rng = np.random.default_rng(seed)
     models = ModelPair(manifest.target, manifest.draft)
     limits = Limits(models.vocab_size, models.max_context)
     texts = [] if prompts is None else tokenised_prompts(prompts, engine_dir, manifest)
-    num_requests = QUICK_NUM_REQUESTS if is_quick else NUM_REQUESTS
+    most = num_requests_of(is_quick=is_quick)
+    num_requests = max(round(share * most), min(MIN_REQUESTS, most))
     requests = calibration_requests(texts, manifest.end_ids, limits, num_requests, rng)
     depths = {
         index: (segment.last_layer, manifest.target.spec.num_layers)
         for index, segment in enumerate(manifest.target.segments)
         if segment.has_exit_scores
     }
-    chains = record_chains(make_engine, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress)
+    chains = record_chains(make_engine, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress, latest_s=latest_s)
     return fit(chains, depths, retention, source="own text" if prompts is None else prompts.name)
+
+
+def num_requests_of(*, is_quick: bool) -> int:
+    return QUICK_NUM_REQUESTS if is_quick else NUM_REQUESTS
 
 
 def tokenised_prompts(path: Path, engine_dir: Path, manifest: EngineManifest) -> list[np.ndarray]:

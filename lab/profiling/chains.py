@@ -7,6 +7,8 @@ without taking a row out. So margins, exit margins and acceptances are those of 
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +27,7 @@ from lab.drive import write_all
 MakeEngine = Callable[[EngineConfig], Engine]  # on the runtime that is profiled; its caller closes the engine
 
 
+MIN_STEPS = 8  # of a calibration, however little time there is
 _BY_CHAIN = ("num_drafted", "num_accepted", "group", "is_sampled")
 
 
@@ -134,6 +137,11 @@ class Listener:
         )
         self._records.append(chains.take(np.flatnonzero(chains.num_drafted)))
 
+    @property
+    def num_steps(self) -> int:
+        """In which something was drafted."""
+        return len(self._records)
+
     def chains(self) -> Chains:
         """All that were heard; raises FaserError where nothing was."""
         if not self._records:
@@ -150,14 +158,24 @@ def record_chains(
     requests: list[tuple[int, Request]],
     num_draft_tokens: int,
     progress: Callable[[float], None],
+    *,
+    latest_s: float = math.inf,
 ) -> Chains:
-    """Runs (group, request) pairs to their ends. Raises FaserError where one of them fails."""
+    """Runs (group, request) pairs to their ends, or until latest_s (of time.monotonic): all run side by side, so that
+    every group is heard by then; MIN_STEPS are made in any case. Raises FaserError where one of them fails."""
     config = EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}", max_queue_size=0)
     listener = Listener(exits, num_draft_tokens, {request.request_id: group for group, request in requests})
     engine = make_engine(config)
+
+    def tell(done: float) -> None:
+        progress(done)
+        if time.monotonic() > latest_s and listener.num_steps >= MIN_STEPS:
+            for _, request in requests:
+                engine.stop(request.request_id)
+
     try:
         listen(engine, listener, num_draft_tokens)
-        write_all(engine, [request for _, request in requests], progress)
+        write_all(engine, [request for _, request in requests], tell)
     finally:
         engine.close()
     return listener.chains()

@@ -75,10 +75,13 @@ class StepTimes:
     medians leave out a visit that was.
     """
 
-    def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int) -> None:
+    def __init__(
+        self, runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int, share: float = 1.0
+    ) -> None:
+        """share: of the steps, where there is little time."""
         self._runtime = runtime
         self._make_engine = make_engine
-        self._num_steps = 4 if is_quick else 8  # of a visit
+        self._num_steps = max(round(share * num_steps_of(is_quick=is_quick)), 2)
         self._rng = np.random.default_rng(seed)
         self._times: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by draft tokens and sequences
 
@@ -119,19 +122,30 @@ class StepTimes:
         return float(calls.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context, num_logit_rows=num_sequences))
 
 
-def measure_trim(make_engine: MakeEngine, *, is_quick: bool, seed: int) -> tuple[dict[str, float], list[Point]]:
+def num_steps_of(*, is_quick: bool) -> int:
+    """Of a visit."""
+    return 4 if is_quick else 8
+
+
+def num_trim_steps_of(*, is_quick: bool) -> int:
+    return 24 if is_quick else 48
+
+
+def measure_trim(
+    make_engine: MakeEngine, *, is_quick: bool, seed: int, share: float = 1.0
+) -> tuple[dict[str, float], list[Point]]:
     """Fields of OverheadCost: what deciding takes, after every draft call which chains go on and in the end which rows
     to verify. For engines with a draft model: n-grams heed no rule.
 
     A device that drafts whole chains by itself knows no rule; there it is what cutting them afterwards takes.
     """
-    rng = np.random.default_rng(seed)
+    rng, num_steps = np.random.default_rng(seed), max(round(share * num_trim_steps_of(is_quick=is_quick)), 6)
     engine = make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))
     points = []
     try:
         for num_draft_tokens in TRIM_LENGTHS:
             for num_sequences in LOADS:
-                records = records_of_steps(engine, num_sequences, num_draft_tokens, 24 if is_quick else 48, rng)
+                records = records_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng)
                 untrimmed, trimmed = (
                     np.array([r.propose_us for r in records if (r.plan.decision.trim is not None) == is_trimmed])
                     for is_trimmed in (False, True)
@@ -169,14 +183,20 @@ def records_of_steps(
 
 
 def measure_exits(
-    runtime: AnyRuntime, model: ModelEngine, make_engine: MakeEngine, *, is_quick: bool, seed: int
+    runtime: AnyRuntime,
+    model: ModelEngine,
+    make_engine: MakeEngine,
+    *,
+    is_quick: bool,
+    seed: int,
+    share: float = 1.0,
 ) -> tuple[dict[str, float], list[Point]]:
     """Fields of OverheadCost, of a target with exit layers: scores in the graph, and reading them and taking rows out.
 
     The graph's part is a segment with and without scores, in turns; the rest is read from the phases of steps, with a
     pruner that leaves two rows of every chain.
     """
-    rng, num_repeats = np.random.default_rng(seed), 9 if is_quick else 25
+    rng, num_repeats = np.random.default_rng(seed), max(round(share * (9 if is_quick else 25)), 3)
     scores_us = _scores_us(runtime, model, num_repeats, rng)
     host_us = _exit_host_us(runtime, model, make_engine, num_repeats, rng)
     rows = [size * (EXIT_LENGTH + 1) for size in LOADS]

@@ -8,11 +8,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from faser_backend.policy.cost_model import CostModel, OverheadCost
+from faser_backend.core.decision import WHOLE
+from faser_backend.policy.calibration import MARGIN_KNOTS
+from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.profile_store import Profile
 from lab.tables import Column, terminal_table
 
+LEGEND = (
+    "errors: mean of calls that the fit saw, and of others that it did not; spread: how far apart repeats of a call "
+    "lie; first call: what the first one of a shape takes more"
+)
 RULES = ("trim", "exit", "cascade")  # of a Replay
 BUSY_SPREAD_PERCENT = 15.0  # an idle machine repeats a call within a few percent
 
@@ -22,6 +28,7 @@ def print_tables(profile: Profile, costs: CostModel) -> None:
     console = Console()
     calibration = profile.calibration
     console.print(error_table(profile, costs))
+    console.print(LEGEND, highlight=False, soft_wrap=True)
     console.print(overhead_line(profile.overhead, has_exits=bool(profile.exit_points)), highlight=False, soft_wrap=True)
     if max(error.spread_percent for error in profile.errors) > BUSY_SPREAD_PERCENT:
         console.print("The machine was busy while it was measured: run this again when it is idle.", highlight=False)
@@ -31,7 +38,7 @@ def print_tables(profile: Profile, costs: CostModel) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(chance_table(calibration))
+    console.print(chance_table(calibration, has_model=(DRAFT, WHOLE) in profile.costs))
     if calibration.exits:
         console.print(exit_table(calibration))
     elif profile.exit_points:
@@ -55,23 +62,32 @@ def error_table(profile: Profile, costs: CostModel) -> Table:
     """A line per model and partition: two predicted calls, then mean absolute errors in percent."""
     columns = [
         *(Column(name, name) for name in ("model", "cores")),
-        *(Column(name, name, "{:.0f}") for name in ("1 row us", "16x5 us")),
-        *(Column(name, name, "{:.1f}") for name in ("fit %", "held out %", "spread %")),
-        Column("new shape us", "new shape us", "{:.0f}"),
+        *(Column(name, name, "{:.0f}") for name in ("1 row, us", "16 x 5 rows, us")),
+        *(Column(name, name, "{:.1f}") for name in ("fit error %", "held-out error %", "spread %")),
+        Column("first call +us", "first call +us", "{:.0f}"),
     ]
     rows = []
     for error in profile.errors:
         examples = costs.call_us(error.model, error.partition, np.array([1, 80]), np.array([1, 16]), 128)
-        errors = (error.fitted_percent, error.held_out_percent, error.spread_percent, error.new_shape_us)
+        first_us = max(error.new_shape_us, 0.0)  # below: noise
+        errors = (error.fitted_percent, error.held_out_percent, error.spread_percent, first_us)
         values = (error.model, error.partition, *examples, *errors)
         rows.append({column.heading: value for column, value in zip(columns, values, strict=True)})
-    return terminal_table("Predicted calls at context 128, and mean errors of predictions", columns, rows)
+    return terminal_table(
+        "What model calls take at context 128, as predicted, and how far predictions are off", columns, rows
+    )
 
 
-def chance_table(calibration: Calibration) -> Table:
-    """A line per bin of draft margins: predicted and observed chance that a draft token is accepted."""
+def chance_table(calibration: Calibration, *, has_model: bool = True) -> Table:
+    """A line per bin of draft margins: predicted and observed chance that a draft token is accepted.
+
+    has_model: n-grams have, in place of a margin, the number of tokens before a draft token that agree.
+    """
+    knots = MARGIN_KNOTS.tolist()
     columns = (
-        Column("margin from", "margin", "{:g}"),
+        Column("lead of the draft's choice, from", "margin", "{:g}")
+        if has_model
+        else Column("tokens that agree, from", lambda row: 1 + knots.index(row["margin"]), "{:d}"),
         Column("predicted", "predicted", "{:.3f}"),
         Column("observed", "observed", "{:.3f}"),
         Column("tokens", "num_tested"),

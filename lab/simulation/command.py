@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from lab.contestants import ORACLE, STATIC, Contestant, simulated_contestants, split_names
 from lab.environment import commit
+from lab.interrupts import in_processes, terminable
+from lab.progress import progress_bar
 from lab.simulation import report
 from lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
 from lab.simulation.worlds import (
@@ -28,11 +28,12 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import Column, progress_bar, terminal_table
+from lab.tables import Column, check_output, terminal_table
 from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
 PAPERS_WORLDS = ("h100 + qwen3-32b/0.6b", "h100x2 + qwen3-32b/0.6b", "h100x2 + llama3.3-70b/3.2-1b")
 AT_ONCE = 9e5  # requests per second
+REPORT_BYTES = 1 << 20  # of both files, at most
 MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
 
 
@@ -138,6 +139,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     """The command: progress on stderr, tables on stdout, simulation.json and .md into the output directory."""
     options.check()
     contestants, missing = simulated_contestants(None if options.policies is None else split_names(options.policies))
+    check_output(options.output, REPORT_BYTES)
     shares = options.load_shares
     world, trace = options.make_world(options.make_trace())
     capacity: dict[str, Any] = {}
@@ -170,7 +172,6 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
         "assumptions": list(world.assumptions),
         "missing": missing,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "simulation.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     (options.output / "simulation.md").write_text(report.markdown(meta, rows))
     _print(meta, rows, options.output)
@@ -225,15 +226,18 @@ Job = tuple[SimulateOptions, Contestant, str]
 def _simulate_all(jobs: list[Job], what: str) -> list[dict[str, Any]]:
     """Side by side on all cores, in the order of the jobs."""
     num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
-    with progress_bar() as bar:
+    with terminable(), progress_bar() as bar:
         task = bar.add_task(what, total=len(jobs))
         rows: list[dict[str, Any]] = []
-        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            run = map if num_workers == 1 else pool.map  # one worker is this process
-            for row in run(simulate_one, *zip(*jobs, strict=True)):
-                rows.append(row)
-                bar.advance(task)
+        results = map(_simulate_job, jobs) if num_workers == 1 else in_processes(_simulate_job, jobs, num_workers)
+        for row in results:
+            rows.append(row)
+            bar.advance(task)
     return rows
+
+
+def _simulate_job(job: Job) -> dict[str, Any]:
+    return simulate_one(*job)
 
 
 def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:

@@ -1,0 +1,105 @@
+"""Files that others wrote, read whole: regular ones alone, and never more of one than its kind may hold.
+
+A pipe or a device behind a name could block its reader for ever or feed it without end; JSON that is nested deeply
+would leave as a RecursionError. Each becomes one FileError. Knows nothing of what files mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from faser_backend.core.errors import FaserError
+
+MAX_JSON_BYTES = 256 << 20  # the largest tokenizers of public models take some 40 MB
+MAX_NAME_BYTES = 255  # of a file, as file systems have it
+
+
+class FileError(FaserError):
+    """A file that cannot be read. `reason` is what the message says behind the path."""
+
+    def __init__(self, path: Path, reason: str, *, is_missing: bool = False) -> None:
+        super().__init__(f"{shown(path)}: {reason}")
+        self.reason = reason
+        self.is_missing = is_missing
+
+
+def shown(path: Path | str) -> str:
+    """A path as messages have it: its end alone where it is longer than paths are."""
+    text = str(path).encode(errors="replace").decode()
+    return text if len(text) <= 300 else f"...{text[-100:]}"
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """The content of a regular file, or of one that a link leads to. Raises FileError."""
+    try:
+        # Opening a pipe would wait for whoever writes into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            _check(path, os.fstat(descriptor), max_bytes)
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise FileError(path, "missing", is_missing=True) from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise FileError(path, f"not readable ({getattr(error, 'strerror', None) or error})") from None
+    if len(content) > max_bytes:  # it grew, or its file system names no size
+        raise FileError(path, f"must be at most {max_bytes} bytes")
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """The same as UTF-8 text. Raises FileError."""
+    try:
+        return read_bytes(path, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"not readable as UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """What a JSON file holds. Raises FileError."""
+    text = read_text(path, max_bytes)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise FileError(path, "not readable as JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise FileError(path, f"not readable as JSON ({error})") from None
+
+
+def check_regular(path: Path) -> None:
+    """For files that a library opens by itself. Raises FileError for one that is missing or none to be read."""
+    try:
+        _check(path, path.stat(), None)
+    except FileNotFoundError:
+        raise FileError(path, "missing", is_missing=True) from None
+    except (OSError, ValueError) as error:
+        raise FileError(path, f"not readable ({getattr(error, 'strerror', None) or error})") from None
+
+
+def check_room(directory: Path, num_bytes: int, what: str) -> None:
+    """Raises FileError where `directory`, which need not exist yet, cannot take `num_bytes` more for `what`."""
+    place = directory.absolute()
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise FileError(place, os.strerror(errno.EEXIST))
+    is_writable = os.access(place, os.W_OK | os.X_OK) and not os.statvfs(place).f_flag & os.ST_RDONLY
+    if not is_writable or os.statvfs(place).f_files == 0 == os.statvfs(place).f_blocks:  # the last: /proc and its like
+        raise FileError(directory, f"{shown(place)} cannot be written to")
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise FileError(directory, f"{num_bytes} bytes of disk are needed for {what}, {free} are free")
+
+
+def _check(path: Path, found: os.stat_result, max_bytes: int | None) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise FileError(path, "not readable (Is a directory)")
+    if not stat.S_ISREG(found.st_mode):
+        raise FileError(path, "must be a regular file, or a link to one")
+    if max_bytes is not None and found.st_size > max_bytes:
+        raise FileError(path, f"{found.st_size} bytes: must be at most {max_bytes}")

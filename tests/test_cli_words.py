@@ -1,0 +1,112 @@
+"""What the command line says: remedies, warnings, reasons, and names that nobody has to keep up to date by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from engines.build import build_engines
+from faser_backend.policy import registry
+from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCurve, margin_bins
+from faser_backend.policy.registry import policy_usages
+from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.doctor import examine
+from faser_backend.serving.one_shot import report_line
+from faser_backend.serving.profile_calibration import Calibration, ReliabilityBin
+from lab.bench.plots import STYLE, course, plt
+from lab.gpu import device
+from lab.profiling.tables import chance_table
+from tests.serving_pair import write_pair
+
+PROMPT = ("--prompt-ids", "1,2,3", "--max-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("words") / "pair")
+
+
+@pytest.fixture(scope="module")
+def engines(pair: Path) -> dict[bool, Path]:
+    """Engine directories by whether they have an exit."""
+    found = {has_exit: pair.parent / f"engine-{has_exit}" for has_exit in (False, True)}
+    for has_exit, directory in found.items():
+        build_engines(pair / "target", pair / "draft", directory, exit_layers=(1,) if has_exit else ())
+    return found
+
+
+def test_a_forced_exit_says_what_is_missing(run, engines: dict[bool, Path]):
+    for has_exit, missing in ((False, "no exits; build it with --exit-layers"), (True, "no profile, which calibrates")):
+        for command in (("generate", *PROMPT), ("serve",)):
+            status, _, err = run(*command, "--engine-dir", engines[has_exit], "--early-exit", "on")
+            assert status == 1 and missing in err.splitlines()[-1]
+    assert run("generate", *PROMPT, "--engine-dir", engines[False], "--early-exit", "off")[0] == 0
+
+
+def test_generate_says_why_nothing_was_drafted_or_pruned(run, engines: dict[bool, Path]):
+    def last(has_exit: bool, *options: str) -> str:
+        return run("generate", *PROMPT, "--engine-dir", engines[has_exit], *options)[1].splitlines()[-1]
+
+    assert "policy none drafts nothing; no exits, so no rows pruned" in last(False, "--policy", "none")
+    assert re.search(
+        r"accepted \d+ of [1-9]\d* drafted tokens .*; exits are not cal", last(True, "--policy", "fixed:2")
+    )
+    result = json.loads(
+        run("generate", *PROMPT, "--json", "--engine-dir", engines[True], "--policy", "fixed:2")[1].splitlines()[-1]
+    )
+    assert result["why_no_drafts"] == "" and "without a profile" in result["why_no_pruning"]
+
+
+def test_slow_models_have_a_speed():
+    result = {"token_ids": [1], "num_drafted": 0, "num_accepted": 0, "num_pruned": 0, "finish_reason": "length"}
+    why = {"why_no_drafts": "x", "why_no_pruning": "y"}
+    assert report_line(result | why | {"tokens_per_s": 0.4}).startswith("== 1 tokens, 0.4 tokens/s; x; y;")
+
+
+def test_a_draft_that_is_larger_than_its_target_is_warned_of(run, tmp_path: Path):
+    large, small = DEMO_PAIR / "target", DEMO_PAIR / "draft"
+    for target, other, is_warned in ((small, large, True), (large, small, False)):
+        command = ("build", "--target", target, "--draft", other, "--output", tmp_path / f"out-{is_warned}")
+        status, _, err = run(*command, "--no-measure-weights")
+        assert status == 0
+        assert ("warning: the draft has" in err and "swapped?" in err) == is_warned
+
+
+def test_help_names_every_policy_that_can_be_asked_for(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = run("serve", "--help")
+    words = re.sub(r"[^\w:.,-]", "", out)  # the table breaks words
+    assert [usage for usage in policy_usages().values() if usage not in words] == []
+
+
+def test_a_policy_that_is_new_is_drawn_over_time():
+    points = {key: [1.0, 2.0] for key in ("time_s", "batch_size", "length", "accepted", "rows")}
+    lines = [
+        {"policy": policy, "load": "bursty", "temperature": 0.8, **points}
+        for policy in ("none", "mine", "faser (no exit)")
+    ]
+    with plt.rc_context(STYLE):  # the same ids in each
+        assert course(lines) != course(lines[::2]), "a policy without a colour of its own is drawn"
+        assert course(lines) == course(lines[:2]), "an ablation is not"
+    assert "mine" not in registry.policy_usages()
+
+
+def test_doctor_and_the_check_of_a_gpu_agree_on_tensorrt():
+    found = {finding.name: finding.is_ok for finding in examine()}
+    told = {name: device._outcome(lambda name=name: device._version(name)) for name in device.FLAVOURS}
+    assert {name: not text.startswith("no: ") for name, text in told.items()} == {
+        "tensorrt": found["TensorRT"],
+        "tensorrt_rtx": found["TensorRT-RTX"],
+    }
+
+
+def test_chances_of_n_grams_are_by_tokens_that_agree():
+    margins = MARGIN_KNOTS[margin_bins(MarginCurve.margin_knots[[0, 2]])]
+    bins = tuple(ReliabilityBin(float(margin), 0.5, 0.5, 10) for margin in margins)
+    calibration = Calibration("own text", 0.95, 10, 10, {}, bins, ())
+    by_tokens, by_lead = (chance_table(calibration, has_model=has_model) for has_model in (False, True))
+    assert list(by_tokens.columns[0].cells) == ["1", "3"] and "agree" in str(by_tokens.columns[0].header)
+    assert "lead" in str(by_lead.columns[0].header)

@@ -1,0 +1,244 @@
+"""Files that nobody should open as they are: each is one error, at once, without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import build
+from faser_backend.core.errors import ConfigError, ManifestError, RequestError
+from faser_backend.files import FileError, check_room, read_bytes, read_json, read_text
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving import doctor, server
+from faser_backend.serving.tokenizer import TextTokenizer
+from tests.serving_pair import build_pair
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def engine_dir(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "engine")
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def to_itself(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def nested(path: Path) -> None:
+    path.write_text(DEEP)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+ODD_FILES: list[tuple[Callable[[Path], None], str]] = [
+    (pipe, "must be a regular file"),
+    (endless, "must be a regular file"),
+    (to_itself, "Too many levels of symbolic links"),
+    (folder, "Is a directory"),
+    (nested, "nested too deeply"),
+    (sparse, "1099511627776 bytes: must be at most"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), ODD_FILES, ids=[make.__name__ for make, _ in ODD_FILES])
+@pytest.mark.parametrize("name", ["manifest.json", "profile.json"])
+def test_what_is_no_plain_file_is_told_at_once(run, engine_dir: Path, name: str, make, reason: str):
+    make(engine_dir / name)
+    status, _, err = run("generate", "--engine-dir", engine_dir, "--prompt", "x", "--max-tokens", 1)
+    assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
+    assert name in err and reason in err
+
+
+@pytest.mark.parametrize("make", [pipe, endless, nested, sparse], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Path, name: str, make):
+    pair = shutil.copytree(built.parent / "pair", tmp_path / "pair")
+    make(pair / "target" / name)
+    command = ("build", "--target", pair / "target", "--output", tmp_path / "out")
+    status, _, err = run(*command, "--runtime", "onnxruntime")
+    if name == "tokenizer_config.json" and make in (pipe, endless):
+        assert status == 0  # optional, and there is none
+        return
+    assert status == 1 and name in err and err.count("\n") == 1
+
+
+def test_links_to_files_are_followed(built: Path, engine_dir: Path):
+    for path in engine_dir.iterdir():
+        path.unlink()
+        path.symlink_to(built / path.name)
+    assert EngineManifest.load(engine_dir) == EngineManifest.load(built)
+
+
+def test_text_and_names(tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_bytes(b"\xffab")
+    assert read_bytes(file, 3) == b"\xffab"
+    with pytest.raises(FileError, match="must be at most 2"):
+        read_bytes(file, 2)
+    with pytest.raises(FileError, match="UTF-8"):
+        read_text(file)
+    for name in ("x" * 5000, "null\0", "\udcff" * 2000):
+        with pytest.raises(FileError) as caught:
+            read_json(tmp_path / name)
+        assert len(str(caught.value)) < 400
+        str(caught.value).encode()
+    with pytest.raises(FileError) as caught:
+        read_json(tmp_path / "none")
+    assert caught.value.is_missing
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_context", "512", "max_context = '512': must be a whole number"),
+        ("max_context", 10**12, "max_context = 1000000000000: must be a whole number"),
+        ("max_context", True, "max_context = True"),
+        ("hidden_size", 10**9, "hidden_size = 1000000000: must be"),
+        ("num_layers", 10**400, "num_layers = 1000"),
+        ("rope_theta", float("nan"), "rope_theta = nan: must be a positive number"),
+        ("rope_theta", "1e4", "rope_theta = '1e4'"),
+        ("rope_scaling", {"kind": "linear", "factor": 0}, "rope_scaling.factor = 0"),
+        ("rms_eps", float("inf"), "rms_eps = inf"),
+    ],
+)
+def test_numbers_of_a_manifest_have_limits(engine_dir: Path, field: str, value: Any, message: str):
+    path = engine_dir / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields["target"]["spec"][field] = value
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ManifestError) as caught:
+        EngineManifest.load(engine_dir)
+    assert message in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_file_name_of_5000_characters(engine_dir: Path):
+    path = engine_dir / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields["tokenizer"]["name"] = "x" * 5000
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ManifestError, match="must be a plain name of at most 255 bytes"):
+        EngineManifest.load(engine_dir)
+
+
+def tokenizer_file(path: Path, **parts: Any) -> Path:
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}))
+    return path
+
+
+def test_a_tokenizer_that_panics_is_told_without_paths(tmp_path: Path):
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(ConfigError, match=r"tokenizer t\.json: the library cannot read it \(it panicked\)") as caught:
+        TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json", normalizer=normalizer))
+    assert str(tmp_path) not in str(caught.value)
+    piece = [{"SpecialToken": {"id": "x", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": piece, "pair": [], "special_tokens": {}}
+    tokenizer = TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json", post_processor=template))
+    with pytest.raises(RequestError, match=r"text = 'aa': the tokenizer cannot encode it \(it panicked\)"):
+        tokenizer.encode("aa", add_special_tokens=True)
+    assert TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json")).encode("aa") == [0, 0]  # the control
+
+
+def test_room_on_a_disk_is_looked_at_before(tmp_path: Path):
+    check_room(tmp_path / "new" / "folder", 1, "a report")
+    with pytest.raises(FileError, match=rf"{1 << 60} bytes of disk are needed for a report, \d+ are free"):
+        check_room(tmp_path / "new", 1 << 60, "a report")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="file: File exists"):
+        check_room(tmp_path / "file" / "x", 1, "a report")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(run, built: Path, tmp_path: Path, monkeypatch):
+    pair, output = built.parent / "pair", tmp_path / "out" / "engine"
+    command = ("build", "--target", pair / "target", "--draft", pair / "draft", "--output", output)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        status, _, err = run(*command)
+    assert status == 1 and err.count("\n") == 1
+    assert "bytes of disk are needed for the engine directory, 1000 are free" in err
+    assert not output.parent.exists()
+    needed = int(err.split(" bytes of disk")[0].split()[-1])
+    assert run(*command)[0] == 0
+    assert needed * 0.5 < sum(path.stat().st_size for path in output.iterdir()) < needed * 2 + 100_000
+
+
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(run, built: Path, tmp_path: Path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build, "_publish", full)
+    pair, output = built.parent / "pair", tmp_path / "engine"
+    status, _, err = run("build", "--target", pair / "target", "--output", output)
+    last = err.splitlines()[-1]
+    assert status == 1 and last.startswith(f"error: output_dir = {output}: No space left on device; ")
+    assert "bytes of disk are free" in last and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("serve",)])
+def test_a_home_that_nobody_can_write_to_is_one_line(run, monkeypatch, command: tuple[str, ...]):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    status, _, err = run(*command)
+    assert status == 1 and err.count("\n") == 1
+    assert "/proc/none" in err and "set XDG_CACHE_HOME" in err
+
+
+def test_a_full_temporary_folder_is_one_line(run, built: Path, monkeypatch):
+    usage = shutil.disk_usage(built)
+    monkeypatch.setattr(server, "check_ports", lambda *_: None)  # others may use the usual ones
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    status, _, err = run("serve", "--engine-dir", built)
+    assert status == 1 and err.count("\n") == 1
+    assert "a server's launch folder, 1000 are free; set TMPDIR to a folder with room" in err
+
+
+def test_any_failure_of_the_system_is_one_line(run, monkeypatch):
+    def fail(error: BaseException) -> Callable[..., object]:
+        def examine() -> None:
+            raise error
+
+        return examine
+
+    for error, line in (
+        (OSError(errno.EROFS, "Read-only file system", "some/file"), "error: some/file: Read-only file system\n"),
+        (MemoryError("Unable to allocate 9 TiB"), "error: out of memory: Unable to allocate 9 TiB\n"),
+    ):
+        monkeypatch.setattr(doctor, "examine", fail(error))
+        assert run("doctor") == (1, "", line)
+    monkeypatch.setattr(doctor, "examine", fail(RuntimeError("a mistake of ours")))
+    with pytest.raises(RuntimeError):  # the control: what nobody can mend keeps its traceback
+        run("doctor")
