@@ -27,14 +27,6 @@ from faser_backend.serving.prompts import PromptFormat
 PANIC = "PanicException"  # of pyo3, which cannot be imported
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Raises ConfigError naming the file where it is missing or not a tokenizer."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for every cause
-        raise ConfigError(f"tokenizer {path}: {error}") from None
-
-
 class TextTokenizer:
     """A loaded tokenizer. Thread-safe: encoding and decoding keep no state."""
 
