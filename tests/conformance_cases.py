@@ -49,6 +49,12 @@ HONOURED: dict[str, dict[str, np.ndarray | None]] = {
     "bad_words_list": {"bad_words_list": np.array([[[4, 5], [2, -1]]], np.int32)},
     "embedding_bias": {"embedding_bias": np.zeros((1, VOCAB_SIZE), np.float32)},
     "top_k": {"top_k": one(3)},
+    "guided_decoding_guide_type": {"guided_decoding_guide_type": text("json"), "end_id": one(0)},
+    "guided_decoding_guide": {
+        "guided_decoding_guide_type": text("regex"),
+        "guided_decoding_guide": text("[a-z]+"),
+        "end_id": one(0),
+    },
     "runtime_top_k": {"runtime_top_k": one(3)},
     "num_draft_tokens": {"num_draft_tokens": one(0)},
     "num_return_sequences": {"num_return_sequences": one(1)},
@@ -130,6 +136,8 @@ OUTPUTS = {
     "context_phase_params": Output("never", "never"),
     **{spec.name: _PERF for spec in tensors.TEXT_OUTPUTS if spec.name.endswith(("_ns", "_blocks", "draft_tokens"))},
     "acceptance_rate": _PERF,
+    "draft_token_mask": Output("[1, 1, n]", "return_perf_metrics"),
+    "total_verification_steps": _PERF,
     "INPUT_ID": Output("[1, p]"),
     "DECODER_INPUT_ID": Output("[1, 1]"),
     "REQUEST_INPUT_LEN": Output("[1, 1]"),
@@ -168,6 +176,8 @@ def meaning_of(spec: TensorSpec) -> str:
         return f"refused when used: {UNSUPPORTED[spec.name].feature}"
     if spec.name == "stop":
         return "works: `test_server.py::test_stop_request_ends_a_request_early_and_without_error`"
+    if spec.name.startswith("guided_decoding"):
+        return "works: [structured output](structured-output.md)"
     return "no effect" if spec.name in WITHOUT_EFFECT else "works"
 
 

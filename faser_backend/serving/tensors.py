@@ -113,6 +113,8 @@ TOKEN_OUTPUTS = (
     *_specs("INT32", "output_ids", (-1, -1)),
     *_specs("INT32", "sequence_length", (-1,)),
     *_COMMON_OUTPUTS,
+    *_specs("BOOL", "draft_token_mask", (-1, -1)),
+    *_specs("INT32", "total_verification_steps"),
     *_specs("UINT8", "context_phase_params", (-1,)),
 )
 

@@ -48,6 +48,7 @@ class Reply:
         self._sent_text = ""  # of an accumulating stream
         self._new_ids: list[int] = []
         self._new_log_probs: list[float] = []
+        self._draft_mask: list[bool] = []  # by new id: whether it was drafted, and accepted
         self._cum_log_prob = 0.0
         self._context_logits: np.ndarray | None = None
         self._generation_logits: list[np.ndarray] = []
@@ -80,6 +81,9 @@ class Reply:
                 token_ids = token_ids[: delta.num_tokens]
             self._new_ids.extend(token_ids)
             self._num_output_tokens += len(token_ids)
+            if output.stats is not None:  # of what a step emits, what was drafted comes first
+                num_accepted = output.stats.num_accepted - (0 if self.stats is None else self.stats.num_accepted)
+                self._draft_mask += [index < num_accepted for index in range(len(token_ids))]
             if output.log_probs is not None:
                 self._new_log_probs.extend(output.log_probs[: len(token_ids)])
                 self._cum_log_prob += sum(output.log_probs[: len(token_ids)])
@@ -119,7 +123,8 @@ class Reply:
             arrays.append(("num_output_tokens", _one(self._num_output_tokens)))
         if parsed.request.wants_stats and self.stats is not None:
             arrays += _render_stats(self.stats)
-        self._new_ids, self._new_log_probs = [], []
+            arrays.append(("draft_token_mask", np.array([[self._draft_mask]], np.bool_)))
+        self._new_ids, self._new_log_probs, self._draft_mask = [], [], []
         return [(name, array) for name, array in arrays if name in self._requested]
 
     def _next_text(self) -> str:
@@ -197,6 +202,7 @@ def _render_stats(stats: RequestStats) -> list[NamedArray]:
         ("acceptance_rate", np.array([[rate]], np.float32)),
         ("total_accepted_draft_tokens", _one(stats.num_accepted)),
         ("total_draft_tokens", _one(stats.num_drafted)),
+        ("total_verification_steps", _one(stats.num_steps)),
         ("kv_cache_alloc_new_blocks", _one(max(0, stats.num_allocated_blocks - stats.num_reused_blocks))),
         ("kv_cache_reused_blocks", _one(stats.num_reused_blocks)),
         ("kv_cache_alloc_total_blocks", _one(stats.num_allocated_blocks)),

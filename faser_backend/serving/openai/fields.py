@@ -1,0 +1,280 @@
+"""What requests may hold: one model per endpoint, and the fields that are refused by name.
+
+A field that no version of the API knows is ignored, as other servers do; one that this server cannot honour is refused
+where it asks for something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from faser_backend.serving.openai.errors import ApiError
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+
+Real = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=16 << 20)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # as other servers extend it: usage with every chunk
+
+
+class _Generation(_Body):
+    """What all endpoints share. Beyond OpenAI's own: the fields from top_k on, as other servers name them."""
+
+    model: str | None = None
+    temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Real, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool = False
+    num_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # a cap on speculation; 0 opts out
+    spec_decode_metrics: Literal["summary", "detailed"] | None = None  # the answer's `metrics`
+    return_token_details: bool = False  # chunks tell which pieces of text were drafted
+
+
+class _Choices(_Generation):
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=MAX_STOPS)
+    logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+
+class CompletionBody(_Choices):
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _holds_a_prompt(cls, value: Any) -> Any:
+        if isinstance(value, list) and not value:
+            raise ValueError("must hold at least one prompt")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ValueError(
+                f"best_of = {self.best_of}: must equal n = {self.num_choices}: all candidates are returned"
+            )
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo = true: not supported with logprobs: a prompt has none here")
+        return self
+
+
+class TextPart(_Body):
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = ""
+
+
+class CalledFunction(_Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+
+
+class FunctionTool(_Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Body):
+    name: str = "answer"
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.json_schema is None):
+            raise ValueError("json_schema.schema: is required with type json_schema")
+        return self
+
+
+class Prediction(_Body):
+    type: Literal["content"]
+    content: Text | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(_Choices):
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None  # verified as the client's own draft
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs = {self.top_logprobs}: needs logprobs = true")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.tool_names:
+            raise ValueError(f"tool_choice = {self.tool_choice.function.name!r}: no tool has this name")
+        if self.tool_choice in ("auto", "required") and not self.tools:
+            raise ValueError(f"tool_choice = {self.tool_choice!r}: needs tools")
+        if self.tools and self.response_format and self.response_format.type != "text":
+            raise ValueError("response_format: not supported together with tools")
+        return self
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools or []]
+
+
+class TextFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = "answer"
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(_Body):
+    format: TextFormat | None = None
+
+
+class ResponsesBody(_Generation):
+    input: Text | Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+
+# -- refused where they ask for something --------------------------------------------------------------------------
+_NOTHING = (None, False, 0, [], {}, "", "none")
+_REFUSED_EVERYWHERE = {"use_beam_search": "beam search", "lora": "adapters"}
+REFUSED: dict[type[_Body], dict[str, str]] = {
+    CompletionBody: {"suffix": "text behind the completion", **_REFUSED_EVERYWHERE},
+    ChatBody: {
+        "functions": "the field's older form; use tools",
+        "function_call": "the field's older form; use tool_choice",
+        "audio": "audio",
+        "web_search_options": "searching the web",
+        "reasoning_effort": "reasoning models",
+        **_REFUSED_EVERYWHERE,
+    },
+    ResponsesBody: {
+        "previous_response_id": "stored answers; send the conversation as input",
+        "conversation": "stored conversations; send the conversation as input",
+        "background": "background answers",
+        "tools": "tools; use /v1/chat/completions",
+        "prompt": "stored prompts",
+        "include": "further outputs",
+        "reasoning": "reasoning models",
+        "top_logprobs": "log-probabilities; use /v1/chat/completions",
+        "max_tool_calls": "tools; use /v1/chat/completions",
+        **_REFUSED_EVERYWHERE,
+    },
+}
+
+AnyBody = TypeVar("AnyBody", bound=_Body)
+
+
+def read_body(kind: type[AnyBody], content: object) -> AnyBody:
+    """A checked request. Raises ApiError naming the first field that is wrong, its value and the limit."""
+    if not isinstance(content, Mapping):
+        raise ApiError(f"the body must be a JSON object, not {type(content).__name__}")
+    for name, meaning in REFUSED[kind].items():
+        if name in content and content[name] not in _NOTHING:
+            raise ApiError(f"{name} = {_shown(content[name])}: not supported: {meaning}", param=name)
+    modalities = content.get("modalities")
+    if modalities not in (None, ["text"]):
+        raise ApiError(f"modalities = {_shown(modalities)}: must be ['text']", param="modalities")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _of_validation(error) from None
+
+
+def _of_validation(error: ValidationError) -> ApiError:
+    details = error.errors(include_url=False, include_context=False)
+    first = max(details, key=lambda one: len(one["loc"]))  # of a union's branches the one that got furthest
+    message = first["msg"].removeprefix("Value error, ")
+    path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    if first["type"] == "value_error" and " = " in message:  # a rule between fields names them itself
+        return ApiError(message, param=message.split(" = ")[0])
+    if first["type"] == "missing":
+        return ApiError(f"{name}: is required", param=name)
+    shown = "" if first["type"] == "value_error" else f" = {_shown(first['input'])}"
+    return ApiError(f"{name}{shown}: {message}", param=name)
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
