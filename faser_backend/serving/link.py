@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
-from faser_backend.core.errors import ConfigError, FaserError, QueueFullError, RequestError
+from faser_backend.core.errors import ConfigError, FaserError, RequestError
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.prompts import PromptFormat
@@ -82,13 +82,6 @@ def remove_stale_sockets(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def describe_refusal(error: FaserError, max_queue_size: int) -> str:
-    """The client's message for a refused request; load tools look for both queue phrases."""
-    if isinstance(error, QueueFullError):
-        return f"Exceeds maximum queue size. Maximum queue size of {max_queue_size} requests is reached; retry later"
-    return str(error)
-
-
 class LinkServer:
     """Accepts frontends and gives each a subscription of its own."""
 
@@ -142,7 +135,7 @@ class LinkServer:
         try:
             subscription.submit(request, client_id)
         except FaserError as error:
-            message = describe_refusal(error, self._hello.max_queue_size)
+            message = str(error)
             refusal = RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=message)
             subscription.outputs.put([refusal])
 

@@ -27,8 +27,8 @@ _BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_me
 class Usage(NamedTuple):
     """What one process holds."""
 
-    threads: int
-    handles: int
+    threads: float
+    handles: float
     resident_mib: float
 
 
