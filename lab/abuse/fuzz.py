@@ -24,7 +24,7 @@ import numpy as np
 
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
 from lab.abuse.clients import TIMEOUT_S, GrpcClient, Reply, make_request, post
-from lab.abuse.served import Served, serving
+from lab.abuse.served import Served, end_servers_on_sigterm, serving
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls
@@ -201,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--known-crashes", action="store_true", help="send what is known to end Triton 2.51 as well")
     parser.add_argument("--serve-options", default="--num-threads 1", help="of `faser serve`, separated by blanks")
     args = parser.parse_args(arguments)
+    end_servers_on_sigterm()
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: must be at least 1")
     outcomes = []

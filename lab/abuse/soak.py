@@ -21,7 +21,7 @@ import numpy as np
 
 from faser_backend.serving.processes import is_running
 from lab.abuse.clients import GrpcClient
-from lab.abuse.served import Served, Usage, serving, usage
+from lab.abuse.served import Served, Usage, end_servers_on_sigterm, serving, usage
 from lab.abuse.traffic import ACTIONS, Client, ask_alone
 from lab.tables import Column, markdown_table
 
@@ -171,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    end_servers_on_sigterm()
     if not 0 < args.minutes <= 24 * 60:
         parser.error(f"--minutes {args.minutes}: must lie in (0, 1440]")
     seconds = args.minutes * 60
