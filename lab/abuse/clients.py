@@ -21,6 +21,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[r
 from faser_backend.serving.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
 
 TIMEOUT_S = 60.0  # of an answer: nothing that is asked here takes a tenth of it
+REFUSAL = "Maximum queue size"  # in the error of a request that finds the queue full
 TYPES = {spec.name: spec.data_type for spec in (*TEXT_INPUTS, *TOKEN_INPUTS, *LLMAPI_INPUTS, *PREPROCESSING_INPUTS)}
 NUMPY_TYPES = {
     "INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "UINT8": np.uint8,

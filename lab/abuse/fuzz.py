@@ -23,7 +23,7 @@ import grpc
 import numpy as np
 
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
-from lab.abuse.clients import TIMEOUT_S, GrpcClient, Reply, make_request, post
+from lab.abuse.clients import REFUSAL, TIMEOUT_S, GrpcClient, Reply, make_request, post
 from lab.abuse.served import Served, end_servers_on_sigterm, serving
 
 NUM_CLIENTS = 4
@@ -80,8 +80,10 @@ class WellBehaved:
         self._is_over = threading.Event()
 
     def ask(self) -> tuple[float, str | None]:
-        """Seconds, and what is wrong with the answer."""
+        """Seconds, and what is wrong with the answer. That the queue is full is an answer."""
         reply = self._client.ask(self._request)
+        if len(reply.errors) == 1 and REFUSAL in reply.errors[0]:
+            return reply.seconds, None
         if reply.errors or reply.num_finals != 1:
             return reply.seconds, f"a well-behaved client got {reply.num_finals} ends, errors {reply.errors}"
         if reply.text != self.reference:

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from lab.abuse.cases import make_case
-from lab.abuse.clients import GrpcClient, Reply, make_request, post
+from lab.abuse.clients import REFUSAL, GrpcClient, Reply, make_request, post
 from lab.abuse.served import Served
 
 Done = tuple[list[str], list[str]]  # what happened, and what should not have
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
-REFUSAL = "Maximum queue size"
 NUM_BURST = 24  # requests at once: more than run and wait
 NUM_FUZZ = 10**9
 _PROMPTS = (
