@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lab.abuse import faults
 from lab.abuse.cases import CONTRACTS, MAX_DEPTH, make_case
 from lab.abuse.clients import Reply
-from lab.abuse.flight import kill_process
+from lab.abuse.faults import refused
+from lab.abuse.flight import Outcome, kill_process
 from lab.abuse.fuzz import broken_promise, fuzz
 from lab.abuse.served import Served, Usage, serving
 from lab.abuse.soak import SERVE_OPTIONS, Sample, growth, look, slopes, soak
@@ -138,3 +140,25 @@ def test_a_case_must_be_answered_once_and_plainly(reply: Reply, words: str):
 
 def test_every_kind_of_request_is_part_of_a_soak():
     assert {"cancel", "disconnect", "malformed", "stop", "overflow", "batch", "http"} <= set(ACTIONS)
+
+
+@pytest.mark.parametrize(
+    ("script", "broken"),
+    [
+        ("echo 'error: port 1 is in use'; exit 1", []),
+        ("echo 'error: port 1 is in use'", ["status 0"]),
+        ("echo 'Traceback'; echo 'error: port 1'; exit 1", ["2 lines in place of one error"]),
+        ("echo 'OSError: port 1'; exit 1", ["no error but 'OSError: port 1'"]),
+        ("echo 'error: taken'; exit 1", ["does not name 'port 1'"]),
+        ("exit 1", ["0 lines in place of one error"]),
+    ],
+)
+def test_a_server_that_cannot_start_says_so_in_one_line(tmp_path: Path, script: str, broken: list[str]):
+    served = Served([], tmp_path / "log", before=["sh", "-c", script])
+    assert refused(served, Outcome("x"), *(["port 1"] if "echo" in script else [])).broken == broken
+
+
+def test_faults_that_need_a_mount_say_that_they_were_not_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(faults, "may_mount", lambda: False)
+    row = faults.FAULTS["full cache"](None).row()
+    assert row["saw"] == "not tried: this user may not mount"

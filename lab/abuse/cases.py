@@ -310,9 +310,9 @@ def spoil(rng: Generator, body: bytes) -> tuple[str, bytes]:
     )  # fmt: skip
 
 
-def known_crashes() -> list[Case]:
+def known_crashes(contract: str) -> list[Case]:
     """Ends Triton 2.51's HTTP frontend: a body of 200,000 nested brackets, and one of 600,000 chunks of a byte."""
-    path = "/v2/models/ensemble/generate"
+    path = f"/v2/models/{TARGETS[contract][0].model}/generate"
     chunks = b"1\r\n1\r\n" * 600_000 + b"0\r\n\r\n"
     return [
         Case("200,000 nested brackets", path=path, body=b"[" * 200_000 + b"]" * 200_000),

@@ -90,23 +90,28 @@ class Bench:
             outcome.recovery_s = time.monotonic() - start_s
         return outcome
 
-    def refused(self, served: Served, outcome: Outcome, *words: str) -> Outcome:
-        """Judges a server that should not start: it ends soon, and says why in one line that holds these words."""
-        start_s = time.monotonic()
-        try:
-            status = served.process.wait(REFUSE_S)
-        except subprocess.TimeoutExpired:
-            status = None
-            outcome.broken.append(f"still there after {REFUSE_S:.0f} s")
-        outcome.then = f"status {status} after {time.monotonic() - start_s:.1f} s"
-        log = environment.without_places(served.log_tail()).strip()
-        lines = [line for line in log.splitlines() if not line.startswith("starting ")]
-        outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
-        if status == 0 or len(lines) != 1 or not lines[0].startswith("error: "):
-            outcome.broken.append(f"{len(lines)} lines in place of one error")
-        outcome.broken += [f"does not name {word!r}" for word in words if word not in log]
-        outcome.broken += [f"left behind: {name}" for name in served.end()]
-        return outcome
+
+def refused(served: Served, outcome: Outcome, *words: str) -> Outcome:
+    """Judges a server that should not start: it ends soon, and says why in one line that holds these words."""
+    start_s = time.monotonic()
+    try:
+        status = served.process.wait(REFUSE_S)
+    except subprocess.TimeoutExpired:
+        status = None
+        outcome.broken.append(f"still there after {REFUSE_S:.0f} s")
+    outcome.then = f"status {status} after {time.monotonic() - start_s:.1f} s"
+    log = environment.without_places(served.log_tail()).strip()
+    lines = [line for line in log.splitlines() if not line.startswith("starting ")]
+    outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
+    if status == 0:
+        outcome.broken.append("status 0")
+    if len(lines) != 1:
+        outcome.broken.append(f"{len(lines)} lines in place of one error")
+    elif not lines[0].startswith("error: "):
+        outcome.broken.append(f"no error but {lines[0][:100]!r}")
+    outcome.broken += [f"does not name {word!r}" for word in words if word not in log]
+    outcome.broken += [f"left behind: {name}" for name in served.end()]
+    return outcome
 
 
 def kill(name: str) -> Fault:
@@ -141,7 +146,7 @@ def terminate(bench: Bench) -> Outcome:
 
 def port_in_use(bench: Bench) -> Outcome:
     with bench.ready() as served:
-        outcome = bench.refused(bench.start(ports=served.ports), Outcome("port in use"), str(served.ports.http))
+        outcome = refused(bench.start(ports=served.ports), Outcome("port in use"), str(served.ports.http))
         bench.judge(served, outcome)
     return outcome
 
@@ -214,7 +219,7 @@ def full_cache(bench: Bench) -> Outcome:
     disk = bench.folder / "full"
     disk.mkdir()
     served = bench.start_cold(disk, mounted(f"mount -t tmpfs -o size=2m tmpfs {disk}"))
-    return bench.refused(served, Outcome("full disk at the build of the engines (a tmpfs of 2 MiB)"))
+    return refused(served, Outcome("full disk at the build of the engines (a tmpfs of 2 MiB)"))
 
 
 def full_temporary(bench: Bench) -> Outcome:
@@ -243,7 +248,7 @@ def small_shared_memory(size: str, *, should_start: bool) -> Fault:
         outcome = Outcome(f"/dev/shm of {size}")
         served = bench.start(before=mounted(f"mount -t tmpfs -o size={size} tmpfs /dev/shm"))
         if not should_start:
-            return bench.refused(served, outcome, "shm")
+            return refused(served, outcome, "shm")
         start_s = time.monotonic()
         try:
             served.wait_ready()
@@ -263,10 +268,10 @@ def read_only(bench: Bench) -> Outcome:
     disk.mkdir(mode=0o555)
     if not may_mount():
         outcome = Outcome("cache without permission to write")
-        return bench.refused(bench.start_cold(disk), outcome, disk.name)
+        return refused(bench.start_cold(disk), outcome, disk.name)
     outcome = Outcome("cache on a read-only mount")
     before = mounted(f"mount -t tmpfs -o ro tmpfs {disk}")
-    return bench.refused(bench.start_cold(disk, before), outcome)
+    return refused(bench.start_cold(disk, before), outcome)
 
 
 def damaged(what: str, name: str, harm: Callable[[Path], object]) -> Fault:
@@ -274,7 +279,7 @@ def damaged(what: str, name: str, harm: Callable[[Path], object]) -> Fault:
         copy = bench.folder / f"damaged {what}"
         shutil.copytree(bench.engine_dir, copy)
         harm(copy / name)
-        outcome = bench.refused(bench.start(engine_dir=copy), Outcome(f"engine directory: {what}"), name)
+        outcome = refused(bench.start(engine_dir=copy), Outcome(f"engine directory: {what}"), name)
         shutil.rmtree(copy)
         return outcome
 

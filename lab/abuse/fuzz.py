@@ -7,7 +7,9 @@ with two, an error that shows a traceback. `--only NUMBER` sends one case of the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,10 +27,12 @@ import numpy as np
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
 from lab.abuse.clients import REFUSAL, TIMEOUT_S, GrpcClient, Reply, make_request, post
 from lab.abuse.served import Served, end_servers_on_sigterm, serving
+from lab.tables import markdown_table
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls
 USUAL_ASKS = 40
+END_S = 10.0  # for a server that has failed to end
 PAUSE_S = 0.02  # of the well-behaved client, between an answer and its next request
 MAX_SHOWN_WRONG = 3  # answers of the well-behaved client
 MAX_SHOWN = 200  # characters of an answer that breaks a promise
@@ -49,21 +53,22 @@ class Outcome:
     slowest: tuple[float, int, str] = (0.0, -1, "")  # seconds, number and label of a case
     errors: Counter[str] = field(default_factory=Counter)
 
-    def line(self) -> str:
-        usual, waits = np.array(self.usual or [0.0]) * 1e3, np.array(self.waits or [0.0]) * 1e3
-        return (
-            f"| {self.server} | {self.num_cases} | {self.num_answered} | {self.seconds:.0f} | {len(waits)} | "
-            f"{np.median(usual):.0f} / {usual.max():.0f} | {np.median(waits):.0f} / {np.percentile(waits, 99):.0f} / "
-            f"{waits.max():.0f} | {self.slowest[0]:.1f} s: case {self.slowest[1]} ({self.slowest[2]}) | "
-            f"{len(self.broken)} |"
-        )
-
-
-HEAD = [
-    "| server | cases | answered without an error | seconds | a well-behaved client's requests | its usual wait ms: "
-    "median / longest | its wait during the cases ms: median / p99 / longest | slowest case | broken promises |",
-    "|" + "---|" * 9,
-]
+    def row(self) -> dict[str, Any]:
+        usual, waits = (np.array(values or [0.0]) * 1e3 for values in (self.usual, self.waits))
+        seconds, number, label = self.slowest
+        return {
+            "server": self.server,
+            "cases": self.num_cases,
+            "answered without an error": self.num_answered,
+            "seconds": round(self.seconds),
+            "a well-behaved client's requests": len(waits),
+            "its usual wait ms: median / longest": f"{np.median(usual):.0f} / {usual.max():.0f}",
+            "its wait meanwhile ms: median / p99 / longest": (
+                f"{np.median(waits):.0f} / {np.percentile(waits, 99):.0f} / {waits.max():.0f}"
+            ),
+            "slowest case": f"{seconds:.1f} s: case {number} ({label})",
+            "broken promises": len(self.broken),
+        }
 
 
 class WellBehaved:
@@ -185,7 +190,9 @@ def note(outcome: Outcome, number: int, case: Case, reply: Reply, wrong: str | N
 def afterwards(served: Served, well_behaved: WellBehaved) -> Iterator[str]:
     """What is wrong with the server once all cases are sent."""
     if not served.is_ready():
-        yield f"the server is not ready; its log ends with:\n{served.log_tail()[-1500:]}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            served.process.wait(END_S)  # and say why
+        yield f"the server is not ready; its log ends with:\n{served.last_words()}"
         return
     num_used = served.blocks_in_use_when_quiet(TIMEOUT_S)
     if num_used:
@@ -212,13 +219,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers = [args.only] if args.only is not None else range(args.cases // len(servers))
         cases: Any = ((number, make_case(args.seed, number, contract)) for number in numbers)
         if args.known_crashes:
-            cases = itertools.chain(cases, ((-1, case) for case in known_crashes()))
+            cases = itertools.chain(cases, ((-1, case) for case in known_crashes(contract)))
         with (
             tempfile.TemporaryDirectory(prefix="faser-fuzz-") as folder,
             serving([*args.serve_options.split(), mode, "--contract", contract], Path(folder) / "log") as served,
         ):
             outcomes.append(fuzz(served, contract, cases, f"{contract} {mode}"))
-    print("\n".join([*HEAD, *(outcome.line() for outcome in outcomes)]))
+    rows = [outcome.row() for outcome in outcomes]
+    print("\n".join(markdown_table(list(rows[0]), rows)))
     for outcome in outcomes:
         print(f"\n{outcome.server}, most frequent errors:")
         print("\n".join(f"  {count:5d}  {error!r}" for error, count in outcome.errors.most_common(12)))

@@ -78,6 +78,10 @@ class Served(ServerProcess):
         command = [*before, str(FASER), "serve", *given, *map(str, options)]
         super().__init__(command, f"http://127.0.0.1:{self.ports.http}/v2/health/ready", log)
 
+    def last_words(self) -> str:
+        """The last lines of the log, without Triton's tables."""
+        return "\n".join([line for line in self.log_tail().splitlines() if line and line[0] not in "|+ "][-8:])
+
     def processes(self) -> dict[str, int]:
         """Every process of the server by name, `faser serve` first."""
         found, below = {"faser serve": self.process.pid}, children(self.process.pid)

@@ -96,9 +96,7 @@ def look(served: Served, before: Mapping[str, int], samples: list[Sample], start
     """Takes a sample of the quiet server. Returns broken promises."""
     gone = [name for name, pid in before.items() if not is_running(pid)]
     if gone or not served.is_ready():
-        return [
-            f"gone or not ready: {', '.join(gone) or 'the server'}; its log ends with:\n{served.log_tail()[-1500:]}"
-        ]
+        return [f"gone or not ready: {', '.join(gone) or 'the server'}; its log ends with:\n{served.last_words()}"]
     blocks = served.blocks_in_use_when_quiet(QUIET_S)
     found = {name: usage(pid) for name, pid in served.processes().items()}
     held = {name: value for name, value in found.items() if value is not None}

@@ -15,6 +15,7 @@ import numpy as np
 
 from lab.abuse.cases import make_case
 from lab.abuse.clients import REFUSAL, GrpcClient, Reply, make_request, post
+from lab.abuse.fuzz import broken_promise, send
 from lab.abuse.served import Served
 
 Done = tuple[list[str], list[str]]  # what happened, and what should not have
@@ -152,14 +153,11 @@ class Client:
         return self._judged(post(self._served.ports.http, path, body, leave_after=leave_after)[0], [job])
 
     def malformed(self) -> Done:
-        """A fuzz case; that it has one end is all that is asked of its answer."""
+        """A case of `fuzz`."""
         case = make_case(self._number, int(self._rng.integers(NUM_FUZZ)), "inflight_batcher")
-        if case.request is None:
-            reply, _ = post(self._served.ports.http, case.path, case.body, headers=case.headers, method=case.method)
-            return ["refused" if reply.errors else "answered"], []
-        reply = self._grpc.ask(case.request)
-        wrong = reply.num_finals != 1
-        return ["refused" if reply.errors else "answered"], [f"{case.label}: {reply}"] if wrong else []
+        reply = send(case, self._grpc, self._served.ports.http)
+        wrong = broken_promise(reply, is_http=case.request is None)
+        return ["refused" if reply.errors else "answered"], [f"{case.label}: {wrong}"] if wrong else []
 
     def stop(self) -> Done:
         """A long answer, ended early by a stop request of another model once it has begun."""
