@@ -20,6 +20,7 @@ from faser_backend.cli_options import (
     Acceptance,
     AcceptanceRule,
     Admission,
+    ApiKeyFile,
     ChatTemplate,
     Contract,
     Draft,
@@ -27,11 +28,15 @@ from faser_backend.cli_options import (
     EarlyExit,
     EarlyExits,
     EngineDir,
+    ModelName,
+    OpenAiHost,
     OutOfVocab,
     Pipeline,
     PipelineMode,
     Policy,
     Threads,
+    TlsCert,
+    TlsKey,
     parse_integers,
     print_progress,
 )
@@ -158,10 +163,18 @@ def serve(
     chat_template: ChatTemplate = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
     contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
+    openai_port: Annotated[
+        int | None, typer.Option(help="Serve OpenAI's API on this port as well.", show_default=False)
+    ] = None,
+    openai_host: OpenAiHost = "127.0.0.1",
+    model_name: ModelName = None,
+    api_key_file: ApiKeyFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
-    from faser_backend.serving.launch import check_engine, serve_until_signalled
+    from faser_backend.serving.launch import check_door, check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
 
     phases = {
@@ -188,7 +201,39 @@ def serve(
     options = LaunchOptions(
         http_port, grpc_port, metrics_port, host, decoupled, contract=contract.value, parameters=parameters
     )
-    raise typer.Exit(serve_until_signalled(options, shows_log=verbose))
+    door = None
+    if openai_port is not None:
+        check_door(openai_port, is_decoupled=decoupled, contract=contract.value)
+        door = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
+        door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
+        door += ["--draft", draft.value]
+        files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
+        given = {"model-name": model_name} | files
+        door += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    raise typer.Exit(serve_until_signalled(options, shows_log=verbose, door=door))
+
+
+@app.command()
+def openai(
+    *,
+    engine_dir: EngineDir = None,
+    triton: Annotated[str, typer.Option(help="gRPC address of the Triton server.")] = "127.0.0.1:8001",
+    port: Annotated[int, typer.Option(help="Port of the API.")] = 9000,
+    host: OpenAiHost = "127.0.0.1",
+    model_name: ModelName = None,
+    api_key_file: ApiKeyFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    chat_template: ChatTemplate = None,
+    draft: Draft = Drafting.AUTO,
+) -> None:
+    """Serve OpenAI's API in front of a Triton server that serves the engine directory already."""
+    from faser_backend.serving.demo_engine import demo_engine_dir
+    from faser_backend.serving.openai.door import DoorOptions, run_door
+
+    directory = engine_dir or demo_engine_dir(print_progress)
+    files = (api_key_file, tls_cert, tls_key, chat_template)
+    run_door(DoorOptions(directory, triton, port, host, model_name, *files, draft.value))
 
 
 def _add_lab_commands() -> None:

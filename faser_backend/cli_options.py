@@ -67,6 +67,14 @@ ChatTemplate = Annotated[
     Path | None, typer.Option("--chat-template", help="Jinja template instead of the checkpoint's.", show_default=False)
 ]
 
+OpenAiHost = Annotated[str, typer.Option(help="Address to listen on for OpenAI's API; others than loopback need keys.")]
+ModelName = Annotated[
+    str | None, typer.Option(help="Name of the model in OpenAI's API.", show_default="the engine directory's")
+]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one per line.", show_default=False)]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain, for https.", show_default=False)]
+TlsKey = Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)]
+
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:
     try:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from faser_backend.core.errors import RequestError
 
@@ -23,7 +24,7 @@ NO_TEMPLATE = (
 )
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
-Message = dict[str, str]
+Message = dict[str, Any]  # what templates read: role and content, and of OpenAI's API tool_calls and the like
 
 
 def read_messages(field: str, text: str) -> list[Message]:
@@ -48,15 +49,15 @@ class ChatRenderer:
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def render(self, field: str, messages: list[Message]) -> str:
-        """The prompt, ending where the assistant's answer begins.
+    def render(self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """The prompt, ending where the assistant's answer begins. tools: functions that the template shows the model.
 
         Raises RequestError naming `field` where the template refuses these messages or there is none, and
         chat_template where the template fails.
         """
         if self._template is None:
             raise RequestError(field, messages, NO_TEMPLATE)
-        reply = self._call(messages)
+        reply = self._call(messages, tools)
         if "refusal" in reply:
             raise RequestError(field, messages, f"the chat template refuses them: {reply['refusal']}")
         return self._text_of(reply)
@@ -75,8 +76,13 @@ class ChatRenderer:
             raise RequestError("chat_template", self._template, f"cannot be rendered: {reply['error']}")
         return reply["text"]
 
-    def _call(self, messages: list[Message] | None) -> dict[str, str]:
-        call = {"template": self._template, "special_tokens": self._special_tokens, "messages": messages}
+    def _call(self, messages: list[Message] | None, tools: list[dict[str, Any]] | None = None) -> dict[str, str]:
+        call = {
+            "template": self._template,
+            "special_tokens": self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+        }
         line = json.dumps(call).encode() + b"\n"
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:

@@ -60,11 +60,13 @@ class Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-def render(template: str, special_tokens: dict[str, str], messages: list[dict[str, str]]) -> str:
+def render(
+    template: str, special_tokens: dict[str, str], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> str:
     """The prompt that ends where the assistant's answer begins. Raises whatever the template makes happen."""
     parts, num_chars = [], 0
     chunks = compiled(template).generate(
-        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+        messages=messages, tools=tools, documents=None, add_generation_prompt=True, **special_tokens
     )
     for chunk in chunks:
         parts.append(chunk)
@@ -94,12 +96,12 @@ def environment() -> jinja2.Environment:
 
 
 def answer(call: dict[str, Any]) -> dict[str, str]:
-    """{template, special_tokens, messages or null} -> {"text"}, {"refusal"} or {"error"}; null compiles only."""
+    """{template, special_tokens, messages or null, tools} -> {"text"}, {"refusal"} or {"error"}; null compiles only."""
     try:
         if call["messages"] is None:
             compiled(call["template"])
             return {"text": ""}
-        return {"text": render(call["template"], call["special_tokens"], call["messages"])}
+        return {"text": render(call["template"], call["special_tokens"], call["messages"], call["tools"])}
     except Refusal as refusal:
         return {"refusal": str(refusal)}
     except jinja2.TemplateSyntaxError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -11,10 +12,12 @@ from pathlib import Path
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.door_process import DoorProcess
 from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
 from faser_backend.serving.model_configs import CONTRACTS
 from faser_backend.serving.processes import is_running
@@ -46,8 +49,19 @@ def check_engine(
     return directory
 
 
-def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
-    """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status."""
+def check_door(port: int, *, is_decoupled: bool, contract: str) -> None:
+    """Raises ConfigError where OpenAI's API cannot stand before the server as it is asked for."""
+    if not is_decoupled:
+        raise ConfigError(f"openai-port = {port}: it streams from the server: leave out --no-decoupled")
+    if contract != "inflight_batcher":
+        raise ConfigError(f"openai-port = {port}: asks the models of contract inflight_batcher, not of {contract}")
+
+
+def serve_until_signalled(options: LaunchOptions, *, shows_log: bool, door: list[str] | None = None) -> int:
+    """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
+
+    door: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
+    """
     is_signalled = threading.Event()
     signals: list[int] = []
 
@@ -57,17 +71,25 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    with TritonServer(options, shows_log=shows_log) as server:
+    with TritonServer(options, shows_log=shows_log) as server, contextlib.ExitStack() as stack:
         print(f"starting Triton Inference Server, log in {server.log_file}", file=sys.stderr)
         server.wait_ready(should_stop=is_signalled.is_set)
+        front = None
+        if door is not None and not is_signalled.is_set():
+            front = stack.enter_context(DoorProcess(door))
+            front.wait_ready(should_stop=is_signalled.is_set)
         if not is_signalled.is_set():
             print(
                 f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "
-                f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}",
+                f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}"
+                + (f"; {front.first_line}" if front is not None else ""),
                 flush=True,
             )
         models = server.model_processes()
         while not is_signalled.wait(WATCH_S):
+            if front is not None and front.process.poll() is not None:
+                print(f"error: the OpenAI front end ended with status {front.process.returncode}", file=sys.stderr)
+                return 1
             gone = [model for pid, model in models.items() if not is_running(pid)]
             if server.process.poll() is None and not gone:
                 continue
@@ -81,5 +103,7 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool) -> int:
             print(f"error: {reason}", file=sys.stderr)
             return 1
         print("draining; a second signal ends at once", file=sys.stderr)
+        if front is not None:
+            front.stop(is_hurried=lambda: len(signals) > 1)
         server.stop(is_hurried=lambda: len(signals) > 1)
     return 0

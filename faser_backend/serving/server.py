@@ -130,7 +130,7 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 env=_environment(install),
                 start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
             )
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -272,6 +272,7 @@ def _python_library_folder() -> tuple[Path, ...]:
     return (Path(folder),) if folder and (Path(folder) / name).is_file() else ()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a child, before it runs its program: it gets SIGTERM when we end, however that happens."""
     # Without it a killed `faser serve` would leave the server behind, holding its ports.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

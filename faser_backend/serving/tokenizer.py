@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, RequestError
-from faser_backend.serving.chat import read_messages
+from faser_backend.serving.chat import Message, read_messages
 from faser_backend.serving.prompts import PromptFormat
 
 
@@ -62,8 +63,18 @@ class TextTokenizer:
         """JSON [{role, content}] -> the prompt and its ids, which hold the special tokens that the template writes
         and no others. Raises RequestError naming the field.
         """
-        text = self._chat.render(field, read_messages(field, messages))
+        return self.encode_conversation(field, read_messages(field, messages))
+
+    def encode_conversation(
+        self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[int]]:
+        """As encode_chat, of messages that have been checked; tools are shown to the model if the template does."""
+        text = self._chat.render(field, messages, tools)
         return text, self.encode(text)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._prompts.chat_template
 
     def close(self) -> None:
         """Ends the process that renders conversations, if one was needed."""

@@ -1,0 +1,95 @@
+"""What a request asks the model to continue: prompts and conversations -> token ids."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from faser_backend.core.errors import RequestError
+from faser_backend.serving.openai.errors import ApiError
+from faser_backend.serving.openai.fields import ChatBody, CompletionBody, Message, ResponsesBody, TextPart
+from faser_backend.serving.tokenizer import TextTokenizer
+
+MAX_PROMPTS = 256  # of one request
+
+
+def completion_prompts(body: CompletionBody, tokenizer: TextTokenizer, vocab_size: int) -> list[list[int]]:
+    """The ids of every prompt of the body. Raises ApiError."""
+    given = body.prompt
+    prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    if len(prompts) * body.num_choices > MAX_PROMPTS:
+        limit = f"at most {MAX_PROMPTS} answers to a request (prompts times n)"
+        raise ApiError(f"prompt: {len(prompts)} prompts with n = {body.num_choices}: {limit}", param="prompt")
+    return [_ids_of(prompt, tokenizer, vocab_size) for prompt in prompts]
+
+
+def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode_prompt(_valid(prompt, "prompt"))
+    bad = next((one for one in prompt if not 0 <= one < vocab_size), None)
+    if bad is not None:
+        raise ApiError(f"prompt = {bad}: token ids must lie in [0, {vocab_size - 1}]", param="prompt")
+    return prompt
+
+
+def chat_prompt(body: ChatBody, tokenizer: TextTokenizer) -> list[int]:
+    """The conversation as the chat template writes it, with its tools. Raises ApiError."""
+    messages = [_for_template(index, message) for index, message in enumerate(body.messages)]
+    tools = None
+    if body.tools and body.tool_choice != "none":
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return _encode(tokenizer, messages, tools)
+
+
+def responses_prompt(body: ResponsesBody, tokenizer: TextTokenizer) -> list[int]:
+    """Raises ApiError."""
+    given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    if body.instructions:
+        given = [Message(role="system", content=body.instructions), *given]
+    return _encode(tokenizer, [_for_template(index, message) for index, message in enumerate(given)], None)
+
+
+def _encode(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    try:
+        return tokenizer.encode_conversation("messages", messages, tools)[1]
+    except RequestError as error:
+        raise ApiError.of_request(error) from None
+
+
+def _for_template(index: int, message: Message) -> dict[str, Any]:
+    """Content is text, as templates expect, and the arguments of calls are objects."""
+    name = f"messages[{index}]"
+    if message.content is None and not message.tool_calls:
+        raise ApiError(f"{name}.content: is required", param=f"{name}.content")
+    if isinstance(message.content, list) and any(not isinstance(part, TextPart) for part in message.content):
+        raise ApiError(f"{name}.content: must be text", param=f"{name}.content")
+    shown: dict[str, Any] = {"role": message.role, "content": _valid(message.text, f"{name}.content")}
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(name, call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    for key in ("name", "tool_call_id"):
+        if (value := getattr(message, key)) is not None:
+            shown[key] = value
+    return shown
+
+
+def _arguments(name: str, text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        field = f"{name}.tool_calls.function.arguments"
+        raise ApiError(f"{field} = {text[:60]!r}: must be JSON", param=field) from None
+
+
+def _valid(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
+        raise ApiError(f"{field}: must be valid Unicode", param=field) from None
+    return text
