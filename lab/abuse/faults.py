@@ -22,15 +22,18 @@ from faser_backend.serving.demo_engine import demo_engine_dir
 from lab import environment
 from lab.abuse.clients import GrpcClient
 from lab.abuse.flight import END_S, Flight, Outcome, ask_long, kill_process, wait_for_end
-from lab.abuse.served import Ports, Served, end_servers_on_sigterm, kill_leftovers
+from lab.abuse.served import DOOR, Ports, Served, end_servers_on_sigterm, kill_leftovers
+from lab.bench.servers import START_TIMEOUT_S, free_ports
 from lab.tables import Column, markdown_table
 
 DRAIN_S = 66.0  # what `faser serve` gives answers in flight, and Triton to end
 REFUSE_S = 60.0  # for a server that cannot start to say so
 POLL_S = 0.02
 KILLED = (
-    "tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing", "tritonserver", "faser serve"
+    "tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing", "tritonserver", DOOR,
+    "faser serve",
 )  # fmt: skip
+DRAINING = (DOOR, "faser serve")  # without which the server still answers what is in flight, and then ends
 COLUMNS = (
     Column("fault", "fault"),
     Column("what clients saw", "saw"),
@@ -114,13 +117,20 @@ def refused(served: Served, outcome: Outcome, *words: str) -> Outcome:
     return outcome
 
 
+def wait_for_door(served: Served) -> None:
+    """It starts once the server is ready."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while "ready: " not in served.log_tail() and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+
+
 def kill(name: str) -> Fault:
     def run(bench: Bench) -> Outcome:
-        served = bench.start()
+        served = bench.start("--openai-port", free_ports(1)[0])
         try:
             served.wait_ready()
-            # Nobody is left who could hurry the server of a `faser serve` that was killed: it drains.
-            outcome = kill_process(served, name, DRAIN_S if name == "faser serve" else END_S)
+            wait_for_door(served)
+            outcome = kill_process(served, name, DRAIN_S if name in DRAINING else END_S)
         finally:
             served.end()
         return bench.recover(outcome, served)

@@ -20,6 +20,7 @@ from faser_backend.serving.processes import arguments, children, is_running
 from lab.bench.servers import ServerProcess, free_ports
 
 FASER = Path(sys.executable).with_name("faser")
+DOOR = "the OpenAI front end"
 _STUB = "triton_python_backend_stub"
 _BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"
 
@@ -48,6 +49,8 @@ def process_name(pid: int) -> str:
     words = arguments(pid)
     if words and words[0].endswith(_STUB):
         return Path(words[1]).parts[-3]
+    if "openai" in words:
+        return DOOR
     names = [Path(word).name for word in words if not word.startswith("-") and not Path(word).name.startswith("python")]
     return " ".join(names[:2]) if names[:1] == ["faser"] else "".join(names[:1]) or "?"
 

@@ -84,12 +84,16 @@ class Client:
     def __init__(self, served: Served, expected: Sequence[str], rng: np.random.Generator, number: int) -> None:
         self._served, self._expected, self._rng, self._number = served, expected, rng, number
         self._grpc = GrpcClient(served.url)
+        self._num_acts = 0
         self._num_sent = 0  # requests that were to be stopped
 
     def act(self) -> Done:
-        """Does one thing, whole."""
+        """Does one thing, whole: everything once, then by chance."""
         names, weights = list(ACTIONS), np.array([weight for weight, _ in ACTIONS.values()], float)
-        name = names[int(self._rng.choice(len(names), p=weights / weights.sum()))]
+        name = str(self._rng.choice(names, p=weights / weights.sum()))
+        if self._num_acts < len(names):
+            name = names[(self._number + self._num_acts) % len(names)]
+        self._num_acts += 1
         done, broken = ACTIONS[name][1](self)
         return [f"{name}: {each}" for each in done], [f"{name}: {each}" for each in broken]
 
