@@ -150,7 +150,7 @@ def report(result: Soak) -> list[str]:
         first, last = samples[0].processes[name], samples[-1].processes[name]
         row = {"process": name}
         for what, gained, one, other in zip(Usage._fields, per_minute, first, last, strict=True):
-            row |= {what: f"{one:.0f} -> {other:.0f}", f"{what} per minute": f"{gained:+.2f}"}
+            row |= {what: f"{one:.0f} -> {other:.0f}", f"{what} per minute": f"{round(gained, 2) + 0.0:+.2f}"}
         rows.append(row)
     headings = [each for what in Usage._fields for each in (what, f"{what} per minute")]
     span = f"minutes {samples[0].minutes:.1f} to {samples[-1].minutes:.1f}, {len(samples)} samples"

@@ -7,7 +7,9 @@ stop request ended it early. A refusal because the queue is full is an answer as
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ Done = tuple[list[str], list[str]]  # what happened, and what should not have
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 NUM_BURST = 24  # requests at once: more than run and wait
+HALF_OPEN_S = 0.5
 NUM_FUZZ = 10**9
 _PROMPTS = (
     "def f(x):\n    return",
@@ -30,19 +33,20 @@ _PROMPTS = (
     "# größe, naïve, 東京\nx = [",
 )
 _GUIDES = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]{4,12}( = [0-9]{1,3})?"}
-_SAMPLED = {"temperature": 1.0, "top_p": 1.0}
+_GREEDY = {"exclude_input_in_output": True}
+_SAMPLED = _GREEDY | {"temperature": 1.0, "top_p": 1.0}
+_LENGTHS = (16, 40, 64)
 # The end id is no token, so that the lengths are fixed; what a grammar ends, ends.
 JOBS: tuple[dict[str, Any], ...] = (
     *(
-        {"text_input": prompt, "max_tokens": 16 + 24 * (i % 3), "end_id": -1, "seed": i, **(_SAMPLED if i % 2 else {})}
+        {"text_input": prompt, "max_tokens": _LENGTHS[i % 3], "end_id": -1, "seed": i}
+        | (_SAMPLED if i % 2 else _GREEDY)
         for i, prompt in enumerate(_PROMPTS * 3)
     ),
-    *({"text_input": prompt, "max_tokens": 24, "seed": i, **_SAMPLED, **_GUIDES} for i, prompt in enumerate(_PROMPTS)),
+    *({"text_input": prompt, "max_tokens": 24, "seed": i} | _SAMPLED | _GUIDES for i, prompt in enumerate(_PROMPTS)),
 )
 TOKEN_JOB = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 40, "end_id": -1, "seed": 7}
-NUM_PLAIN = 3 * len(_PROMPTS)  # of the jobs: those without a guide, all with the same tensors but the sampled ones'
-for _job in JOBS:
-    _job["exclude_input_in_output"] = True
+NUM_PLAIN = 3 * len(_PROMPTS)  # of the jobs: those without a grammar, greedy and sampled in turn
 
 
 def ask_tokens(client: GrpcClient) -> Reply:
@@ -150,6 +154,14 @@ class Client:
     def http_disconnect(self) -> Done:
         return self._post(self._job(), leave_after=int(self._rng.choice([0, 1, 200])))
 
+    def half_open(self) -> Done:
+        """Announces a body that never comes."""
+        address = ("127.0.0.1", self._served.ports.http)
+        with socket.create_connection(address, HALF_OPEN_S) as connection:
+            connection.sendall(b"POST /v2/models/ensemble/generate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(HALF_OPEN_S)
+        return ["left"], []
+
     def _post(self, job: int, leave_after: int | None = None) -> Done:
         way = str(self._rng.choice(["generate", "generate_stream"]))
         body = json.dumps({**JOBS[job], "stream": way == "generate_stream"}).encode()
@@ -209,6 +221,7 @@ ACTIONS: dict[str, tuple[int, Callable[[Client], Done]]] = {  # by name: how oft
     "disconnect": (4, Client.disconnect),
     "http": (16, Client.http),
     "http disconnect": (4, Client.http_disconnect),
+    "half-open": (2, Client.half_open),
     "malformed": (8, Client.malformed),
     "stop": (5, Client.stop),
     "overflow": (2, Client.overflow),
