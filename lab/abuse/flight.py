@@ -15,7 +15,7 @@ from lab.abuse.served import Served, kill_leftovers
 
 NUM_STREAMS = 4
 BEGIN_S = 30.0
-END_S = 5.0  # within which clients know that a process is gone, and the server has ended
+END_S = 10.0  # within which clients know that a process is gone, and the server has ended: two, on an idle machine
 LONG = {"text_input": "def f(x):\n    return", "max_tokens": 900, "end_id": -1, "exclude_input_in_output": True}
 
 
@@ -78,6 +78,8 @@ class Flight:
                 outcome.broken.append("tokens that no undisturbed run has")
             if not reply.errors and reply.text != self.expected:
                 outcome.broken.append("an answer that ends early without an error")
+            if reply.num_finals > 1:
+                outcome.broken.append(f"an answer with {reply.num_finals} ends")
 
 
 def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome, within_s: float) -> None:
@@ -106,4 +108,6 @@ def kill_process(served: Served, name: str, within_s: float = END_S) -> Outcome:
     os.kill(processes[name], signal.SIGKILL)
     wait_for_end(served, processes, outcome, within_s)
     flight.land(outcome, should_end=False)
+    if served.process.returncode == 0:
+        outcome.broken.append("status 0: whoever supervises would not start it anew")
     return outcome

@@ -26,13 +26,13 @@ import numpy as np
 
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
 from lab.abuse.clients import REFUSAL, TIMEOUT_S, GrpcClient, Reply, make_request, post
+from lab.abuse.flight import END_S
 from lab.abuse.served import Served, end_servers_on_sigterm, serving
 from lab.tables import markdown_table
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls
 USUAL_ASKS = 40
-END_S = 10.0  # for a server that has failed to end
 PAUSE_S = 0.02  # of the well-behaved client, between an answer and its next request
 MAX_SHOWN_WRONG = 3  # answers of the well-behaved client
 MAX_SHOWN = 200  # characters of an answer that breaks a promise
