@@ -122,6 +122,7 @@ def test_growth_is_a_broken_promise(held: Usage):
     (line,) = growth([sample(step, step / 8) for step in range(9)])
     assert line.startswith("model: ")
     assert growth([sample(step, float(step > 1)) for step in range(9)]) == []  # all of it while it warmed up
+    assert growth([sample(step, float(step > 6)) for step in range(12)]) == []  # in one step
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ class GrpcClient:
     def ask(
         self, request: Any, *, leave_after: int | None = None, on_first: Callable[[], None] = lambda: None
     ) -> Reply:
-        """leave_after: cancels the call after so many responses. on_first: called when something has come."""
+        """leave_after: cancels the call after so many responses, unless that was the last.
+
+        on_first: called when something has come.
+        """
         reply, start_s = Reply(), time.monotonic()
         call = self.stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
         num_seen = 0
@@ -93,7 +96,7 @@ class GrpcClient:
                 num_seen += 1
                 if num_seen == 1:
                     on_first()
-                if num_seen == leave_after:
+                if num_seen == leave_after and not reply.num_finals:
                     reply.is_cut = True
                     call.cancel()
         except grpc.RpcError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lab.abuse.cases import make_case
-from lab.abuse.clients import REFUSAL, GrpcClient, Reply, make_request, post
+from lab.abuse.clients import REFUSAL, TIMEOUT_S, GrpcClient, Reply, make_request, post, read_response
 from lab.abuse.fuzz import broken_promise, send
 from lab.abuse.served import Served
 
@@ -85,9 +85,19 @@ def judge(reply: Reply, expected: Sequence[str], *, may_be_short: bool = False) 
 class Client:
     """One client, with a connection of its own and its own luck."""
 
-    def __init__(self, served: Served, expected: Sequence[str], rng: np.random.Generator, number: int) -> None:
+    def __init__(
+        self,
+        served: Served,
+        expected: Sequence[str],
+        rng: np.random.Generator,
+        number: int,
+        *,
+        leaves_late: bool = False,
+    ) -> None:
+        """leaves_late: closes connections between an answer's last response and its end, too."""
         self._served, self._expected, self._rng, self._number = served, expected, rng, number
         self._grpc = GrpcClient(served.url)
+        self._leaves_late = leaves_late
         self._num_acts = 0
         self._num_sent = 0  # requests that were to be stopped
 
@@ -139,14 +149,14 @@ class Client:
         """Closes the connection while a long answer is under way: that the server lives through it is all."""
         job, client, reply = self._job(), GrpcClient(self._served.url), Reply()
         request = make_request(self._model(), [{**JOBS[job], "max_tokens": 300, "stream": True}])
-        call = client.stub.ModelStreamInfer(iter([request]), timeout=60)
-        for response in call:
-            reply.is_cut = True
-            if response.error_message and REFUSAL not in response.error_message:
-                reply.is_cut, reply.errors = False, [response.error_message]
-            break
+        call = client.stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
+        read_response(next(call), reply)
+        reply.is_cut = not reply.num_finals
+        if not reply.is_cut and not self._leaves_late:
+            for response in call:
+                read_response(response, reply)
         client.close()
-        return (["left"], []) if reply.is_cut else (["wrong"], [f"errors {reply.errors}"])
+        return self._judged(reply, [job]) if reply.errors else (["left"], [])
 
     def http(self) -> Done:
         return self._post(self._job())
