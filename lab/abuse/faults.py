@@ -330,15 +330,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
-    outcomes = []
-    with tempfile.TemporaryDirectory(prefix="faser-faults-") as folder:
-        bench = Bench(Path(folder))
-        for name in args.only:
-            print(name, file=sys.stderr)
-            try:
-                outcomes.append(FAULTS[name](bench))
-            except Exception as error:  # the other faults are still worth trying
-                reason = f"{type(error).__name__}: {environment.without_places(str(error))[-500:]}"
-                outcomes.append(Outcome(name, broken=[" ".join(reason.split())]))
-    print("\n".join(markdown_table(COLUMNS, [outcome.row() for outcome in outcomes])))
+    outcomes: list[Outcome] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="faser-faults-") as folder:
+            bench = Bench(Path(folder))
+            for name in args.only:
+                print(name, file=sys.stderr)
+                outcomes.append(tried(name, bench))
+    finally:  # also where it was interrupted
+        print("\n".join(markdown_table(COLUMNS, [outcome.row() for outcome in outcomes])))
     return int(any(outcome.broken for outcome in outcomes))
+
+
+def tried(name: str, bench: Bench) -> Outcome:
+    try:
+        return FAULTS[name](bench)
+    except Exception as error:  # the other faults are still worth trying
+        reason = f"{type(error).__name__}: {environment.without_places(str(error))[-500:]}"
+        return Outcome(name, broken=[" ".join(reason.split())])
