@@ -106,8 +106,7 @@ def refused(served: Served, outcome: Outcome, *words: str) -> Outcome:
     log = environment.without_places(served.log_tail()).strip()
     lines = [line for line in log.splitlines() if not line.startswith("starting ")]
     outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
-    if status == 0:
-        outcome.broken.append("status 0")
+    outcome.broken += ["status 0"] if status == 0 else []
     if len(lines) != 1:
         outcome.broken.append(f"{len(lines)} lines in place of one error")
     elif not lines[0].startswith("error: "):
@@ -145,10 +144,10 @@ def terminate(bench: Bench) -> Outcome:
         served.wait_ready()
         flight, processes = Flight(served), served.processes()
         served.process.send_signal(signal.SIGTERM)
-        wait_for_end(served, processes, outcome, DRAIN_S)
-        flight.land(outcome, should_end=True)
-        if served.process.returncode:
-            outcome.broken.append(f"status {served.process.returncode}")
+        ended_s = wait_for_end(served, processes, outcome, DRAIN_S)
+        late_s = ended_s - flight.land(outcome, should_end=True)
+        outcome.broken += [f"ended {late_s:.0f} s after the last answer"] if late_s > END_S else []
+        outcome.broken += [f"status {served.process.returncode}"] if served.process.returncode else []
     finally:
         served.end()
     return bench.recover(outcome, served)

@@ -58,8 +58,11 @@ class Flight:
         reply = ask_long(self._client, on_first)
         self._ended.append((time.monotonic(), reply))
 
-    def land(self, outcome: Outcome, *, should_end: bool) -> None:
-        """Waits for every stream and judges it. should_end: with the whole answer; otherwise with an error."""
+    def land(self, outcome: Outcome, *, should_end: bool) -> float:
+        """Waits for every stream and judges it. Returns the seconds until the last had ended.
+
+        should_end: with the whole answer; otherwise with an error.
+        """
         for thread in self._threads:
             thread.join()
         self._client.close()
@@ -80,10 +83,11 @@ class Flight:
                 outcome.broken.append("an answer that ends early without an error")
             if reply.num_finals > 1:
                 outcome.broken.append(f"an answer with {reply.num_finals} ends")
+        return last_s
 
 
-def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome, within_s: float) -> None:
-    """Judges how the server ended: `faser serve` by itself, and nothing of it left."""
+def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome, within_s: float) -> float:
+    """Judges how the server ended: `faser serve` by itself, and nothing of it left. Returns the seconds it took."""
     start_s = time.monotonic()
     while time.monotonic() - start_s < within_s and (
         served.process.poll() is None or any(map(is_running, processes.values()))
@@ -97,6 +101,7 @@ def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome,
     if left:
         outcome.broken.append(f"left behind: {', '.join(left)}")
     outcome.then = f"ended with status {status} and all its processes after {seconds:.1f} s"
+    return seconds
 
 
 def kill_process(served: Served, name: str, within_s: float = END_S) -> Outcome:
