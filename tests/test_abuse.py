@@ -53,7 +53,9 @@ def test_a_killed_engine_is_told_and_ends_the_server(server: Served):
     assert outcome.broken == []
     (gone,) = look(server, {"tensorrt_llm": os.getpid() + 2**22}, [], 0.0)
     assert gone.startswith("gone or not ready: tensorrt_llm")
-    assert "4 ended by an error" in outcome.saw and "status 1 and all its processes" in outcome.then
+    # On a busy machine some streams may end before the last one begins.
+    assert " ended by an error" in outcome.saw and "4 of 4 streams whole" not in outcome.saw
+    assert "status 1 and all its processes" in outcome.then
 
 
 def test_fuzz_cases_of_the_llm_api_disturb_nobody(tmp_path: Path):
