@@ -166,8 +166,11 @@ def test_changed_demo_checkpoint_builds_anew_and_a_damaged_cache_is_mended(tmp_p
     pair, cache = write_pair(tmp_path / "pair"), tmp_path / "cache"
     first = demo_engine_dir(pair=pair, cache=cache)
     (first / "manifest.json").write_text("{}")
+    killed = cache / f".{first.name}.killed.partial"  # what a build that was killed leaves behind
+    killed.mkdir()
     assert demo_engine_dir(pair=pair, cache=cache) == first
     EngineManifest.load(first)
+    assert not killed.exists()
     config = pair / "draft" / "config.json"
     config.write_text(config.read_text() + "\n")
     assert demo_engine_dir(pair=pair, cache=cache) != first

@@ -11,7 +11,7 @@ import pytest
 from faser_backend.core.errors import QueueFullError, RequestError
 from faser_backend.core.request import Limits
 from faser_backend.serving.contract import parse_requests
-from faser_backend.serving.link import Hello, describe_refusal
+from faser_backend.serving.link import Hello
 from faser_backend.serving.tensor_values import word_ids_array
 from faser_backend.serving.tensors import UNSUPPORTED, WITHOUT_EFFECT, refuse_undeclared
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -288,7 +288,7 @@ def test_streaming_needs_a_decoupled_model():
 
 
 def test_queue_full_has_the_phrases_that_clients_look_for():
-    message = describe_refusal(QueueFullError(4), 4)
+    message = str(QueueFullError(4))
     assert "Exceeds maximum queue size" in message and "Maximum queue size of 4" in message
 
 

@@ -22,10 +22,12 @@ class RequestError(FaserError):
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is at its limit; the client may retry later."""
+    """The waiting queue is at its limit; the client may retry later. Load tools look for both of its phrases."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__("max_queue_size", limit, f"Exceeds maximum queue size of {limit}; retry later")
+        super().__init__("max_queue_size", limit, "")
+        message = f"Exceeds maximum queue size. Maximum queue size of {limit} requests is reached; retry later"
+        self.args = (message,)
 
 
 class ConfigError(FaserError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,8 @@ def demo_engine_dir(
         except ManifestError:
             from engines.build import build_engines  # build-time code: only where it is needed
 
+            for left in cache.glob(f".{directory.name}.*"):  # by builds that were killed: we hold the lock
+                shutil.rmtree(left, ignore_errors=True)
             build_engines(pair / "target", pair / "draft", directory, runtime=DEFAULT_RUNTIME, progress=progress)
     return directory
 

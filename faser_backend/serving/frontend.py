@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.contract import is_stop_request
-from faser_backend.serving.link import EngineLink, Hello, describe_refusal
+from faser_backend.serving.link import EngineLink, Hello
 from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -141,7 +141,7 @@ class Frontend:
         if exchange is not None:
             self._abandon(exchange)
         if isinstance(error, FaserError):
-            message = describe_refusal(error, self._hello.max_queue_size)
+            message = str(error)
             responder.fail(message, _code_of(message, default="INVALID_ARG"))
         else:
             _log.exception("a request could not be taken")

@@ -128,13 +128,6 @@ def remove_stale_sockets(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def describe_refusal(error: FaserError, max_queue_size: int) -> str:
-    """The client's message for a refused request; load tools look for both queue phrases."""
-    if isinstance(error, QueueFullError):
-        return f"Exceeds maximum queue size. Maximum queue size of {max_queue_size} requests is reached; retry later"
-    return str(error)
-
-
 class LinkServer:
     """Accepts frontends and gives each a subscription of its own."""
 
@@ -202,7 +195,7 @@ class LinkServer:
         try:
             subscription.submit(request, client_id)
         except FaserError as error:
-            message = describe_refusal(error, self._hello.max_queue_size)
+            message = str(error)
             refusal = RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=message)
             subscription.outputs.put([refusal])
 

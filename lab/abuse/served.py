@@ -1,0 +1,152 @@
+"""A real `faser serve` to be abused: started, looked into through /proc, judged and ended.
+
+Knows the command line of the product, its metrics, and what the kernel says of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from faser_backend.serving.processes import arguments, children, is_running
+from lab.bench.servers import ServerProcess, free_ports
+
+FASER = Path(sys.executable).with_name("faser")
+DOOR = "the OpenAI front end"
+_STUB = "triton_python_backend_stub"
+_BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"
+
+
+class Usage(NamedTuple):
+    """What one process holds."""
+
+    threads: float
+    handles: float
+    resident_mib: float
+
+
+def usage(pid: int) -> Usage | None:
+    """None where it has ended."""
+    try:
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+        )
+        return Usage(int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(status["VmRSS"].split()[0]) / 1024)
+    except (OSError, KeyError):
+        return None
+
+
+def process_name(pid: int) -> str:
+    """The model of a model's process, else the program and its first word."""
+    words = arguments(pid)
+    if words and words[0].endswith(_STUB):
+        return Path(words[1]).parts[-3]
+    if "openai" in words:
+        return DOOR
+    names = [Path(word).name for word in words if not word.startswith("-") and not Path(word).name.startswith("python")]
+    return " ".join(names[:2]) if names[:1] == ["faser"] else "".join(names[:1]) or "?"
+
+
+@dataclass(frozen=True)
+class Ports:
+    http: int
+    grpc: int
+    metrics: int
+
+    @classmethod
+    def free(cls) -> Ports:
+        return cls(*free_ports(3))
+
+
+class Served(ServerProcess):
+    """`faser serve OPTIONS` on loopback ports; `before` are the words of a command that becomes the server."""
+
+    def __init__(
+        self, options: Sequence[object], log: Path, *, ports: Ports | None = None, before: Sequence[str] = ()
+    ) -> None:
+        self.ports = ports or Ports.free()
+        self.url = f"127.0.0.1:{self.ports.grpc}"
+        given = [
+            *("--http-port", str(self.ports.http), "--grpc-port", str(self.ports.grpc)),
+            *("--metrics-port", str(self.ports.metrics)),
+        ]
+        command = [*before, str(FASER), "serve", *given, *map(str, options)]
+        super().__init__(command, f"http://127.0.0.1:{self.ports.http}/v2/health/ready", log)
+
+    def last_words(self) -> str:
+        """The last lines of the log, without Triton's tables."""
+        return "\n".join([line for line in self.log_tail().splitlines() if line and line[0] not in "|+ "][-8:])
+
+    def processes(self) -> dict[str, int]:
+        """Every process of the server by name, `faser serve` first."""
+        found, below = {"faser serve": self.process.pid}, children(self.process.pid)
+        while below:
+            found |= {process_name(pid): pid for pid in below}
+            below = [child for pid in below for child in children(pid)]
+        return found
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.health, timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def metric(self, family: str, value: str) -> float:
+        """The gauge of `family` whose label holds `value`. Raises LookupError."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports.metrics}/metrics", timeout=10) as response:
+            for line in response.read().decode().splitlines():
+                if line.startswith(f"{family}{{") and f'="{value}"' in line:
+                    return float(line.rsplit(" ", 1)[1])
+        raise LookupError(f"{family} has no {value}")
+
+    def blocks_in_use_when_quiet(self, timeout_s: float) -> float:
+        """Waits until no request is active. Returns the KV blocks that are then still in use; waits for 0."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            num_used = self.metric(_BLOCKS, "used")
+            if (not num_used and not self.metric(_REQUESTS, "active")) or time.monotonic() > deadline_s:
+                return num_used
+            time.sleep(0.1)
+
+    def end(self) -> list[str]:
+        """Stops the server. Returns the names of processes that outlived it, which are then killed."""
+        known = self.processes() if self.process.poll() is None else {}
+        self.stop()
+        return kill_leftovers(known)
+
+
+def kill_leftovers(processes: dict[str, int], wait_s: float = 3.0) -> list[str]:
+    """Names of those of a server that has ended which still run wait_s later; they are killed."""
+    deadline_s = time.monotonic() + wait_s
+    while any(map(is_running, processes.values())) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    left = {name: pid for name, pid in processes.items() if is_running(pid)}
+    for pid in left.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return list(left)
+
+
+def end_servers_on_sigterm() -> None:
+    """A script that is told to end leaves no server behind: its context managers are left as with Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+@contextlib.contextmanager
+def serving(options: Sequence[object], log: Path) -> Iterator[Served]:
+    """A server that is ready; ended with the block. Raises RuntimeError where it does not come up."""
+    served = Served(options, log)
+    try:
+        served.wait_ready()
+        yield served
+    finally:
+        served.end()

@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Kills, full disks and damaged engines: what a client sees, and how long recovery takes. See lab/abuse/faults.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab.abuse.faults import main
+
+if __name__ == "__main__":
+    sys.exit(main())

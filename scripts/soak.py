@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Mixed traffic, cancels and mistakes for half an hour: nothing leaks, nothing is lost. See lab/abuse/soak.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab.abuse.soak import main
+
+if __name__ == "__main__":
+    sys.exit(main())
