@@ -168,7 +168,9 @@ class EngineLoop:
     def _answer_unstarted(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """The last output of a request that the engine never knew. Under the lock."""
         route = self._routes.pop(request_id)
-        route.subscriber.outputs.put([RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())])
+        route.subscriber.outputs.put(
+            [RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())]
+        )
 
     def drain(self) -> None:
         """Waits until every request has been answered."""
