@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.kv_pool import KvPool
@@ -54,6 +55,7 @@ class LlvmRuntime:
         self.kv_block_size = kv_block_size
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
+        self.graph_counts = GraphCounts()
         self._engine_dir, self._models = engine_dir, models
         self._kv_cache_dtype, self._num_threads = kv_cache_dtype, num_threads
         splits, self.splits_note = self.useful_splits()
@@ -94,6 +96,10 @@ class LlvmRuntime:
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         """The host sees the logits without asking anyone, so it picks the tokens itself."""
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """A CPU goes on computing."""
+        return False
 
     def synchronize(self) -> None:
         """Calls end before they return."""

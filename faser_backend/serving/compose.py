@@ -44,16 +44,26 @@ class SystemClock:
 SYSTEM_CLOCK = SystemClock()
 
 
-def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
-    """Loads and checks the directory, opens its runtime. Raises ManifestError or ConfigError."""
+def open_engine(
+    engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
+) -> tuple[Engine, Callable[[], None]]:
+    """Loads and checks the directory, opens its runtime. Returns the engine, and what the thread that is going to step
+    it runs once before. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
     with ExitStack() as stack:
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
-        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
+        engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
         stack.pop_all()
-    return engine
+    return engine, lambda: _prepare(runtime, engine, config)
+
+
+def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
+    """As open_engine, for the calling thread to step. Raises ManifestError, ConfigError or, where the engine cannot be
+    warmed up, FaserError."""
+    engine, prepare = open_engine(engine_dir, config, clock)
+    return _prepared(engine, prepare)
 
 
 def engine_on(
@@ -65,17 +75,38 @@ def engine_on(
     on_close: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
-    """An engine of a directory on a runtime that is already open, with what its profile knows."""
+    """An engine of a directory on a runtime that is already open, with what its profile knows, for the calling thread
+    to step."""
+    engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=on_close, clock=clock)
+    return _prepared(engine, lambda: _prepare(runtime, engine, config))
+
+
+def _assemble_with_knowledge(
+    runtime: AnyRuntime,
+    engine_dir: Path,
+    manifest: EngineManifest,
+    config: EngineConfig,
+    *,
+    on_close: Callable[[], None],
+    clock: Clock,
+) -> Engine:
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
     check_trees(manifest.runtime, models, policy)
-    engine = assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
+    return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
+
+
+def _prepare(runtime: AnyRuntime, engine: Engine, config: EngineConfig) -> None:
     if runtime.needs_warm_up:
-        try:
-            warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
-        except BaseException:
-            engine.close()
-            raise
+        warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
+
+
+def _prepared(engine: Engine, prepare: Callable[[], None]) -> Engine:
+    try:
+        prepare()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
@@ -131,6 +162,8 @@ def assemble_on(
         Limits(models.vocab_size, models.max_context),
         bind_thread=runtime.bind_step_thread,
         close=close,
+        is_fatal=runtime.is_fatal,
+        graph_counts=runtime.graph_counts,
     )
     return assemble(ports, policy, config)
 

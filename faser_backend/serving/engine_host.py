@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.compose import build_engine
+from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import GuideCompiler
@@ -18,7 +18,7 @@ from faser_backend.serving.tokenizer import TextTokenizer
 
 
 class EngineHost:
-    """Owns the loop. Raises ManifestError or ConfigError where the engine cannot be served."""
+    """Owns the loop. Raises ManifestError, ConfigError or FaserError where the engine cannot be served."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EngineHost:
             adds_special_tokens=options.adds_special_tokens,
         )
         self.tokenizer = TextTokenizer.from_file(tokenizer_file, prompts)
-        engine = build_engine(engine_dir, config)
+        engine, prepare = open_engine(engine_dir, config)
         self.hello = Hello(
             tokenizer_file=tokenizer_file,
             limits=engine.limits,
@@ -55,6 +55,7 @@ class EngineHost:
         )
         self.loop = EngineLoop(
             engine,
+            prepare=prepare,
             on_metrics=reporter.report,
             metrics_period_s=options.metrics_period_s,
             on_finished=reporter.observe,

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
+from faser_backend.device.cuda.fatal import is_fatal
+from faser_backend.device.cuda.graphs import GraphCapturer
 from faser_backend.device.cuda.identity import load_driver
 from faser_backend.device.cuda.lanes import StreamLanes
-from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.pool import DTYPES, CudaKvPool
 from faser_backend.device.cuda.programs import ProgramSource, TensorRtPrograms, TorchPrograms
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
@@ -40,6 +44,9 @@ NUM_CONNECTIONS = "32"  # the most there are
 
 GPU_MEMORY_SHARE = 0.8  # the rest is for activations, graphs and the allocator's fragments
 CPU_MEMORY_SHARE = 0.25
+# SMs of a share that nobody measured: with fewer, memory bandwidth is a small part of the device's, and a draft that
+# is small next to its target would take longer on them than the target takes to verify.
+MIN_GUESSED_SMS = 16
 USUAL_DRAFT_TOKENS = 4  # that a step drafts while it verifies, to guess at splits that nobody measured
 
 Share = SmPartition | CorePartition
@@ -57,8 +64,10 @@ class CudaRuntime:
         *,
         dtype: str,
         shares: SmMenu | None,
+        make_capturer: Callable[[GraphCounts], GraphCapturer] | None = None,
     ) -> None:
-        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device."""
+        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device.
+        make_capturer: of a runner's graphs; None: runners do without."""
         self.kv_block_size = kv_block_size
         self.kv_memory_share = CPU_MEMORY_SHARE if shares is None else GPU_MEMORY_SHARE
         self.device = device
@@ -66,11 +75,13 @@ class CudaRuntime:
         self._models = models
         self._dtype = dtype
         self._shares = shares
+        self._make_capturer = make_capturer
+        self.graph_counts = GraphCounts()
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
         splits, self.splits_note = self.menu.splits, self.menu.note
         if models.draft is None:
             splits, self.splits_note = (), "none (no draft model: there is nothing to overlap)"
-        self.splits = tuple(sorted(splits, key=lambda split: _imbalance(split, models)))
+        self.splits = tuple(sorted(splits, key=lambda split: (_is_small(split), _imbalance(split, models))))
         self.needs_warm_up = shares is not None
 
     @property
@@ -104,7 +115,9 @@ class CudaRuntime:
     def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
         split = self._split_of(share)
         programs = self._programs.open(model, split, share.size)
-        runner = CudaRunner(model, programs, pool, self.device, limits=self._programs.limits(model, split))
+        capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
+        limits = self._programs.limits(model, split)
+        runner = CudaRunner(model, programs, pool, self.device, limits=limits, capturer=capturer)
         return ShareRunner(runner, share) if isinstance(share, SmPartition) else runner
 
     def open_lanes(self, draft: Share, target: Share) -> OpenLanes:
@@ -122,6 +135,10 @@ class CudaRuntime:
         assert isinstance(runner, CudaRunner)
         return TorchDraftLoop(runner, sampler)
 
+    def is_fatal(self, error: BaseException) -> bool:
+        """See Runtime."""
+        return is_fatal(error)
+
     def synchronize(self) -> None:
         if self._shares is not None:
             self._shares.cuda.current_stream().synchronize()
@@ -137,6 +154,23 @@ class CudaRuntime:
     def _split_of(self, share: Share) -> str:
         """The name of the split that a share is one of; "" for the whole device."""
         return next((split_name(*split) for split in self.menu.splits if share in split), "")
+
+
+def first_products(device: torch.device, dtype: torch.dtype) -> None:
+    """The least of every kind of matrix product: opens this thread's handles of cuBLAS and cuBLASLt, and their
+    workspaces of the current stream, for good."""
+    rows, bias = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
+    functional.linear(rows, rows)
+    functional.linear(rows, rows, bias)
+    if dtype == torch.float32:
+        torch.mm(rows, rows)
+    elif device.type == "cuda":
+        torch.mm(rows, rows, out_dtype=torch.float32)
+
+
+def _is_small(split: tuple[Share, Share]) -> bool:
+    """Whether a share of it is too small for a guess; a profile may still choose it."""
+    return isinstance(split[0], SmPartition) and min(share.size for share in split) < MIN_GUESSED_SMS
 
 
 def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
@@ -175,10 +209,13 @@ def open_on_device(
     kinds: of shares that may be tried, for comparisons.
     """
     device = current_device()
-    shares = open_menu(torch.cuda, device.index, load_driver, kinds) if prepare_cuda() else None
+    shares, make_capturer = None, None
+    if prepare_cuda():
+        shares = open_menu(torch.cuda, device.index, load_driver, kinds, lambda: first_products(device, DTYPES[dtype]))
+        make_capturer = GraphCapturer
     if shares is None:
         _log.warning("runtime torch: no CUDA device; everything is computed on the CPU, which is good for tests alone")
-    return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares)
+    return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares, make_capturer=make_capturer)
 
 
 def current_device() -> torch.device:

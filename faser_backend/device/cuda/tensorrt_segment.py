@@ -51,6 +51,8 @@ def current_stream() -> int:
 class TensorRtSegment:
     """Implements device.cuda.segment.SegmentProgram."""
 
+    packs_tables = False  # a network knows its tables' widths
+
     def __init__(
         self,
         spec: SegmentSpec,
