@@ -28,6 +28,7 @@ from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
+KV_MEMORY_SHARE = 0.25  # of free memory
 TAKES_TURNS = "none (ONNX Runtime is the reference runtime: draft and target take turns)"
 
 AnyCpuRuntime = TypeVar("AnyCpuRuntime", bound="LlvmRuntime")
@@ -37,8 +38,6 @@ Split = tuple[CorePartition, CorePartition]  # (draft, target)
 class LlvmRuntime:
     """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's, and all
     runners of a model read one mapped file."""
-
-    kv_memory_share = 0.25
 
     def __init__(
         self,
@@ -68,6 +67,10 @@ class LlvmRuntime:
     def free_bytes(self) -> int:
         """Weights are not counted: they are small beside what a share of free memory leaves."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """A share of free memory; no weight of it is spent on calls."""
+        return int(self.free_bytes() * KV_MEMORY_SHARE)
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
         return KvPool.bytes_per_block(spec, self.kv_block_size, self._kv_cache_dtype)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler
@@ -74,7 +75,6 @@ class Runtime(Closable, Protocol[Share, Pool]):
     """
 
     kv_block_size: int
-    kv_memory_share: float  # of free_bytes, that KV pools may take unless somebody says how many blocks
     menu: PartitionMenu[Share]  # what the device offers; `note` says in words what was chosen and why
     splits: tuple[tuple[Share, Share], ...]  # of the menu, those worth opening for these models, the best guess first
     splits_note: str  # how many of how many, and why
@@ -83,6 +83,11 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
     def free_bytes(self) -> int:
         """Free memory where KV pools live, less what the models' weights are still going to take."""
+        ...
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """What of free_bytes KV pools may take unless somebody says how many blocks. num_partitions: that are going to
+        be opened."""
         ...
 
     def bytes_per_block(self, spec: ModelSpec) -> int:

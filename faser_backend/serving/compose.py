@@ -137,7 +137,8 @@ def assemble_on(
     """
     check_call_limits(models, config)
     runtime.bind_step_thread()  # what is loaded here is read by the steps
-    num_blocks = choose_num_blocks(runtime, models, config)
+    num_partitions = 1 + sum(split_name(*split) in policy.partitions for split in runtime.splits)
+    num_blocks = choose_num_blocks(runtime, models, config, num_partitions)
     sampler = runtime.open_sampler(models.vocab_size, config.max_num_seqs)
     partitions, close_partitions = open_partitions(
         runtime,
@@ -190,13 +191,14 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
                 )
 
 
-def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig) -> int:
-    """Blocks for max_num_seqs full contexts, or what the runtime's share of free memory holds.
+def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig, num_partitions: int = 1) -> int:
+    """Blocks for max_num_seqs full contexts, or as many as the memory that the runtime leaves for them holds.
 
     Raises ConfigError where not even one full context fits, which could deadlock.
     """
     size = runtime.kv_block_size
     one_context = -(-models.max_context // size)
+    kv_bytes = runtime.kv_bytes(num_partitions, config)
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks < one_context:
             raise ConfigError(
@@ -204,13 +206,12 @@ def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConf
                 f"one context of {models.max_context} tokens needs at least {one_context} blocks of {size}"
             )
         return config.num_kv_blocks
-    free_bytes = runtime.free_bytes()
     block_bytes = sum(runtime.bytes_per_block(model.spec) for model in models.present)
-    fitting = int(free_bytes * runtime.kv_memory_share) // block_bytes
+    fitting = kv_bytes // block_bytes
     if fitting < one_context:
-        needed_mib = one_context * block_bytes / runtime.kv_memory_share / 2**20
         raise ConfigError(
-            f"free memory of {free_bytes >> 20} MiB: one context of {models.max_context} tokens needs "
-            f"{needed_mib:.0f} MiB free; set num_kv_blocks to override"
+            f"free memory of {runtime.free_bytes() >> 20} MiB leaves {kv_bytes >> 20} MiB for KV blocks: one context "
+            f"of {models.max_context} tokens needs {one_context * block_bytes / 2**20:.0f} MiB; "
+            "set num_kv_blocks to override"
         )
     return min(config.max_num_seqs * one_context, fitting)

@@ -14,7 +14,8 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.segment import MAX_GRAPH_ROWS, CallBounds
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
+from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.manifest import TensorSpec
 
 ALIGNMENT = 256  # bytes: what compiled engines ask of an address

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
 from faser_backend.device.cuda.segment import (
-    MAX_GRAPH_ROWS,
     MIN_BLOCKS,
-    PROMPT_ROWS,
     ROW_STEP,
     CallBounds,
     bucketed_rows,
@@ -22,10 +21,6 @@ from faser_backend.device.cuda.segment import (
     clipped,
     power_of_two,
 )
-
-# Powers of two and one or two steps between them: up to some hundred rows a GPU reads weights for as long as it
-# computes, so that padding costs little.
-ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MAX_GRAPH_ROWS)
 
 
 class CallShapes(Protocol):

@@ -28,7 +28,8 @@ from faser_backend.device.cuda.buffers import (
 from faser_backend.device.cuda.call_shapes import Buckets, CallShapes, RowMenu
 from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.segment import MAX_GRAPH_ROWS, CallBounds, Launch, PreparedCall, SegmentProgram
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
+from faser_backend.device.cuda.segment import CallBounds, Launch, PreparedCall, SegmentProgram
 from faser_backend.device.cuda.tensors import call_tensors, filled_inputs
 from faser_backend.manifest import ModelEngine, TensorSpec
 from plugins.row_compaction import compact_rows

@@ -27,6 +27,7 @@ from faser_backend.device.cuda.fatal import is_fatal
 from faser_backend.device.cuda.graphs import GraphCapturer
 from faser_backend.device.cuda.identity import load_driver
 from faser_backend.device.cuda.lanes import StreamLanes
+from faser_backend.device.cuda.memory_plan import MemoryPlan, plan_memory
 from faser_backend.device.cuda.pool import DTYPES, CudaKvPool
 from faser_backend.device.cuda.programs import ProgramSource, TensorRtPrograms, TorchPrograms
 from faser_backend.device.cuda.runner import CudaRunner
@@ -42,7 +43,6 @@ _log = logging.getLogger(__name__)
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues: with too few, streams wait for each other
 NUM_CONNECTIONS = "32"  # the most there are
 
-GPU_MEMORY_SHARE = 0.8  # the rest is for activations, graphs and the allocator's fragments
 CPU_MEMORY_SHARE = 0.25
 # SMs of a share that nobody measured: with fewer, memory bandwidth is a small part of the device's, and a draft that
 # is small next to its target would take longer on them than the target takes to verify.
@@ -69,7 +69,6 @@ class CudaRuntime:
         """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device.
         make_capturer: of a runner's graphs; None: runners do without."""
         self.kv_block_size = kv_block_size
-        self.kv_memory_share = CPU_MEMORY_SHARE if shares is None else GPU_MEMORY_SHARE
         self.device = device
         self._programs = programs
         self._models = models
@@ -97,6 +96,28 @@ class CudaRuntime:
         cuda = self._shares.cuda
         cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
+
+    def plan(self, free_bytes: int, num_partitions: int, config: EngineConfig) -> MemoryPlan:
+        """What `free_bytes`, less the weights to come, go to. See plan_memory."""
+        return plan_memory(
+            self._models.present,
+            dtype=self._dtype,
+            kv_block_size=self.kv_block_size,
+            free_bytes=free_bytes,
+            num_partitions=num_partitions,
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=config.max_prefill_tokens,
+            unloaded_bytes=0,
+        )
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """See Runtime. On a GPU the log tells what memory goes to."""
+        if self._shares is None:
+            return int(self.free_bytes() * CPU_MEMORY_SHARE)
+        plan = self.plan(self.free_bytes(), num_partitions, config)
+        for line in plan.report(self.kv_block_size):
+            _log.info("memory: %s", line)
+        return plan.kv_bytes
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
         return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self._dtype)

@@ -14,12 +14,9 @@ import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.manifest import SegmentSpec
 
-# Larger calls are computed for longer than they take to be queued, and their lengths hardly repeat: their rows
-# are rounded up to ROW_STEP alone, and no graph is captured.
-MAX_GRAPH_ROWS = 512
-PROMPT_ROWS = 128  # from here on a call that wants no logits, as a prompt's chunk, has a shape of its own
 ROW_STEP = 8
 MIN_BLOCKS = 8
 

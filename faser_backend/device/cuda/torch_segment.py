@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from faser_backend.device.cuda.segment import PROMPT_ROWS, CallBounds, Launch
+from faser_backend.device.cuda.row_counts import PROMPT_ROWS
+from faser_backend.device.cuda.segment import CallBounds, Launch
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.manifest import ModelSpec, SegmentSpec
 from plugins.add_rms_norm import add_rms_norm
