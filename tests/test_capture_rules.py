@@ -34,7 +34,7 @@ from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.warm_up import warm_up
 from tests.capture_machine import CaptureMachine, MachineCapturer, computed, watch
 from tests.fake_cuda import FakeDriver
-from tests.forcing import Forced
+from tests.forcing import Change, Forced
 from tests.harness import guessed, request
 from tests.tiny_models import write_checkpoint, write_draft
 
@@ -69,7 +69,16 @@ def ping_pong(decision: Decision) -> Decision:
 
 
 @contextmanager
-def opened(directory: Path, monkeypatch: pytest.MonkeyPatch, *, has_first_work: bool = True) -> Iterator[Opened]:
+def opened(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_first_work: bool = True,
+    policy: str = "fixed:3",
+    change: Change = ping_pong,
+    config: EngineConfig = CONFIG,
+) -> Iterator[Opened]:
+    """An engine on the machine. change: of every decision of the policy."""
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
     machine = CaptureMachine()
@@ -85,9 +94,9 @@ def opened(directory: Path, monkeypatch: pytest.MonkeyPatch, *, has_first_work: 
         shares=shares,
         make_capturer=lambda counts: MachineCapturer(machine, counts),
     )
-    policy = Forced(parse_policy("fixed:3", guessed), ping_pong)
-    policy.partitions = (WHOLE, SPLIT)
-    engine = assemble_on(runtime, models, policy, CONFIG, on_close=runtime.close)
+    forced = Forced(parse_policy(policy, guessed), change)
+    forced.partitions = (WHOLE, SPLIT)
+    engine = assemble_on(runtime, models, forced, config, on_close=runtime.close)
     yield Opened(machine, runtime.graph_counts, engine)
 
 
