@@ -148,7 +148,7 @@ class TestBindings:
     @pytest.mark.parametrize("name", DRIVER_CALLS)
     def test_take_as_many_arguments_as_the_fake(self, name: str) -> None:
         driver = pytest.importorskip("cuda.bindings.driver")
-        first = inspect.getdoc(getattr(driver, name)).splitlines()[0]
+        first = (inspect.getdoc(getattr(driver, name)) or "").partition("\n")[0]
         found = re.fullmatch(rf"{name}\((.*)\)", first)
         assert found is not None, first
         inside = re.sub(r"\[[^\]]*\]", "", found[1])
