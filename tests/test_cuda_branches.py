@@ -16,41 +16,22 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from faser_backend.device.cuda import choice, torch_segment, transfer
 from faser_backend.device.cuda.buffers import LogitsBuffer
+from faser_backend.device.cuda.call_shapes import RowMenu
+from faser_backend.device.cuda.memory_plan import NODES_BESIDE_LAYERS, NODES_PER_LAYER
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.runtime import first_products
+from lab.gpu.nodes import Indexing, call_nodes, draw_nodes
+from lab.gpu.pairs import model_pair
+from lab.shapes import PAIRS
 from plugins import perturb_logits as noise_kernel
 from tests.fake_cuda import FakeDriver
 
 CUDA = torch.device("cuda", 0)
 VOCAB = 1009  # odd
 DRIVER_CALLS = [name for name in vars(FakeDriver) if name.startswith("cu")]
-
-
-class Indexing(TorchFunctionMode):
-    """Basic indexing by operators: Python's own asks for a guard of the device, which this build of torch has not."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.__getitem__ and args[0].is_cuda:
-            return _indexed(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
-        return function(*args, **(kwargs or {}))
-
-
-def _indexed(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
-    dimension = 0
-    for each in index:
-        if each is None:
-            tensor = tensor.unsqueeze(dimension)
-        elif isinstance(each, slice):
-            tensor = torch.ops.aten.slice(tensor, dimension, each.start, each.stop, each.step or 1)
-        else:
-            tensor = tensor.select(dimension, each)
-            continue
-        dimension += 1
-    return tensor
 
 
 @contextmanager
@@ -140,6 +121,25 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
         results = transfer.to_host(*tensors)
     assert [result.shape for result in results] == [(3, 2), (4,)]
     assert notes == ["copy", "copy", "record", "wait"], "one wait for all"
+
+
+def test_graphs_have_no_more_nodes_than_memory_is_planned_for() -> None:
+    """Of a whole draft model's step and of a target cut at an exit: every launch of them, by kernel and operator."""
+    pair = PAIRS["qwen3-8b/0.6b"]
+    models = model_pair(pair, "bf16")
+    assert models.draft is not None
+    menu = RowMenu(64)
+    draft = call_nodes(models.draft, 0, menu.of_decode(8, 1))
+    assert draft["pruned_chunk_attention_kernel"] == draft["gated_silu_kernel"] == 28
+    assert draft["mm"] == 4 * 28 + 1 and draft["add_rms_norm_kernel"] == 2 * 28 + 1
+    for model, nodes in (
+        (models.draft, [draft]),
+        (models.target, [call_nodes(models.target, index, menu.of_decode(40, 1)) for index in range(2)]),
+    ):
+        count = sum(sum(each.values()) for each in nodes)
+        assert count <= model.spec.num_layers * NODES_PER_LAYER + len(nodes) * NODES_BESIDE_LAYERS
+        assert all(name in each for each in nodes for name in ("rotate_heads_kernel", "mm"))
+    assert sum(draw_nodes(VOCAB, 8, 0, has_filters=False).values()) <= NODES_BESIDE_LAYERS
 
 
 class TestBindings:

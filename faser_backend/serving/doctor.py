@@ -24,7 +24,7 @@ from faser_backend.serving.server import MODEL_REPO, check_libpython, find_trito
 from plugins.tensorrt_import import import_tensorrt
 
 CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
-RTX_GPUS = "GPUs of compute capability 7.5, 8.6, 8.9 and 12.x"  # that NVIDIA lists for TensorRT-RTX
+RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
 TORCH_EXTRA = "pip install 'faser-backend[torch]'"
 
 LoadDriver = Callable[[], Any]
@@ -216,9 +216,10 @@ def _tensorrt(flavour: Literal["rtx", "full"]) -> str:
     targets = tensorrt.compute_capabilities
     builds = f"builds for compute capability {', '.join(targets)}" if targets else "builds for the GPU at hand"
     if flavour == "rtx":
-        return (
-            f"{tensorrt.title}, {builds}; for {RTX_GPUS}, not for 8.0, 9.0 (H100) or 10.x: use torch or full TensorRT"
+        where = (
+            f"engines run on GPUs of compute capability {RTX_GPUS}; an H100 (9.0) is not listed: use torch or TensorRT"
         )
+        return f"{tensorrt.title}, {builds}; {where}"
     return f"{tensorrt.title}, {builds}; engines run on a GPU"
 
 
