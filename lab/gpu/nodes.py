@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -46,6 +46,7 @@ NO_NODE = {
 }  # fmt: skip
 CONTEXT_BLOCKS = 64  # of each sequence, where bytes are counted: 1,024 tokens
 DTYPE = torch.bfloat16
+NUM_SMS = 132
 
 
 class Indexing(TorchFunctionMode):
@@ -85,15 +86,25 @@ class _Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+OnLaunch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+
+
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Operators and kernels of what runs meanwhile, by name."""
+def counted(
+    on_launch: OnLaunch = lambda kernel, arguments, options: None, capability: int = 90
+) -> Iterator[Counter[str]]:
+    """Operators and kernels of what runs meanwhile, by name. on_launch: given each kernel and what it is launched with.
+    capability: of the GPU that launchers see."""
     found: Counter[str] = Counter()
 
     def on_grid(kernel: Any, *grid: int) -> Any:
-        return lambda *arguments, **options: found.update([kernel.__name__])
+        def launch(*arguments: Any, **options: Any) -> None:
+            found.update([kernel.__name__])
+            on_launch(kernel, arguments, options)
 
-    with mock.patch.multiple(torch.cuda, get_device_capability=lambda device: (9, 0)):
+        return launch
+
+    with mock.patch.multiple(torch.cuda, get_device_capability=lambda device: divmod(capability, 10)):
         patches = [mock.patch.object(module, "on_grid", on_grid) for module in KERNEL_MODULES]
         for patch in patches:
             patch.start()
@@ -105,18 +116,20 @@ def counted() -> Iterator[Counter[str]]:
                 patch.stop()
 
 
-def call_nodes(model: ModelEngine, index: int, bounds: CallBounds, num_sms: int = 132) -> Counter[str]:
-    """Nodes of the graph of one segment's call."""
+def call_nodes(model: ModelEngine, index: int, bounds: CallBounds, **watching: Any) -> Counter[str]:
+    """Nodes of the graph of one segment's call, on 132 SMs. watching: of `counted`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = _tensors(model, index, bounds)
-        program = TorchSegment(model.spec, model.segments[index], _weights(model), num_sms)
+        program = TorchSegment(model.spec, model.segments[index], _weights(model), NUM_SMS)
         launch = program.prepare(tensors, bounds)
-        with counted() as found:
+        with counted(**watching) as found:
             launch()
     return found
 
 
-def draw_nodes(vocab_size: int, num_sequences: int, num_candidates: int, *, has_filters: bool) -> Counter[str]:
+def draw_nodes(
+    vocab_size: int, num_sequences: int, num_candidates: int, *, has_filters: bool, **watching: Any
+) -> Counter[str]:
     """Nodes of the draw of a draft token, and of what feeds it to the next step."""
     with FakeTensorMode(allow_non_fake_inputs=True), Indexing():
         noise = TorchNoise.__new__(TorchNoise)
@@ -128,7 +141,7 @@ def draw_nodes(vocab_size: int, num_sequences: int, num_candidates: int, *, has_
         logits = _empty(num_sequences, vocab_size)
         filtered = torch.arange(num_sequences, device=CUDA) if has_filters else None
         step = plan[-1, :1]
-        with counted() as found:
+        with counted(**watching) as found:
             drawn.index_select(0, step)
             plan[choice.NUM_WORDS : -1].view(MAX_STEPS, 2, -1).index_select(0, step)
             step.add_(1)
