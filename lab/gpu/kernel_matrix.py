@@ -1,7 +1,7 @@
 """Compiles every kernel as the calls of real models launch it, for each compute capability; no GPU is needed.
 
-Registers, spilled bytes and shared memory are the assembler's; with the Triton-language that is installed. Takes a
-minute, so it is run by hand, and for one capability of one model by a test.
+Registers, spilled bytes and shared memory are the assembler's; with the Triton-language that is installed. Takes
+minutes, so it is run by hand, and for one call of one model by a test.
 
     python -m lab.gpu.kernel_matrix
 """
@@ -119,9 +119,13 @@ def _mocked(argument: Any) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    rows = [row for name in MODELS for capability in CAPABILITIES for row in kernel_rows(name, capability)]
-    print(f"Triton-language {triton.__version__}\n")
-    print("\n".join(markdown_table(list(rows[0]), rows)))
+    print(f"Triton-language {triton.__version__}")
+    rows: list[Row] = []
+    for name in MODELS:
+        for capability in CAPABILITIES:
+            each = kernel_rows(name, capability)
+            print("\n".join(["", *markdown_table(list(each[0]), each)]), flush=True)
+            rows += each
     for fault in (found := faults(rows)):
         print(fault, file=sys.stderr)
     return 1 if found else 0
