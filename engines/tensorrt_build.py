@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from engines.checkpoint import CheckpointError
 from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of, with_free_rows
+from engines.tensorrt_copies import check_no_copies, layer_information
 from engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
 from engines.tensorrt_progress import BuildMonitor
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
@@ -90,6 +91,8 @@ class TensorRtCompiler:
         if engine is None:
             raise log.fail(f"{onnx_path.name}: build", "TensorRT made no engine and gave no reason")
         log.check(f"{onnx_path.name}: build")
+        if self.tensorrt.has_plugins:
+            check_no_copies(layer_information(module, log.logger, engine), path.name)
         path.write_bytes(memoryview(engine))
 
     def _config(self, builder: Any) -> Any:
@@ -102,6 +105,8 @@ class TensorRtCompiler:
         aliased = getattr(module.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
         if self.tensorrt.has_plugins and aliased is not None:  # ours writes the pools in place
             config.set_preview_feature(aliased, True)
+        if self.tensorrt.has_plugins:
+            config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # so that layers tell what they read
         targets = self._options.compute_capabilities
         if targets:
             config.num_compute_capabilities = len(targets)

@@ -66,10 +66,17 @@ def _main(
 
 
 @app.command()
-def doctor(is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of a GPU's memory.")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(help="With --engine-dir: of a GPU that is not here.")] = None,
+) -> None:
     """Say what this machine can run, and why not. Status 1 where it cannot serve at all."""
-    from faser_backend.serving.doctor import examine, print_report
+    from faser_backend.serving.doctor import examine, memory_report, print_report
 
+    if engine_dir is not None:
+        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib)))
+        return
     findings = examine()
     if is_json:
         print(json.dumps([finding.as_dict() for finding in findings], indent=1))
@@ -282,7 +289,10 @@ _add_lab_commands()
 
 def main() -> None:
     """Entry point: turns errors into one line and a status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `faser generate | head` ends quietly
+    if not {"serve", "openai"} & set(
+        sys.argv[1:2]
+    ):  # `faser generate | head` ends quietly; a server's client may leave
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app()
     except FaserError as error:

@@ -93,6 +93,11 @@ def shared_limit(capability: int) -> int:
     return SHARED_LIMITS[max((c for c in SHARED_LIMITS if c <= capability), default=min(SHARED_LIMITS))]
 
 
+def num_tiles(num_rows: int, num_sequences: int, tile_rows: int) -> int:
+    """Tiles that hold num_rows rows of num_sequences sequences, whichever rows are whose."""
+    return num_rows // tile_rows + num_sequences
+
+
 def choose_num_splits(num_sequences: int, num_kv_heads: int, max_context: int, num_sms: int, num_tiles: int = 1) -> int:
     """Into how many parts to cut contexts of up to `max_context` tokens so that a call fills `num_sms`.
 

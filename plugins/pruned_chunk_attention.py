@@ -3,8 +3,9 @@
 
 One program attends for up to BLOCK_M (row, query head) pairs of one sequence that share a KV head: first
 to the sequence's context in the pool, then to the rows of its own chunk, which it also writes to the pool.
-A pruned row is not there and costs nothing. Knows nothing of who calls it; `reference` says the same in
-plain torch, `attention_config` how large the tiles are.
+A pruned row is not there and costs nothing. A launch knows how many rows and sequences there may be; how long
+sequences are, which rows are whose and into how many parts a context is cut, programs read on the device. Knows
+nothing of who calls it; `reference` says the same in plain torch, `attention_config` how large the tiles are.
 """
 
 from __future__ import annotations
@@ -16,57 +17,49 @@ import triton
 import triton.language as tl
 
 from plugins import reference
-from plugins.attention_config import launch_config, padded_head_dim
+from plugins.attention_config import launch_config, num_tiles, padded_head_dim
 from plugins.attention_tiles import attend_chunk, attend_context, write_rows
-from plugins.launch import cdiv, check_attention, compute_capability, on_grid, runs_kernel
+from plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from plugins.split_combine import combine_splits, split_workspace
 
 LOG2_E = math.log2(math.e)
 
 
-@triton.jit(
-    do_not_specialize=["num_blocks", "table_stride", "num_splits"],
-    do_not_specialize_on_alignment=["block_table", "cu_rows", "context_lens", "slot_mapping"],
-)
-def pruned_chunk_attention_kernel(
-    q,  # [T, H, HEAD_DIM], rows q_stride apart
-    k_new,  # [T, Hkv, HEAD_DIM]
-    v_new,
-    k_pool,  # [Hkv, num_blocks, KV_BLOCK_SIZE, HEAD_DIM]
-    v_pool,
-    block_table,  # [B, table_stride]
-    cu_rows,  # [B + 1]
-    context_lens,  # [B]
-    slot_mapping,  # [T]
-    q_stride,
-    k_stride,
-    v_stride,
-    num_blocks,
-    table_stride,
-    num_splits,
-    out,  # [T, H, HEAD_DIM]; None where the context is split
-    mixed_parts,  # [T, H, num_splits, HEAD_DIM] float32, else None
-    stat_parts,  # [T, H, num_splits, 2] float32: maximum (base 2), sum
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads per KV head
-    KV_BLOCK_SIZE: tl.constexpr,
-    SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # (row, query head) pairs of a program
-    BLOCK_N: tl.constexpr,  # tokens of context per iteration
-    BLOCK_C: tl.constexpr,  # rows of the chunk per iteration
-    BLOCK_D: tl.constexpr,  # HEAD_DIM, padded
-):
-    """Grid: (row tiles * num_splits, Hkv, B)."""
+@triton.jit
+def find_sequence(cu_rows, num_sequences, tile, ROWS: tl.constexpr):
+    """The sequence that tile number `tile` belongs to, by halving.
+
+    Sequence b owns the tiles from cu_rows[b] // ROWS + b on: as many as it needs or one more, whatever the others have.
+    """
+    low = tl.full((), 0, tl.int32)
+    high = low + num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_before = tl.load(cu_rows + middle) // ROWS + middle <= tile
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit
+def attend_tile(
+    sequence, tile_start, kv_head, part,
+    q, k_new, v_new, k_pool, v_pool, table, cu_rows, context_lens, slot_mapping,
+    q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
+    out, mixed_parts, stat_parts,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """One part of the context for the rows of `sequence` from tile_start on; table: the sequence's blocks.
+
+    Parts are equally long, and of min_part_tokens at least: of a short context only the first ones have tokens, and
+    the others leave no more than a maximum of -inf. The last that has any attends to the chunk as well.
+    """
     ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of a program
-    part = tl.program_id(0) % num_splits
-    tile_start = tl.program_id(0) // num_splits * ROWS
-    kv_head = tl.program_id(1)
-    sequence = tl.program_id(2)
     first_row = tl.load(cu_rows + sequence)
     num_rows = tl.load(cu_rows + sequence + 1) - first_row
     context = tl.load(context_lens + sequence)
-    if tile_start >= num_rows:
-        return
 
     dims = tl.arange(0, BLOCK_D)[None, :]
     pair = tl.arange(0, BLOCK_M)
@@ -81,15 +74,16 @@ def pruned_chunk_attention_kernel(
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     part_len = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits) * BLOCK_N
+    part_len = tl.maximum(part_len, tl.maximum(min_part_tokens, BLOCK_N))
+    last_part = tl.maximum(tl.cdiv(context, part_len), 1) - 1
     part_end = tl.minimum(context, (part + 1) * part_len)
     pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)
     k_head, v_head = k_pool + pool_head, v_pool + pool_head
-    table = block_table + sequence.to(tl.int64) * table_stride
     row_max, row_sum, mixed = attend_context(
         query, k_head, v_head, table, num_blocks, part * part_len, part_end, row_max, row_sum, mixed, dims,
         HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
     )  # fmt: skip
-    if part == num_splits - 1:
+    if part == last_part:
         tile_end = tl.minimum(num_rows, tile_start + ROWS)
         k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
         v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
@@ -105,15 +99,71 @@ def pruned_chunk_attention_kernel(
         write_rows(k_rows, k_stride, slot, k_head, owned, dims, HEAD_DIM)
         write_rows(v_rows, v_stride, slot, v_head, owned, dims, HEAD_DIM)
 
-    target = query_row * (tl.num_programs(1) * GROUP) + head  # (row, head) of the call
+    target = query_row * (NUM_KV_HEADS * GROUP) + head  # (row, head) of the call
     if out is not None:
         result = (mixed / row_sum[:, None]).to(out.dtype.element_ty)
         tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_cell)
     else:
         target = target * num_splits + part
-        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=is_cell)
+        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=is_cell & (part <= last_part))
         tl.store(stat_parts + target * 2, row_max, mask=is_row)
         tl.store(stat_parts + target * 2 + 1, row_sum, mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"],
+    do_not_specialize_on_alignment=["block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"],
+)
+def pruned_chunk_attention_kernel(
+    q,  # [T, H, HEAD_DIM], rows q_stride apart
+    k_new,  # [T, Hkv, HEAD_DIM]
+    v_new,
+    k_pool,  # [Hkv, num_blocks, KV_BLOCK_SIZE, HEAD_DIM]
+    v_pool,
+    block_table,  # [num_sequences, table_stride], or as table_width says
+    cu_rows,  # [num_sequences + 1]
+    context_lens,  # [num_sequences]
+    slot_mapping,  # [T]
+    table_width,  # [1], of the table's rows instead of table_stride; else None
+    q_stride,
+    k_stride,
+    v_stride,
+    num_blocks,
+    table_stride,
+    num_sequences,
+    num_splits,
+    min_part_tokens,
+    out,  # [T, H, HEAD_DIM]; None where the context may be split
+    mixed_parts,  # [T, H, num_splits, HEAD_DIM] float32, else None
+    stat_parts,  # [T, H, num_splits, 2] float32: maximum (base 2), sum
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    KV_BLOCK_SIZE: tl.constexpr,
+    SCALE_LOG2: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # (row, query head) pairs of a program
+    BLOCK_N: tl.constexpr,  # tokens of context per iteration
+    BLOCK_C: tl.constexpr,  # rows of the chunk per iteration
+    BLOCK_D: tl.constexpr,  # HEAD_DIM, padded
+    NUM_KV_HEADS: tl.constexpr,
+):
+    """Grid: (num_tiles(T, num_sequences, rows of a program) * num_splits, Hkv)."""
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.program_id(0) // num_splits
+    sequence = find_sequence(cu_rows, num_sequences, tile, ROWS)
+    first_row = tl.load(cu_rows + sequence)
+    tile_start = (tile - first_row // ROWS - sequence) * ROWS
+    if tile_start >= tl.load(cu_rows + sequence + 1) - first_row:
+        return
+    stride = table_stride
+    if table_width is not None:
+        stride = tl.load(table_width)
+    attend_tile(
+        sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
+        q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * stride, cu_rows, context_lens,
+        slot_mapping, q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
+        out, mixed_parts, stat_parts,
+        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,
+    )  # fmt: skip
 
 
 def pruned_chunk_attention(
@@ -130,25 +180,31 @@ def pruned_chunk_attention(
     *,
     max_rows: int,
     num_splits: int = 1,
+    min_part_tokens: int = 0,
+    table_width: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> None:
     """Queues the call on the current stream; writes `out` and the pools in place.
 
     Rows from cu_rows[B] on belong to nobody: they are not read, not written, and their `out` is left.
-    max_rows: at least the most rows of a sequence; with T, B, MB and num_splits all that a captured graph fixes.
-    A slot lies at or above its sequence's context_lens, and no two rows share one. workspace: float32, at
-    least workspace_numel(...) values; allocated where None. scale: default head_dim ** -0.5.
-    Raises ValueError where shapes or types do not fit together.
+    max_rows: about how many rows a sequence has, for which tiles are chosen; any number gives the same results. With T,
+    B and num_splits all that a captured graph fixes. num_splits: into how many parts a context is cut at most;
+    min_part_tokens: the fewest tokens of a part. table_width: [1] int32, where block_table holds its rows without gaps,
+    each as wide as this says when the call runs. A slot lies at or above its sequence's context_lens, and no two rows
+    share one. workspace: float32, at least workspace_numel(...) values; allocated where None. scale: default
+    head_dim ** -0.5. Raises ValueError where shapes or types do not fit together.
     """
     tensors = (q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping)
     check_attention(*tensors, out)
+    if table_width is not None:
+        check_tensor("table_width", table_width, (1,), torch.int32)
     num_kv_heads, num_blocks, kv_block_size, head_dim = k_pool.shape
     softmax_scale = head_dim**-0.5 if scale is None else scale
     if max_rows < 1 or num_splits < 1:
         raise ValueError(f"max_rows = {max_rows}, num_splits = {num_splits}: both must be at least 1")
     if not runs_kernel(pruned_chunk_attention_kernel, q):
-        reference.pruned_chunk_attention(*tensors, out, softmax_scale)
+        reference.pruned_chunk_attention(*tensors, out, softmax_scale, table_width)
         return
     if q.shape[0] == 0 or context_lens.shape[0] == 0:
         return
@@ -157,16 +213,19 @@ def pruned_chunk_attention(
     mixed_parts = stat_parts = None
     if num_splits > 1:
         mixed_parts, stat_parts = split_workspace(workspace, q, num_splits)
-    num_tiles = cdiv(max_rows, config.block_m // group)
-    run = on_grid(pruned_chunk_attention_kernel, num_tiles * num_splits, num_kv_heads, context_lens.shape[0])
+    tiles = num_tiles(q.shape[0], context_lens.shape[0], config.block_m // group)
+    run = on_grid(pruned_chunk_attention_kernel, tiles * num_splits, num_kv_heads)
     run(
         *tensors,
+        table_width,
         q.stride(0),
         k_new.stride(0),
         v_new.stride(0),
         num_blocks,
         block_table.shape[1],
+        context_lens.shape[0],
         num_splits,
+        min_part_tokens,
         out if num_splits == 1 else None,
         mixed_parts,
         stat_parts,
@@ -178,6 +237,7 @@ def pruned_chunk_attention(
         BLOCK_N=config.block_n,
         BLOCK_C=config.block_c,
         BLOCK_D=padded_head_dim(head_dim),
+        NUM_KV_HEADS=num_kv_heads,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -12,9 +12,12 @@ import torch
 
 
 def pruned_chunk_attention(
-    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, scale
+    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, scale, table_width=None
 ) -> None:
     """Row r of a sequence attends to the sequence's context in the pool and to its chunk's rows up to r."""
+    if table_width is not None:  # rows of the table lie without gaps
+        num_sequences, width = context_lens.shape[0], int(table_width)
+        block_table = block_table.flatten()[: num_sequences * width].view(num_sequences, width)
     for b, (begin, end) in enumerate(pairwise(cu_rows.tolist())):
         context, num_rows, chunk = int(context_lens[b]), end - begin, slice(begin, end)
         if num_rows == 0:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
 from plugins.compile import Compiled, compile_kernel
-from plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
+from plugins.pruned_chunk_attention import attend_tile
 from plugins.split_combine import combine_splits_kernel
 from plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, Geometry
 
@@ -59,35 +59,16 @@ def attend_splits_kernel(
     context = tl.load(context_lens + sequence)
     is_within = (first >= 0) & (first <= last) & (last <= num_rows)
     is_within = is_within & (context >= 0) & (context <= num_columns * KV_BLOCK_SIZE)
-    if is_within:
-        pruned_chunk_attention_kernel(
-            q,
-            k_new,
-            v_new,
-            k_pool,
-            v_pool,
-            block_table,
-            cu_rows,
-            context_lens,
-            slot_mapping,
-            NUM_KV_HEADS * GROUP * HEAD_DIM,
-            NUM_KV_HEADS * HEAD_DIM,
-            NUM_KV_HEADS * HEAD_DIM,
-            num_blocks,
-            num_columns,
-            num_splits,
-            None,
-            mixed_parts,
-            stat_parts,
-            HEAD_DIM,
-            GROUP,
-            KV_BLOCK_SIZE,
-            SCALE_LOG2,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_C,
-            BLOCK_D,
-        )
+    tile_start = tl.program_id(0) // num_splits * (BLOCK_M // GROUP)
+    if is_within & (tile_start < last - first):
+        attend_tile(
+            sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
+            q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * num_columns, cu_rows, context_lens,
+            slot_mapping, NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
+            num_blocks, num_splits, 0,
+            None, mixed_parts, stat_parts,
+            HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -21,8 +21,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["faser", *map(str, arguments)])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
+        on_broken_pipe = signal.getsignal(signal.SIGPIPE)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            signal.signal(signal.SIGPIPE, on_broken_pipe)
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

@@ -99,6 +99,9 @@ class FakeDriver:
         assert attribute == 16, "the number of SMs"
         return Status.CUDA_SUCCESS, len(self.device.sms)
 
+    def cuDeviceTotalMem(self, device: str):
+        return Status.CUDA_SUCCESS, 81_559 << 20
+
     def cuDeviceGet(self, ordinal: int):
         return Status.CUDA_SUCCESS, f"device {ordinal}"
 

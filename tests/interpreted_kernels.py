@@ -7,6 +7,8 @@ which test_kernels.py starts with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ from plugins.split_combine import workspace_numel
 from tests.kernel_cases import NAN, SENTINEL, Call, Shape, check, make_call, random_shape, small_tiles
 
 torch.set_num_threads(1)
-CASES = [("fp32", torch.float32, 50), ("fp16", torch.float16, 26), ("bf16", torch.bfloat16, 26)]
+CASES = [("fp32", torch.float32, 30), ("fp16", torch.float16, 16), ("bf16", torch.bfloat16, 16)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +44,13 @@ def _bfloat16_products(monkeypatch):
     )
 
 
-def run(call: Call, *, num_splits: int = 1, max_rows: int | None = None) -> None:
+def run(call: Call, *, num_splits: int = 1, max_rows: int | None = None, **options) -> None:
     """The launcher, with a workspace of NaN."""
     num_rows, num_heads, head_dim = call.q.shape
     workspace = torch.full((workspace_numel(num_rows, num_heads, head_dim, num_splits),), NAN)
     max_rows = max_rows or max(1, int(call.cu_rows.diff().max()))
-    attention.pruned_chunk_attention(*call, max_rows=max_rows, num_splits=num_splits, workspace=workspace)
+    launch = {"max_rows": max_rows, "num_splits": num_splits, "workspace": workspace}
+    attention.pruned_chunk_attention(*call, **launch, **options)
 
 
 def test_kernels_are_interpreted():
@@ -79,6 +82,84 @@ def test_attention_at_block_and_tile_borders(monkeypatch, context, num_splits):
 
 def test_attention_where_everything_was_pruned():
     check(make_call(Shape(rows=(0, 0, 0), contexts=(9, 0, 16), num_padding_rows=4), 0), run)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_attention_of_nine_heads_and_three_kv_heads(head_dim):
+    """As SmolLM2's; a sequence without rows between others, and one without context."""
+    shape = Shape(rows=(2, 0, 1), contexts=(9, 20, 0), num_kv_heads=3, group=3, head_dim=head_dim, num_padding_rows=1)
+    check(make_call(shape, head_dim), run)
+
+
+def padded(call: Call, num_rows: int, num_sequences: int, num_columns: int) -> tuple[Call, torch.Tensor]:
+    """The call as a captured graph of more rows and sequences gets it, and the width of its table's rows, which lie
+    without gaps; what the graph has no use for is garbage."""
+    rows, num, (height, width) = call.q.shape[0], int(call.cu_rows[-1]), call.block_table.shape
+
+    def longer(tensor: torch.Tensor, size: int, filler: float) -> torch.Tensor:
+        return torch.cat([tensor, torch.full((size - tensor.shape[0], *tensor.shape[1:]), filler, dtype=tensor.dtype)])
+
+    table = torch.full((num_sequences * num_columns,), 2**30, dtype=torch.int32)
+    table[: height * width] = call.block_table.flatten()
+    changed = {name: longer(getattr(call, name), num_rows, NAN) for name in ("q", "k_new", "v_new")}
+    lists = {"slot_mapping": longer(call.slot_mapping, num_rows, -1), "out": longer(call.out, num_rows, SENTINEL)}
+    lists |= {"cu_rows": longer(call.cu_rows, num_sequences + 1, num)}
+    lists |= {"context_lens": longer(call.context_lens, num_sequences, 0)}
+    assert rows <= num_rows
+    result = call._replace(**changed, **lists, block_table=table.view(num_sequences, num_columns))
+    return result, torch.tensor([width], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("rows", [(1,), (8,), (1, 1, 1, 1, 1), (2, 0, 4, 1), (5, 3)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits):
+    """Rows, lengths and the table's width are read where the kernel runs: one launch, whichever rows are whose."""
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    contexts = (70, 0, 15, 32, 41)[: len(rows)]
+    call = make_call(Shape(rows=rows, contexts=contexts, num_kv_heads=1, group=4, head_dim=16), 3)
+    graph, width = padded(call, 8, 8, 40)
+    expected = call.with_own_results()
+    reference.pruned_chunk_attention(*expected, 0.25)
+    by_reference = graph.with_own_results()
+    reference.pruned_chunk_attention(*by_reference, 0.25, width)
+    run(graph, num_splits=num_splits, max_rows=8, min_part_tokens=32, table_width=width)
+    count = sum(rows)
+    for out in (graph.out, by_reference.out):
+        torch.testing.assert_close(out[:count], expected.out[:count], atol=1e-5, rtol=0)
+        assert (out[count:] == SENTINEL).all(), "rows of nobody were written"
+    assert torch.equal(graph.k_pool.view(torch.int32), expected.k_pool.view(torch.int32))
+
+
+def sparse_pool(*shape: int) -> torch.Tensor:
+    """Zeros of which only what is touched takes memory."""
+    numel = int(np.prod(shape, dtype=np.int64))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, 2 * numel, flags), dtype=torch.float16).view(shape)
+
+
+def test_pools_beyond_two_to_the_thirty_one_elements():
+    num_blocks = 2**19 + 5  # of 16 tokens of 256 dimensions: one KV head more than 2^31 elements
+    small = make_call(Shape(rows=(3,), contexts=(20,), head_dim=256, kv_block_size=16, dtype=torch.float16), 0)
+    shift = num_blocks - small.k_pool.shape[1]
+    pools = [sparse_pool(2, num_blocks, 16, 256) for _ in range(2)]
+    for pool, tensor in zip(pools, (small.k_pool, small.v_pool), strict=True):
+        pool[:, shift:] = tensor
+    assert pools[0][0].numel() > 2**31
+    large = small.with_own_results()._replace(
+        k_pool=pools[0],
+        v_pool=pools[1],
+        block_table=small.block_table + shift,
+        slot_mapping=(small.slot_mapping + shift * 16).to(torch.int32),
+    )
+    run(large)
+    reference.pruned_chunk_attention(*small, 256**-0.5)
+    torch.testing.assert_close(large.out, small.out, atol=2e-3, rtol=2e-3)
+    for pool, tensor in zip(pools, (small.k_pool, small.v_pool), strict=True):
+        assert torch.equal(pool[:, shift:].contiguous().view(torch.int16), tensor.view(torch.int16))
+        assert not pool[:, :2].any(), "an index that wrapped"
+    write_kv(large.k_new, large.v_new, large.slot_mapping - 1, *pools)
+    cells = (large.slot_mapping - 1).long()
+    assert torch.equal(pools[0].view(2, -1, 256)[:, cells], large.k_new.transpose(0, 1))
 
 
 def test_attention_of_a_longer_context_under_the_launch_of_a_captured_graph():

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from faser_backend.device.cuda import torch_segment
 from plugins.launch import runs_kernel
 from plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from tests.family_models import random_model, write_model
@@ -19,13 +21,14 @@ from tests.tiny_models import VOCAB_SIZE, make_rows, reference_logits
 from tests.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 MAX_ERROR = 2e-4
-BLOCK_SIZE = 64  # so that the bound of a context, 8 blocks, is long enough to be split
+BLOCK_SIZE = 64
 TABLES = np.array([[5], [3]])
 
 
-def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path) -> None:
+def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_segment, "MIN_TOKENS_PER_SPLIT", 4)  # so that these contexts have several parts
     assert runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1, device=CPU)), "kernels are interpreted"
-    reference: Any = random_model("qwen3", num_hidden_layers=2)
+    reference: Any = random_model("qwen3", num_hidden_layers=2, max_position_embeddings=512)
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=(1,))
     runner = open_torch_runner(model, tmp_path, 10, BLOCK_SIZE)
     rng = np.random.default_rng(3)
@@ -41,7 +44,7 @@ def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path) -> N
         wanted = np.concatenate([expected[i][starts[i] : starts[i] + counts[i]] for i in range(2)])
         assert np.abs(logits.numpy() - wanted).max() <= MAX_ERROR
         assert np.isfinite(scores.numpy()).all() and scores.any()
-    bounds = [key for calls in runner._calls for key in calls._calls]
+    bounds = [key for calls in runner._calls for key in calls.shapes]
     program = runner._programs[1]
     splits = {program.num_splits(bound, runner.pool.keys(1)) for bound in bounds}  # pyright: ignore[reportAttributeAccessIssue]
     assert splits >= {2}, "contexts are split"

@@ -63,12 +63,18 @@ def ladder_rows() -> list[dict]:
     base = {"load": "bursty", "plan_share": 0.01, "e2e_ms_p50": 100.0}
     speeds = {"none": 100.0, "fixed:4": 90.0, "goodput": 120.0, "faser": 180.0}
     rows = [base | {"policy": name, "tokens_per_s": speed} for name, speed in speeds.items()]
-    rows[-1]["e2e_ms_p50"] = 50.0
+    rows += [base | {"policy": "oracle", "tokens_per_s": 200.0}]
+    for row, mean in zip(rows, (150.0, 120.0, 118.0, 100.0, 80.0), strict=True):
+        row["e2e_ms_mean"] = mean
     return rows
 
 
 def test_goals_are_read_from_results():
     results = {
+        "first": {
+            "checks": [{"found": "ok"}, {"found": "FaserError: no"}],
+            "steps": [{"rows": 1, "share_of_floor": share} for share in (0.7, 0.4)],
+        },
         "bandwidth": {"attention": [{"batch": 32, "context": 1024, "share_of_copy": share} for share in (0.9, 0.7)]},
         "latency": {"latency": [{"batch": 1, "overlap_of_shorter": 0.9}, {"batch": 8, "overlap_of_shorter": 0.75}]},
         "ladder-8b": {"rows": ladder_rows()},
@@ -91,9 +97,9 @@ def test_goals_are_read_from_results():
     assert words["greedy answers that differ"] == (0, "met")
     assert words["SM splits that leak"] == (None, "not measured")
     by_name = {name: value for name, (value, _) in found.items()}
-    assert by_name["throughput, faser / fixed:4, bursty (8B pair)"] == 2.0
-    assert by_name["median latency, fixed:4 / faser, bursty (8B pair)"] == 2.0
-    assert by_name["throughput, faser / best other, bursty (8B pair)"] == 1.5
+    assert by_name["mean latency, faser's share of the oracle's headroom, bursty (8B pair)"] == 0.5
+    assert by_name["checks of first contact that failed"] == 1
+    assert by_name["step of one row, share of its floor (8B pair, the worse model)"] == 0.4
     assert by_name["throughput, faser / none, worst load of all"] == 1.8
 
 

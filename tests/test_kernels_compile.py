@@ -35,10 +35,11 @@ def compile_attention(
     """The kernel as the launcher runs it for such a call."""
     config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
     signature = dict.fromkeys(("q", "k_new", "v_new", "k_pool", "v_pool"), f"*{dtype}:16")
-    signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping"), "*i32")
+    signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"), "*i32")
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    signature |= dict.fromkeys(("num_blocks", "table_stride", "num_splits"), "i32")
+    signature |= dict.fromkeys(("num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"), "i32")
     constants = {
+        "NUM_KV_HEADS": 8,
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "KV_BLOCK_SIZE": 16,
@@ -134,7 +135,8 @@ def test_parameters_are_those_that_a_launch_passes():
     compiled = compile_attention("bf16", 64, 4, 1, 90)
     assert [name for name, _ in compiled.parameters] == [
         *("q", "k_new", "v_new", "k_pool", "v_pool", "block_table", "cu_rows", "context_lens", "slot_mapping"),
-        *("q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_splits", "out"),
+        *("table_width", "q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_sequences"),
+        *("num_splits", "min_part_tokens", "out"),
     ]
     entry = re.search(r"\.entry \w+\(([^)]*)\)", compiled.ptx)
     assert entry is not None and entry[1].count(".param") == len(compiled.parameters)
@@ -183,7 +185,7 @@ def test_one_binary_serves_calls_of_other_lengths(launches, num_splits):
         attention.pruned_chunk_attention(*call, max_rows=3, num_splits=parts)
     attends = [launch for launch in launches if launch[0] == "pruned_chunk_attention_kernel"]
     joins = [launch for launch in launches if launch[0] == "combine_splits_kernel"]
-    assert [grid for _, grid, _ in attends] == [(num_splits, 2, 2), (2 * num_splits - 1, 2, 5)]
+    assert [grid for _, grid, _ in attends] == [(2 * num_splits, 2), (5 * (2 * num_splits - 1), 2)]
     assert [grid for _, grid, _ in joins] == ([(4, 4), (7, 4)] if num_splits > 1 else [])
     assert len({binary for _, _, binary in attends}) == 1
 

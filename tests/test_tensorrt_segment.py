@@ -158,7 +158,7 @@ def test_half_precision_engines_run(source: Path, tmp_path: Path, monkeypatch) -
 
 def program_and_tensors(source: Path, tmp_path: Path, monkeypatch) -> tuple[TensorRtSegment, dict]:
     opened = Opened(source, tmp_path, monkeypatch)
-    prepared = opened.runner.prepare_decode(2, 8)
+    prepared = opened.runner.prepare_decode(BOUNDS)
     tensors = dict(prepared.tensors)
     spec = opened.model.spec
     for layer in range(spec.num_layers):

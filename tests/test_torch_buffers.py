@@ -17,8 +17,8 @@ from faser_backend.device.cuda.buffers import (
     fill_inputs,
     input_shape,
 )
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.segment import (
-    MAX_GRAPH_ROWS,
     CallBounds,
     bucketed_rows,
     call_bounds,

@@ -14,7 +14,7 @@ from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
-from faser_backend.device.cuda.draft_loop import TorchDraftLoop
+from faser_backend.device.cuda.draft_loop import MAX_STEPS, TorchDraftLoop
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.cuda.segment import CallBounds, PreparedCall
@@ -141,12 +141,12 @@ def test_shapes_are_prepared_once(built, monkeypatch: pytest.MonkeyPatch) -> Non
     runner = open_runner(built)
     loop = TorchDraftLoop(runner, open_sampler(KINDS[:1] * MAX_SEQS))
     prepared, prepare = [], runner.prepare_decode
-    monkeypatch.setattr(runner, "prepare_decode", lambda *counts: prepared.append(counts) or prepare(*counts))
+    monkeypatch.setattr(runner, "prepare_decode", lambda bounds: prepared.append(bounds.num_rows) or prepare(bounds))
     for size in (5, 7, 6, 3):
         drafting = Drafting(0, size)
-        drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 3
+        drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, size - 1
         loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
-    assert prepared == [(8, 8), (4, 8)]
+    assert prepared == [8, 4], "chains of any length have one shape"
     assert len(loop._chains) == 2
     runner.close()
     assert len(loop._chains) == 0, "graphs that outlive their runner"
@@ -155,7 +155,12 @@ def test_shapes_are_prepared_once(built, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:
     runner = open_runner(built, CallBounds(64, 6, 8, 10, 6, 0))
     prepared, prepare = [], runner.prepare_decode
-    runner.prepare_decode = lambda *counts: prepared.append(counts) or prepare(*counts)  # type: ignore[method-assign]
+
+    def spied(bounds: CallBounds) -> PreparedCall:
+        prepared.append((bounds.num_rows, bounds.num_blocks))
+        return prepare(bounds)
+
+    runner.prepare_decode = spied  # type: ignore[method-assign]
     drafting = Drafting(1, size=5)
     drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 30
     drafting.tables = np.arange(50).reshape(5, 10)
@@ -165,6 +170,28 @@ def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:
     drafting.lengths[:] = 39
     loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
     assert prepared == [(6, 8), (6, 10)]
+
+
+def test_longer_chains_than_a_plan_holds_are_refused(built) -> None:
+    drafting = Drafting(1, size=1)
+    drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, MAX_STEPS + 1
+    drafting.tables = np.arange(20)[None]
+    loop = TorchDraftLoop(open_runner(built), open_sampler(KINDS[:1] * MAX_SEQS))
+    with pytest.raises(ValueError, match="num_draft_tokens = 65: must be at most 64"):
+        loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+
+
+def test_a_warmed_up_menu_leaves_pools_alone_and_has_every_shape(built) -> None:
+    runner = open_runner(built)
+    runner.pool.storage.fill_(3.0)
+    before = runner.pool.storage.clone()
+    loop = TorchDraftLoop(runner, open_sampler(KINDS))
+    runner.capture_menu(0)
+    loop.capture_menu(5, 2)
+    assert torch.equal(runner.pool.storage, before)
+    assert {shape.bounds.num_rows for shape in loop._chains.shapes} == {1, 2, 4, 8}
+    assert len(loop._chains) == 4 * 2 * 2
+    assert [len(calls) for calls in runner._calls] == [20] * runner.num_segments
 
 
 def test_rules_are_left_to_the_host(built) -> None:
@@ -178,8 +205,8 @@ def with_nan(runner: CudaRunner, row: int, at_launch: int) -> CudaRunner:
     """Logits of `row` become NaN behind one launch of each chain of four tokens."""
     prepare = runner.prepare_decode
 
-    def prepare_decode(num_sequences: int, num_blocks: int) -> PreparedCall:
-        call, launches = prepare(num_sequences, num_blocks), itertools.cycle([1, 2, 3])
+    def prepare_decode(bounds: CallBounds) -> PreparedCall:
+        call, launches = prepare(bounds), itertools.cycle([1, 2, 3])
 
         def launch() -> None:
             call.launch()

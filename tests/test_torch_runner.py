@@ -13,8 +13,9 @@ import torch
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.runner import CudaRunner
-from faser_backend.device.cuda.segment import MAX_GRAPH_ROWS, CallBounds, Launch
+from faser_backend.device.cuda.segment import CallBounds, Launch
 from faser_backend.manifest import ModelEngine, SegmentSpec
 from tests.tiny_models import make_rows, write_checkpoint
 from tests.torch_engines import CPU, open_torch_runner, write_torch_engine
@@ -45,6 +46,8 @@ def run_all(runner: CudaRunner, rows) -> torch.Tensor:
 class SpyProgram:
     """A program that remembers what it was prepared with, and counts its launches."""
 
+    packs_tables = True
+
     def __init__(self, spec: SegmentSpec) -> None:
         self.spec = spec
         self.prepared: list[tuple[Mapping[str, torch.Tensor], CallBounds]] = []
@@ -73,11 +76,11 @@ def test_programs_are_given_every_tensor_of_the_manifest(built: tuple[ModelEngin
     runner.run_segment(2, rows, hidden)
     for program in programs:
         (tensors, bounds), spec = program.prepared[0], program.spec
-        assert {tensor.name for tensor in (*spec.inputs, *spec.outputs)} == set(tensors)
+        assert {tensor.name for tensor in (*spec.inputs, *spec.outputs)} == set(tensors) - {"table_width"}
         for tensor in (*spec.inputs, *spec.outputs):
             assert str(tensors[tensor.name].dtype) == f"torch.{tensor.dtype}", tensor.name
             assert tensors[tensor.name].ndim == len(tensor.shape), tensor.name
-        assert bounds == CallBounds(8, 1, 8, 8, 8, 3 if spec is programs[0].spec else 0)
+        assert bounds == CallBounds(8, 8, 8, 256, 8, 3 if spec is programs[0].spec else 0), "rows alone"
         for layer in range(spec.first_layer, spec.last_layer):
             assert tensors[f"k_pool.{layer}"].data_ptr() == runner.pool.keys(layer).data_ptr()
             assert tensors[f"v_pool.{layer}"].data_ptr() == runner.pool.values(layer).data_ptr()
@@ -168,11 +171,15 @@ def test_decode_steps_whose_integers_the_device_writes(built: tuple[ModelEngine,
     host = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE)
     for each in (host, runner):
         run_all(each, make_rows(sequences, [0, 0], starts, tables))
-    call = runner.prepare_decode(3, 4)
+    call = runner.prepare_decode(runner.shapes.of_decode(3, 1))
     tensors = call.tensors
-    assert tensors["cu_rows"].tolist() == [0, 1, 2, 3] and tensors["logit_rows"].tolist() == [0, 1, 2]
-    assert tensors["slot_mapping"].tolist() == [-1, -1, -1]
-    tensors["block_table"][:2, :3].copy_(torch.from_numpy(tables))
+    assert tensors["cu_rows"].tolist() == [0, 1, 2, 3, 4] and tensors["logit_rows"].tolist() == [0, 1, 2, 3]
+    assert tensors["slot_mapping"].tolist() == [-1, -1, -1, -1]
+    call.fill_tables(tables)
+    assert (
+        tensors["table_width"].tolist() == [3]
+        and tensors["block_table"].flatten()[:6].tolist() == tables.flatten().tolist()
+    )
     before = runner.pool.storage.clone()
     call.launch()
     torch.testing.assert_close(runner.pool.storage, before, msg="an idle call writes nothing")
@@ -181,7 +188,7 @@ def test_decode_steps_whose_integers_the_device_writes(built: tuple[ModelEngine,
         tensors["token_ids"][:2].copy_(torch.tensor([s[p] for s, p in zip(sequences, positions, strict=True)]))
         tensors["positions"][:2].copy_(positions)
         tensors["context_lens"][:2].copy_(positions)
-        block = tensors["block_table"][:2].gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
+        block = torch.from_numpy(tables).gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
         tensors["slot_mapping"][:2].copy_(block * BLOCK_SIZE + positions % BLOCK_SIZE)
         call.launch()
         wanted = run_all(host, make_rows(sequences, positions.tolist(), [1, 1], tables))
@@ -249,15 +256,19 @@ def test_a_launch_that_failed_is_not_captured() -> None:
     assert capturer.num_captures == 0
 
 
-def test_calls_are_kept_but_not_without_bound() -> None:
+def test_graphs_are_kept_for_good_and_further_calls_run_without() -> None:
     made: list[CallBounds] = []
 
-    def make(bounds: CallBounds) -> Callable[[], CallBounds]:
+    captured: list[bool] = []
+
+    def make(bounds: CallBounds, captures: bool) -> Callable[[], CallBounds]:
         made.append(bounds)
+        captured.append(captures)
         return lambda: bounds
 
-    cache = CallCache(make, is_cuda=False, max_calls=3)
+    cache = CallCache(make, is_cuda=False, max_graphs=2, max_eager=2)
     bounds = [CallBounds(n, 1, 1, 8, 0, 0) for n in range(1, 6)]
-    for index in (0, 1, 2, 0, 3, 0, 1):  # 1 was used least recently when 3 came
+    for index in (0, 1, 2, 3, 2, 4, 3, 0, 1):  # 4 takes the place of 3, the one not used for the longest
         assert cache.get(bounds[index])() == bounds[index]
-    assert made == [bounds[0], bounds[1], bounds[2], bounds[3], bounds[1]] and len(cache) == 3
+    assert [each.num_rows for each in made] == [1, 2, 3, 4, 5, 4] and len(cache) == 4
+    assert captured == [True, True, False, False, False, False], "what was captured stays"

@@ -10,6 +10,8 @@ from engines.checkpoint import open_checkpoint
 from engines.families import read_spec
 from engines.torch_build import write_torch_model
 from engines.weights import ModelWeights
+from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.device.cuda.graphs import GraphCapturer
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.segment import CallBounds
@@ -44,8 +46,12 @@ def open_torch_runner(
     device: torch.device = CPU,
     pool: CudaKvPool | None = None,
     limits: CallBounds | None = None,
+    capturer: GraphCapturer | None = None,
 ) -> CudaRunner:
+    """capturer: by default one on a GPU and none on a CPU."""
     weights = load_weights(directory / model.segments[0].file.name, model.spec, dtype, device)
     programs = [TorchSegment(model.spec, segment, weights, NUM_SMS) for segment in model.segments]
     pool = pool or CudaKvPool(model.spec, num_blocks, block_size, dtype=dtype, device=device)
-    return CudaRunner(model, programs, pool, device, limits=limits)
+    if capturer is None and device.type == "cuda":
+        capturer = GraphCapturer(GraphCounts())
+    return CudaRunner(model, programs, pool, device, limits=limits, capturer=capturer)

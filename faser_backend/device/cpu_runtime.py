@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.kv_pool import KvPool
@@ -27,6 +28,7 @@ from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
+KV_MEMORY_SHARE = 0.25  # of free memory
 TAKES_TURNS = "none (ONNX Runtime is the reference runtime: draft and target take turns)"
 
 AnyCpuRuntime = TypeVar("AnyCpuRuntime", bound="LlvmRuntime")
@@ -36,8 +38,6 @@ Split = tuple[CorePartition, CorePartition]  # (draft, target)
 class LlvmRuntime:
     """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's, and all
     runners of a model read one mapped file."""
-
-    kv_memory_share = 0.25
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class LlvmRuntime:
         self.kv_block_size = kv_block_size
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
+        self.graph_counts = GraphCounts()
         self._engine_dir, self._models = engine_dir, models
         self._kv_cache_dtype, self._num_threads = kv_cache_dtype, num_threads
         splits, self.splits_note = self.useful_splits()
@@ -66,6 +67,10 @@ class LlvmRuntime:
     def free_bytes(self) -> int:
         """Weights are not counted: they are small beside what a share of free memory leaves."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """A share of free memory; no weight of it is spent on calls."""
+        return int(self.free_bytes() * KV_MEMORY_SHARE)
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
         return KvPool.bytes_per_block(spec, self.kv_block_size, self._kv_cache_dtype)
@@ -94,6 +99,10 @@ class LlvmRuntime:
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         """The host sees the logits without asking anyone, so it picks the tokens itself."""
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """A CPU goes on computing."""
+        return False
 
     def synchronize(self) -> None:
         """Calls end before they return."""

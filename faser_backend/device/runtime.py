@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from faser_backend.config import EngineConfig
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler
 from faser_backend.device.partition import PartitionMenu, Share
@@ -73,14 +75,19 @@ class Runtime(Closable, Protocol[Share, Pool]):
     """
 
     kv_block_size: int
-    kv_memory_share: float  # of free_bytes, that KV pools may take unless somebody says how many blocks
     menu: PartitionMenu[Share]  # what the device offers; `note` says in words what was chosen and why
     splits: tuple[tuple[Share, Share], ...]  # of the menu, those worth opening for these models, the best guess first
     splits_note: str  # how many of how many, and why
+    graph_counts: GraphCounts  # of everything that it opened
     needs_warm_up: bool  # first calls are far slower than later ones: kernels are compiled, graphs captured
 
     def free_bytes(self) -> int:
         """Free memory where KV pools live, less what the models' weights are still going to take."""
+        ...
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """What of free_bytes KV pools may take unless somebody says how many blocks. num_partitions: that are going to
+        be opened."""
         ...
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
@@ -108,6 +115,10 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         """None where the host drafts token by token."""
+        ...
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Whether the device is of no use to this process after this error of a step."""
         ...
 
     def synchronize(self) -> None:

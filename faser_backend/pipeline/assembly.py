@@ -6,11 +6,12 @@ Serving, the simulator, the laboratory and the tests all come through here, each
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.ports import Clock, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
@@ -37,6 +38,8 @@ class Ports:
     limits: Limits
     bind_thread: Callable[[], None] = lambda: None  # called first in every step, on the thread that steps
     close: Callable[[], None] = lambda: None  # called when the engine closes
+    is_fatal: Callable[[BaseException], bool] = lambda error: False  # whether a step's error breaks the device for good
+    graph_counts: GraphCounts = field(default_factory=GraphCounts)  # of the device
 
 
 def assemble(
@@ -70,4 +73,6 @@ def assemble(
         max_queue_size=config.max_queue_size,
         bind_thread=ports.bind_thread,
         on_close=ports.close,
+        is_fatal=ports.is_fatal,
+        graph_counts=ports.graph_counts,
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock
 from faser_backend.core.record import StepRecord
@@ -50,6 +51,8 @@ class EngineMetrics:
     num_emitted: int = 0
     num_pruned: int = 0  # rows that left verifications at an exit
     num_row_layers: int = 0  # computed in verifications
+    num_graphs: int = 0  # captured
+    num_failed_captures: int = 0  # calls that run without a graph because theirs could not be captured
     phase_times_ns: dict[str, int] = field(default_factory=dict)
 
 
@@ -65,14 +68,19 @@ class Engine:
         max_queue_size: int,
         bind_thread: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
+        is_fatal: Callable[[BaseException], bool] = lambda error: False,
+        graph_counts: GraphCounts | None = None,
     ) -> None:
-        """bind_thread: called first in every step, on the thread that steps."""
+        """bind_thread: called first in every step, on the thread that steps. is_fatal: whether no further step can
+        succeed after this error. graph_counts: of the device, for the metrics."""
         self.limits = limits
         self.stepper = stepper  # for those who listen to steps, or try a policy of their own
         self._scheduler = stepper.scheduler
         self._clock = clock
         self._max_queue_size = max_queue_size
-        self._bind_thread = bind_thread
+        self.bind_thread = bind_thread
+        self._is_fatal = is_fatal
+        self._graph_counts = graph_counts or GraphCounts()
         self._on_close = on_close
         self._inbox: deque[Sequence] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
@@ -132,9 +140,9 @@ class Engine:
     # -- the step thread ----------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step. A step that raises fails the requests in it, and nobody else; the last of MOST_FAILED_STEPS
-        in a row raises."""
-        self._bind_thread()
+        """Runs one step. A step that raises fails the requests in it, and nobody else; an error that breaks the device
+        is raised, and so is that of the last of MOST_FAILED_STEPS in a row."""
+        self.bind_thread()
         outputs = self._take_commands()
         plan = self.stepper.plan(self._in_flight)
         self._in_flight = plan.in_flight
@@ -146,7 +154,7 @@ class Engine:
             stepped, self._in_flight = self.stepper.run(plan)
         except Exception as error:
             self._num_failed_in_a_row += 1
-            if self._num_failed_in_a_row >= MOST_FAILED_STEPS:
+            if self._num_failed_in_a_row >= MOST_FAILED_STEPS or self._is_fatal(error):
                 raise  # a device whose error sticks fails every step from now on: better to be started anew
             _log.exception("a step failed; its requests fail, the others go on")
             return outputs + self._fail(plan, error)
@@ -222,6 +230,8 @@ class Engine:
         metrics.num_free_blocks = blocks.num_free_blocks
         metrics.num_cached_blocks = blocks.num_cached_blocks
         metrics.kv_block_size = blocks.block_size
+        metrics.num_graphs = self._graph_counts.num_graphs
+        metrics.num_failed_captures = self._graph_counts.num_failed_captures
         metrics.phase_times_ns = self.stepper.phase_times_ns
         return metrics
 

@@ -44,16 +44,26 @@ class SystemClock:
 SYSTEM_CLOCK = SystemClock()
 
 
-def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
-    """Loads and checks the directory, opens its runtime. Raises ManifestError or ConfigError."""
+def open_engine(
+    engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
+) -> tuple[Engine, Callable[[], None]]:
+    """Loads and checks the directory, opens its runtime. Returns the engine, and what the thread that is going to step
+    it runs once before. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
     with ExitStack() as stack:
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
-        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
+        engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
         stack.pop_all()
-    return engine
+    return engine, lambda: _prepare(runtime, engine, config)
+
+
+def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
+    """As open_engine, for the calling thread to step. Raises ManifestError, ConfigError or, where the engine cannot be
+    warmed up, FaserError."""
+    engine, prepare = open_engine(engine_dir, config, clock)
+    return _prepared(engine, prepare)
 
 
 def engine_on(
@@ -65,17 +75,38 @@ def engine_on(
     on_close: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
-    """An engine of a directory on a runtime that is already open, with what its profile knows."""
+    """An engine of a directory on a runtime that is already open, with what its profile knows, for the calling thread
+    to step."""
+    engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=on_close, clock=clock)
+    return _prepared(engine, lambda: _prepare(runtime, engine, config))
+
+
+def _assemble_with_knowledge(
+    runtime: AnyRuntime,
+    engine_dir: Path,
+    manifest: EngineManifest,
+    config: EngineConfig,
+    *,
+    on_close: Callable[[], None],
+    clock: Clock,
+) -> Engine:
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
     check_trees(manifest.runtime, models, policy)
-    engine = assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
+    return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
+
+
+def _prepare(runtime: AnyRuntime, engine: Engine, config: EngineConfig) -> None:
     if runtime.needs_warm_up:
-        try:
-            warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
-        except BaseException:
-            engine.close()
-            raise
+        warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
+
+
+def _prepared(engine: Engine, prepare: Callable[[], None]) -> Engine:
+    try:
+        prepare()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
@@ -106,7 +137,8 @@ def assemble_on(
     """
     check_call_limits(models, config)
     runtime.bind_step_thread()  # what is loaded here is read by the steps
-    num_blocks = choose_num_blocks(runtime, models, config)
+    num_partitions = 1 + sum(split_name(*split) in policy.partitions for split in runtime.splits)
+    num_blocks = choose_num_blocks(runtime, models, config, num_partitions)
     sampler = runtime.open_sampler(models.vocab_size, config.max_num_seqs)
     partitions, close_partitions = open_partitions(
         runtime,
@@ -131,6 +163,8 @@ def assemble_on(
         Limits(models.vocab_size, models.max_context),
         bind_thread=runtime.bind_step_thread,
         close=close,
+        is_fatal=runtime.is_fatal,
+        graph_counts=runtime.graph_counts,
     )
     return assemble(ports, policy, config)
 
@@ -157,13 +191,14 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
                 )
 
 
-def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig) -> int:
-    """Blocks for max_num_seqs full contexts, or what the runtime's share of free memory holds.
+def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig, num_partitions: int = 1) -> int:
+    """Blocks for max_num_seqs full contexts, or as many as the memory that the runtime leaves for them holds.
 
     Raises ConfigError where not even one full context fits, which could deadlock.
     """
     size = runtime.kv_block_size
     one_context = -(-models.max_context // size)
+    kv_bytes = runtime.kv_bytes(num_partitions, config)
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks < one_context:
             raise ConfigError(
@@ -171,13 +206,12 @@ def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConf
                 f"one context of {models.max_context} tokens needs at least {one_context} blocks of {size}"
             )
         return config.num_kv_blocks
-    free_bytes = runtime.free_bytes()
     block_bytes = sum(runtime.bytes_per_block(model.spec) for model in models.present)
-    fitting = int(free_bytes * runtime.kv_memory_share) // block_bytes
+    fitting = kv_bytes // block_bytes
     if fitting < one_context:
-        needed_mib = one_context * block_bytes / runtime.kv_memory_share / 2**20
         raise ConfigError(
-            f"free memory of {free_bytes >> 20} MiB: one context of {models.max_context} tokens needs "
-            f"{needed_mib:.0f} MiB free; set num_kv_blocks to override"
+            f"free memory of {runtime.free_bytes() >> 20} MiB leaves {kv_bytes >> 20} MiB for KV blocks: one context "
+            f"of {models.max_context} tokens needs {one_context * block_bytes / 2**20:.0f} MiB; "
+            "set num_kv_blocks to override"
         )
     return min(config.max_num_seqs * one_context, fitting)

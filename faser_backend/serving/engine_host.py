@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.compose import build_engine
+from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import GuideCompiler
@@ -19,7 +19,7 @@ from faser_backend.serving.tensor_values import default_text_bytes
 
 
 class EngineHost:
-    """Owns the loop. Raises ManifestError or ConfigError where the engine cannot be served."""
+    """Owns the loop. Raises ManifestError, ConfigError or FaserError where the engine cannot be served."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class EngineHost:
             adds_special_tokens=options.adds_special_tokens,
         )
         self.tokenizer = SeparateTokenizer(tokenizer_file, prompts)
-        engine = build_engine(engine_dir, config)
+        engine, prepare = open_engine(engine_dir, config)
         self.hello = Hello(
             tokenizer_file=tokenizer_file,
             limits=engine.limits,
@@ -58,6 +58,7 @@ class EngineHost:
         )
         self.loop = EngineLoop(
             engine,
+            prepare=prepare,
             on_metrics=reporter.report,
             metrics_period_s=options.metrics_period_s,
             on_finished=reporter.observe,

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol
@@ -85,13 +86,16 @@ class EngineLoop:
         self,
         engine: ServedEngine,
         *,
+        prepare: Callable[[], None] = lambda: None,
         on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
         metrics_period_s: float = 0.25,
         on_finished: Callable[[RequestOutput, int], None] = lambda output, num_output_tokens: None,
         on_stopped: Callable[[], None] = lambda: None,
         guides: GuideCompiler | None = None,
     ) -> None:
-        """guides: what compiles grammars; None: requests with a guide are refused."""
+        """Returns when the engine is ready. prepare: runs before the first step, on the thread that steps: what threads
+        open for themselves on a device belongs to it. Where it raises, its error is raised here and the engine is
+        closed. guides: what compiles grammars; None: requests with a guide are refused."""
         self.engine = engine
         self._guides = guides
         self._on_metrics = on_metrics
@@ -102,8 +106,15 @@ class EngineLoop:
         self._routes: dict[str, _Route] = {}  # by request id
         self._failure: str | None = None
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._prepared: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine-loop", daemon=True)
         self._thread.start()
+        try:
+            self._prepared.result()
+        except BaseException:
+            self._thread.join()
+            self.close()
+            raise
 
     def subscribe(self) -> Subscription:
         return Subscription(self)
@@ -187,7 +198,13 @@ class EngineLoop:
         if not self._thread.is_alive():
             self.engine.close()
 
-    def _run(self) -> None:
+    def _run(self, prepare: Callable[[], None]) -> None:
+        try:
+            prepare()
+        except BaseException as error:
+            self._prepared.set_exception(error)
+            return
+        self._prepared.set_result(None)
         next_metrics_s = 0.0
         while not self._is_closing:
             try:

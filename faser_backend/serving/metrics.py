@@ -51,6 +51,11 @@ GAUGES = {  # family -> (label, description, values of the label)
         "Speculative decoding since the start",
         ("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "acceptance_rate", "preemptions"),
     ),
+    "nv_trt_llm_cuda_graph_metrics": (
+        "cuda_graph_type",
+        "CUDA graphs since the start, and calls that run without because theirs could not be captured",
+        ("captured", "failed_captures"),
+    ),
 }
 # Dashboards read the lines; prompts are read and answered by one engine here, so they stay 0.
 UNUSED_COUNTERS = {
@@ -112,6 +117,10 @@ def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
             "pruned_tokens": metrics.num_pruned,
             "acceptance_rate": metrics.num_accepted / metrics.num_drafted if metrics.num_drafted else 0.0,
             "preemptions": metrics.num_preemptions,
+        },
+        "nv_trt_llm_cuda_graph_metrics": {
+            "captured": metrics.num_graphs,
+            "failed_captures": metrics.num_failed_captures,
         },
     }
 

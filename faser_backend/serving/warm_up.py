@@ -1,21 +1,24 @@
-"""Before the first request of a GPU engine: batches that nobody asked for, so that kernels are compiled and captured.
+"""Before the first request of a GPU engine: every graph is captured, and batches run that nobody asked for.
 
-The first call of a shape on a GPU compiles kernels for seconds, the second captures a graph; a client should see
-neither. What is decoded is thrown away; policies and metrics learn nothing of it. A runtime that cannot run these
-batches is found out here and not by a client.
+On the thread that is going to step, for what libraries open per thread is opened here. Which calls there can be is
+known beforehand, so that no client waits for a capture; the batches show that all of it runs, and compile what is no
+model's call. What is decoded is thrown away; policies and metrics learn nothing of it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from faser_backend.core.errors import FaserError
 from faser_backend.core.request import FinishReason, Limits, Request, SamplingParams
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.phases import Partition
+from faser_backend.policy.early_exit import NUM_CANDIDATES
 
 _log = logging.getLogger(__name__)
 NUM_TOKENS = 24  # of every answer: a few rounds of each policy, for the second call of a shape captures it
@@ -24,8 +27,12 @@ TEMPERATURES = (0.0, 0.8)
 
 
 def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> None:
-    """Runs the batches to their end on the calling thread. Raises FaserError with the first step's error."""
+    """Captures graphs and runs the batches to their end on the calling thread. Raises FaserError with the first step's
+    error."""
     start = time.perf_counter()
+    engine.bind_thread()
+    capture_menus(engine.stepper.partitions.values(), max_num_seqs)
+    captured_s = time.perf_counter() - start
     observers = engine.stepper.observers[:]
     engine.stepper.observers.clear()
     num_batches = 0
@@ -41,7 +48,37 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     finally:
         engine.stepper.observers[:] = observers
     engine.reset_metrics()
-    _log.info("warmed up with %d batches in %.1f s", num_batches, time.perf_counter() - start)
+    metrics, num_s = engine.metrics(), time.perf_counter() - start
+    num_graphs, num_failed = metrics.num_graphs, metrics.num_failed_captures
+    _log.info("captured %d graphs in %.1f s (%d could not be captured)", num_graphs, captured_s, num_failed)
+    _log.info("warmed up with %d batches; ready after %.1f s", num_batches, num_s)
+
+
+@runtime_checkable
+class HasMenu(Protocol):
+    """A runner or draft loop whose calls are known beforehand."""
+
+    capture_menu: Callable[..., None]
+
+
+def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
+    """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them."""
+    for partition in partitions:
+        lanes: Any = partition.lanes
+        on_target = lanes.on_target if lanes is not None else _here
+        on_draft = lanes.on_draft if lanes is not None else _here
+        num_candidates = NUM_CANDIDATES if partition.target.exits else 0
+        target, draft, loop = partition.target, partition.draft, partition.draft_loop
+        if isinstance(target, HasMenu):
+            on_target(lambda target=target, count=num_candidates: target.capture_menu(count))
+        if isinstance(draft, HasMenu):
+            on_draft(lambda draft=draft: draft.capture_menu(0))
+        if isinstance(loop, HasMenu):
+            on_draft(lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count))
+
+
+def _here(work: Callable[[], None]) -> None:
+    work()
 
 
 def warm_up_batches(limits: Limits, max_num_seqs: int, max_prefill_tokens: int) -> Iterator[list[Request]]:

@@ -1,4 +1,4 @@
-"""Proves on a GPU what cannot be proven without one: one command, under eight minutes, no network, nothing installed.
+"""Proves on a GPU what cannot be proven without one: one command, under ten minutes, no network, nothing installed.
 
 Every part runs in a child process with a limit and is written down when it ends: what crashes, hangs or runs out of
 time takes nothing else with it. docs/gpu-check.md says what each part shows.
@@ -21,9 +21,10 @@ from lab.environment import query_gpu
 from lab.gpu.harness import Harness, Outcome, Part, Setting
 from lab.gpu.report import Report, default_path, describe, render
 
-FULL_BUDGET_S = 450.0
+FULL_BUDGET_S = 560.0
 PARTS = (
     Part("device", "device and libraries", "lab.gpu.device:device", 20),
+    Part("first", "first contact: captures, serving, steps", "lab.gpu.first_contact:run", 160),
     Part("peaks", "copy bandwidth and matrix products", "lab.gpu.device:peaks", 20),
     Part("kernels", "kernels against their references", "lab.gpu.kernels:correctness", 45),
     Part("bandwidth", "bandwidth of kernels", "lab.gpu.kernels:bandwidth", 35),

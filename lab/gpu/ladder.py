@@ -20,7 +20,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.runtimes import open_runtime
-from lab.contestants import FIXED_REFERENCE, GPU_NAMES, GPU_RIVALS, Contestant, choose_contestants
+from lab.contestants import FIXED_REFERENCE, GPU_NAMES, GPU_RIVALS, ORACLE, Contestant, choose_contestants
 from lab.gpu.calls import PairCalls
 from lab.gpu.costs import CallCosts, with_overhead
 from lab.gpu.economics import predicted_round, step_us, with_prediction
@@ -47,7 +47,9 @@ def named(names: Sequence[str]) -> list[Contestant]:
 
 
 def pair_8b(context: Context) -> Result:
-    return _synthetic(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], PAIR_SIZES, GPU_NAMES)
+    return _synthetic(
+        context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], PAIR_SIZES, (*GPU_NAMES, ORACLE)
+    )
 
 
 def pair_32b(context: Context) -> Result:
@@ -118,7 +120,9 @@ def _run(context: Context, runtime: LentRuntime, setup: Setup, found: Result, st
     length = sizes.prompt_tokens + sizes.output_tokens / 2
     for index, num_clients in enumerate(sizes.clients):
         if index == min(BEFORE_BURSTY, len(sizes.clients) - 1):
-            rows, found["bursty"] = ladder.bursty([each for each in setup.contestants if each.name in GPU_RIVALS])
+            rows, found["bursty"] = ladder.bursty(
+                [each for each in setup.contestants if each.name in (*GPU_RIVALS, ORACLE)]
+            )
             found["rows"] += rows
             context.save(found)
         for row in ladder.closed(setup.contestants, sizes, num_clients):

@@ -26,7 +26,7 @@ class LentRuntime:
 
     def __init__(self, real: Any, *, outcomes: Outcomes | None = None) -> None:
         self._real = real
-        self._outcomes = outcomes
+        self.outcomes = outcomes
         self._opened: dict[tuple[Any, ...], Any] = {}
         self._real_samplers: dict[int, Any] = {}  # by the one that was handed out
         self.lanes: list[WatchedLanes] = []
@@ -54,13 +54,13 @@ class LentRuntime:
     def open_draft_loop(self, runner: Any, sampler: Any) -> Any:
         def open_planted() -> Any:
             loop = self._real.open_draft_loop(runner, self._real_samplers[id(sampler)])
-            return loop if loop is None or self._outcomes is None else PlantedDraftLoop(loop, self._outcomes)
+            return loop if loop is None or self.outcomes is None else PlantedDraftLoop(loop, self.outcomes)
 
         return self._once(("loop", id(runner)), open_planted)
 
     def _sampler(self, vocab_size: int, max_num_seqs: int) -> Any:
         real = self._real.open_sampler(vocab_size, max_num_seqs)
-        lent = real if self._outcomes is None else PlantedSampler(real, self._outcomes)
+        lent = real if self.outcomes is None else PlantedSampler(real, self.outcomes)
         self._real_samplers[id(lent)] = real
         return lent
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.engine import Engine
@@ -16,11 +17,12 @@ from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import assemble_on, choose_policy
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.bench.measure import PEAK_TO_TROUGH, Served, measure
-from lab.contestants import REFERENCE, Contestant
+from lab.contestants import ORACLE, REFERENCE, Contestant
 from lab.drive import ClosedLoop, Feed, OpenLoop, OwnClock, serve_requests, take_turns
 from lab.gpu.lent_runtime import LentRuntime, overlap_figures
 from lab.gpu.worker import Context
 from lab.simulation.acceptance import AcceptanceProcess
+from lab.simulation.engine import OraclePolicy
 from lab.steps import StepLog, figures
 from lab.traces import make_lengths, with_rate_curve
 
@@ -149,12 +151,21 @@ class Ladder:
         """Raises ConfigError."""
         name, port = contestant.name, cast(AnyRuntime, self._runtime)
         if name not in self._engines:
-            config = EngineConfig.from_options(policy=contestant.policy, **self._common, **contestant.options)
-            policy = choose_policy(port, config, self._load_knowledge)
+            is_oracle = contestant.policy == ORACLE
+            spec = "none" if is_oracle else contestant.policy
+            config = EngineConfig.from_options(policy=spec, **self._common, **contestant.options)
+            policy = self._oracle() if is_oracle else choose_policy(port, config, self._load_knowledge)
             self._clocks[name] = OwnClock()
             self._engines[name] = assemble_on(port, self._setup.models, policy, config, clock=self._clocks[name])
             self.logs[name] = StepLog(self._engines[name])
         return self._engines[name]
+
+    def _oracle(self) -> OraclePolicy:
+        """Raises ConfigError where outcomes are the models' own."""
+        outcomes = self._runtime.outcomes
+        if outcomes is None:
+            raise ConfigError(f"policy = {ORACLE!r}: outcomes are known where they are planted alone")
+        return OraclePolicy(outcomes, self._load_knowledge().costs)
 
     def _serve(self, contestant: Contestant, jobs: list[Request], feed: Feed) -> Served:
         name, engine = contestant.name, self._engine(contestant)

@@ -14,12 +14,14 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.manifest import TensorSpec
 
 ALIGNMENT = 256  # bytes: what compiled engines ask of an address
 NUM_AREAS = 4
 MIN_AREA_BYTES = 1 << 16
+TABLE, WIDTH = "block_table", "table_width"
 NO_SLOT = -1  # of a row that writes no key and value
 TENSOR_DTYPES = {
     "float32": torch.float32,
@@ -39,6 +41,7 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
         "cu_rows": (bounds.num_sequences + 1,),
         "context_lens": (bounds.num_sequences,),
         "block_table": (bounds.num_sequences, bounds.num_blocks),
+        "table_width": (1,),
         "logit_rows": (bounds.num_logit_rows,),
         "exit_candidates": (bounds.num_rows, bounds.num_candidates),
         "pad_idx": (bounds.num_sequences, bounds.max_rows),
@@ -50,13 +53,17 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
 
 
 class InputBlock:
-    """Integer inputs of one call shape: `tensors` by name, all of them views of `block` on the device."""
+    """Integer inputs of one call shape: `tensors` by name, all of them views of `block` on the device.
+
+    The block table comes last. Where table_width is among the inputs its rows lie without gaps, and a call uploads as
+    much of it as its sequences need.
+    """
 
     def __init__(self, inputs: Iterable[TensorSpec], bounds: CallBounds, device: torch.device) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._places: list[tuple[str, slice, np.dtype, tuple[int, ...]]] = []  # name, bytes, dtype, shape
         num_bytes = 0
-        for tensor in inputs:
+        for tensor in sorted(inputs, key=lambda tensor: tensor.name == TABLE):
             dtype, shape = np.dtype(tensor.dtype), input_shape(tensor.name, bounds)
             end = num_bytes + math.prod(shape) * dtype.itemsize
             self._places.append((tensor.name, slice(num_bytes, end), dtype, shape))
@@ -65,9 +72,26 @@ class InputBlock:
         for name, place, dtype, shape in self._places:
             self.tensors[name] = self.block[place].view(TENSOR_DTYPES[dtype.name]).view(shape)
 
+    def fill_idle(self) -> None:
+        """Rows of nobody, on the device itself: no sequence has any, and none is written."""
+        self.block.zero_()
+        self.tensors["slot_mapping"].fill_(NO_SLOT)
+
+    def num_bytes(self, num_sequences: int, num_columns: int) -> int:
+        """Bytes of `block` that a call with block tables [num_sequences, num_columns] fills."""
+        if WIDTH not in self.tensors:
+            return self.block.numel()
+        _, place, dtype, shape = self._places[-1]
+        assert num_sequences * num_columns <= math.prod(shape), f"tables {num_sequences} x {num_columns} in {shape}"
+        return place.start + num_sequences * num_columns * dtype.itemsize
+
     def views(self, area: np.ndarray) -> dict[str, np.ndarray]:
-        """The inputs by name as views of host memory area [block.numel()] uint8."""
-        return {name: area[place].view(dtype).reshape(shape) for name, place, dtype, shape in self._places}
+        """The inputs by name as views of host memory area [num_bytes(...)] uint8; a table without gaps is flat."""
+        found = {}
+        for name, place, dtype, shape in self._places:
+            is_flat = name == TABLE and WIDTH in self.tensors
+            found[name] = area[place].view(dtype) if is_flat else area[place].view(dtype).reshape(shape)
+        return found
 
 
 def fill_inputs(
@@ -92,7 +116,7 @@ def fill_inputs(
     _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + cell, NO_SLOT)
     _put(inputs, "cu_rows", rows.cu_rows, num_rows)
     _put(inputs, "context_lens", rows.context_lens, 0)
-    _put(inputs, "block_table", rows.block_tables[:, : bounds.num_blocks], 0)
+    put_tables(inputs, rows.block_tables[:, : bounds.num_blocks])
     _put(inputs, "logit_rows", rows.logit_rows, 0)
     if candidates is not None:
         _put(inputs, "exit_candidates", candidates, 0)
@@ -101,6 +125,22 @@ def fill_inputs(
         cells = np.minimum(rows.cu_rows[:-1, None] + columns, rows.cu_rows[1:, None] - 1)
         _put(inputs, "pad_idx", cells, 0)
         _put(inputs, "unpad_idx", sequence * bounds.max_rows + offset, 0)
+
+
+def num_columns(rows: RowBatch, kv_block_size: int) -> int:
+    """Columns of the block tables that a batch reads or writes through."""
+    return -(-int((rows.context_lens + rows.rows_per_sequence).max(initial=1)) // kv_block_size)
+
+
+def put_tables(inputs: Mapping[str, np.ndarray], tables: np.ndarray) -> None:
+    """tables [B, any]: with zeros around them, or without gaps in a flat array that holds B rows of them."""
+    if WIDTH not in inputs:
+        _put(inputs, TABLE, tables, 0)
+        return
+    count = tables.shape[0]
+    width = inputs[TABLE].size // max(count, 1)
+    inputs[WIDTH][0] = width
+    inputs[TABLE].reshape(count, width)[:] = tables[:, :width]
 
 
 def _put(inputs: Mapping[str, np.ndarray], name: str, values: np.ndarray, filler: int) -> None:
@@ -158,6 +198,25 @@ class StagingRing:
 
         self.upload(target.view(torch.uint8), fill)
         return target
+
+
+class LogitsBuffer:
+    """Where the calls of one model put their logits: [MAX_GRAPH_ROWS, V] float32, of which a call has the first rows.
+
+    Calls of a model are serial and their logits are read before the next, whatever share of the device they ran on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: torch.Tensor | None = None
+
+    def rows(self, num_rows: int, vocab_size: int) -> torch.Tensor:
+        """[num_rows, vocab_size]; of a call with more rows than any graph has, a tensor of its own."""
+        if num_rows > MAX_GRAPH_ROWS:
+            return torch.zeros((num_rows, vocab_size), device=self._device)
+        if self._rows is None:
+            self._rows = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self._device)
+        return self._rows[:num_rows]
 
 
 class TensorStore:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from faser_backend.device.cuda.noise import TorchNoise
+from faser_backend.device.cuda.row_counts import FILTER_ROWS
 from faser_backend.device.sampler import MAX_MARGIN
 from faser_backend.device.slot_parameters import SlotParameters
 
@@ -101,10 +102,11 @@ def perturbed(
     """Scores [R, V] of which each row's argmax is its token. filtered: [n] int64, the rows with filters, or None."""
     scale = rows.inverse_temperature
     if filtered is not None:
-        chosen = rows.take(filtered)
         logits = logits * scale[:, None]
-        kept = keep_top(logits.index_select(0, filtered), chosen.top_k, chosen.top_p)
-        logits.index_copy_(0, filtered, keep_min_p(kept, chosen.min_p_margin))
+        for some in filtered.split(FILTER_ROWS):  # what sorting takes is many times the rows themselves
+            chosen = rows.take(some)
+            kept = keep_top(logits.index_select(0, some), chosen.top_k, chosen.top_p)
+            logits.index_copy_(0, some, keep_min_p(kept, chosen.min_p_margin))
         scale = torch.ones_like(scale)
     return noise.perturbed(logits, rows.keys, rows.positions, scale, rows.noise_weight)
 

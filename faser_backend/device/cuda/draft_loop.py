@@ -1,9 +1,10 @@
 """`TorchDraftLoop`: chains of draft tokens without asking the host between them; implements core.ports.DraftLoop.
 
 What the host knows before a chain begins (positions, slots, lengths, sampling parameters) it uploads as one plan for
-all steps; what it does not know, the tokens, each step takes from the one before on the device. Drawing and the
-steps are one CUDA graph per shape, and what was drawn comes back in one copy. On a torch CPU device the same steps
-run eagerly. Tokens, noise and margins are those of the runner and TorchSampler.sample_draft in turn.
+all steps; what it does not know, the tokens, each step takes from the one before on the device. A step is one CUDA
+graph, which counts on the device which one it is: so graphs differ in their number of sequences, not in the length of
+chains. What was drawn comes back in one copy. On a torch CPU device the same steps run eagerly. Tokens, noise and
+margins are those of the runner and TorchSampler.sample_draft in turn.
 """
 
 from __future__ import annotations
@@ -28,26 +29,21 @@ from faser_backend.device.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
-from faser_backend.device.cuda.segment import MIN_BLOCKS, CallBounds, bucketed_rows, clipped, power_of_two
+from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.device.cuda.transfer import copy_to_device, to_host
 from faser_backend.device.sampler import check_finite
 
-MAX_CHAINS = 64  # shapes whose graphs are kept
+MAX_STEPS = 64  # draft tokens of a chain
+_STEPS = NUM_WORDS  # where a plan's positions and slots begin
+PLAN_HEIGHT = NUM_WORDS + 2 * MAX_STEPS + 1  # the last row is the number of the step
 
 
 class ChainShape(NamedTuple):
-    """What is fixed under the graph of a chain."""
+    """What is fixed under the graphs of a chain."""
 
-    num_sequences: int  # A, rounded up
-    num_blocks: int  # MB, columns of the block table, rounded up
-    num_steps: int  # K, tokens of the longest chain
+    bounds: CallBounds  # of a step
     num_candidates: int  # C; 0 = none wanted
-    is_random: bool  # else no row has noise
     has_filters: bool
-
-    @property
-    def plan_height(self) -> int:
-        return NUM_WORDS + 2 * (self.num_steps - 1) + self.num_blocks
 
 
 class TorchDraftLoop:
@@ -58,9 +54,21 @@ class TorchDraftLoop:
         self._sampler = sampler
         is_cuda = sampler.device.type == "cuda"
         self._chains = CallCache[ChainShape, _Chain](
-            lambda shape: _Chain(shape, runner, sampler.noise), is_cuda=is_cuda, max_calls=MAX_CHAINS
+            lambda shape, captures: _Chain(shape, runner, sampler.noise, captures=captures), is_cuda=is_cuda
         )
         runner.clear_at_close(self._chains.clear)
+
+    def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
+        """Captures the steps of every chain that is known beforehand, of up to max_num_seqs sequences, with filters and
+        without. num_candidates: of which a policy may ask, or 0. Chains of nobody."""
+        counts = [0, num_candidates] if num_candidates else [0]
+        known = [bounds for bounds in self._runner.shapes.menu(0) if bounds.num_logit_rows]
+        largest = self._runner.shapes.of_decode(max_num_seqs, 1)
+        for bounds in known:
+            if bounds.num_rows <= largest.num_rows:
+                for count in counts:
+                    for has_filters in (False, True):
+                        self._chains.get(ChainShape(bounds, count, has_filters)).warm_up()
 
     def can_draft(self, slots: np.ndarray) -> bool:
         """See core.ports.DraftLoop: rules need the tokens before each draw on the host."""
@@ -74,29 +82,18 @@ class TorchDraftLoop:
         known = self._sampler.parameters
         starts = rows.context_lens + rows.rows_per_sequence  # [A] position of each chain's first token
         fed_at, fed_slots = step_places(rows, num_draft_tokens, self._runner.pool.kv_block_size)
-        shape = ChainShape(
-            *self._rounded(rows, fed_at),
-            num_steps=fed_at.shape[0] + 1,
-            num_candidates=num_candidates,
-            is_random=bool(known.is_random[slots].any()),
-            has_filters=bool(known.has_filters[slots].any()),
-        )
-        chain = self._chains.get(shape)
-        parameters = packed_parameters(known, slots, starts, shape.num_sequences)
-        chain.run(self._first_logits(rows), plan_of(shape, parameters, fed_at, fed_slots, rows.block_tables))
-        packed = to_host(chain.drawn)[0][:, : slots.size]  # [K, A, 1 + C]
+        num_steps = fed_at.shape[0] + 1
+        if num_steps > MAX_STEPS:
+            raise ValueError(f"num_draft_tokens = {num_steps}: must be at most {MAX_STEPS}")
+        num_tokens = int(fed_at.max(initial=0)) + 1
+        bounds = self._runner.shapes.of_decode(rows.num_sequences, num_tokens)
+        chain = self._chains.get(ChainShape(bounds, num_candidates, bool(known.has_filters[slots].any())))
+        parameters = packed_parameters(known, slots, starts, bounds.num_sequences)
+        plan = plan_of(parameters, fed_at, fed_slots)
+        num_columns = -(-num_tokens // self._runner.pool.kv_block_size)
+        drawn = chain.run(self._first_logits(rows), plan, rows.block_tables[:, :num_columns], num_steps)
+        packed = to_host(drawn)[0][:, : slots.size]  # [K, A, 1 + C]
         return _checked(packed, slots, starts, num_draft_tokens, num_candidates)
-
-    def _rounded(self, rows: RowBatch, fed_at: np.ndarray) -> tuple[int, int]:
-        """A and MB, rounded up as far as the runner's programs allow."""
-        count = rows.num_sequences
-        num_blocks = int(fed_at.max(initial=0)) // self._runner.pool.kv_block_size + 1
-        needed = CallBounds(count, count, 1, num_blocks, count, 0)
-        size = bucketed_rows(count)
-        rounded = CallBounds(size, size, 1, max(power_of_two(num_blocks), MIN_BLOCKS), size, 0)
-        if self._runner.limits is not None:
-            rounded = clipped(needed, rounded, self._runner.limits)
-        return min(rounded.num_rows, rounded.num_sequences, rounded.num_logit_rows), rounded.num_blocks
 
     def _first_logits(self, rows: RowBatch) -> torch.Tensor:
         """[A, V], behind what the draft had not seen of each sequence."""
@@ -119,65 +116,75 @@ def step_places(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: int
     return positions, np.where(steps < num_draft_tokens, slots, NO_SLOT)
 
 
-def plan_of(
-    shape: ChainShape, parameters: np.ndarray, positions: np.ndarray, slots: np.ndarray, block_tables: np.ndarray
-) -> np.ndarray:
-    """[plan_height, num_sequences] int64: parameters [NUM_WORDS, num_sequences], positions and slots [K - 1, A],
-    block tables [A, any], one column per sequence. Sequences that pad feed position 0 and write nothing."""
-    plan = np.zeros((shape.plan_height, shape.num_sequences), np.int64)
-    count, width = positions.shape[1], min(block_tables.shape[1], shape.num_blocks)
+def plan_of(parameters: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """[PLAN_HEIGHT, num_sequences] int64: parameters [NUM_WORDS, num_sequences], positions and slots [K - 1, A], a
+    column per sequence, and the number of the step, 0. Sequences that pad feed position 0 and write nothing."""
+    plan = np.zeros((PLAN_HEIGHT, parameters.shape[1]), np.int64)
+    num_fed, count = positions.shape
     plan[:NUM_WORDS] = parameters
-    steps = plan[NUM_WORDS : NUM_WORDS + 2 * (shape.num_steps - 1)].reshape(-1, 2, shape.num_sequences)
+    steps = plan[_STEPS:-1].reshape(MAX_STEPS, 2, -1)
     steps[:, 1] = NO_SLOT
-    steps[:, 0, :count] = positions
-    steps[:, 1, :count] = slots
-    plan[shape.plan_height - shape.num_blocks :][:width, :count] = block_tables[:, :width].T
+    steps[:num_fed, 0, :count] = positions
+    steps[:num_fed, 1, :count] = slots
     return plan
 
 
 class _Chain:
-    """The tensors and the graph of one shape. `drawn` [K, A, 1 + max(C, 1)] int64 is what `draw_draft` packs."""
+    """The tensors and the graphs of one shape: that of a chain's first draw, and that of every further step."""
 
-    def __init__(self, shape: ChainShape, runner: CudaRunner, noise: TorchNoise) -> None:
+    def __init__(self, shape: ChainShape, runner: CudaRunner, noise: TorchNoise, *, captures: bool) -> None:
         self._shape = shape
         self._noise = noise
-        self._call = runner.prepare_decode(shape.num_sequences, shape.num_blocks)
-        device = self._call.tensors["logits"].device
+        self._call = runner.prepare_decode(shape.bounds)
+        size, device = shape.bounds.num_sequences, self._call.tensors["logits"].device
+        self._plan = torch.zeros((PLAN_HEIGHT, size), dtype=torch.int64, device=device)
+        self._step = self._plan[-1, :1]
         num_words = 1 + max(shape.num_candidates, 1)
-        self._plan = torch.zeros((shape.plan_height, shape.num_sequences), dtype=torch.int64, device=device)
-        self.drawn = torch.zeros((shape.num_steps, shape.num_sequences, num_words), dtype=torch.int64, device=device)
-        self._filtered = torch.arange(shape.num_sequences, device=device) if shape.has_filters else None
-        self._launch = RepeatedLaunch(self._queue, runner.capturer, f"drafting {shape}")
+        # What `draw_draft` packs of each step: [MAX_STEPS, A, 1 + max(C, 1)] int64
+        self._drawn = torch.zeros((MAX_STEPS, size, num_words), dtype=torch.int64, device=device)
+        self._filtered = torch.arange(size, device=device) if shape.has_filters else None
+        capturer = runner.capturer if captures else None
+        self._start = RepeatedLaunch(self._draw, capturer, f"the first draw of {shape}")
+        self._advance = RepeatedLaunch(self._queue_step, capturer, f"a step of {shape}")
 
-    def run(self, first_logits: torch.Tensor, plan: np.ndarray) -> None:
-        """Queues the whole chain. first_logits: [A, V]."""
+    def run(self, first_logits: torch.Tensor, plan: np.ndarray, tables: np.ndarray, num_steps: int) -> torch.Tensor:
+        """Queues the whole chain. first_logits: [A, V]. Returns what was drawn, [num_steps, A, 1 + max(C, 1)]."""
         logits = self._call.tensors["logits"]
-        if first_logits.data_ptr() != logits.data_ptr():  # calls of one shape put them at the same place
+        if first_logits.data_ptr() != logits.data_ptr():  # calls of one model put them at the same place
             logits[: first_logits.shape[0]].copy_(first_logits)
+        self._call.fill_tables(tables)
         copy_to_device(plan, self._plan)
-        self._launch()
+        self._start()
+        for _ in range(1, num_steps):
+            self._advance()
+        return self._drawn[:num_steps]
 
-    def _queue(self) -> None:
-        tensors, shape = self._call.tensors, self._shape
-        tensors["block_table"].copy_(self._plan[shape.plan_height - shape.num_blocks :].t())
-        self._draw(0)
-        for step in range(1, shape.num_steps):
-            position, slot = self._plan[NUM_WORDS + 2 * (step - 1) : NUM_WORDS + 2 * step]
-            tensors["token_ids"].copy_(self.drawn[step - 1, :, 1])
-            tensors["positions"].copy_(position)
-            tensors["context_lens"].copy_(position)
-            tensors["slot_mapping"].copy_(slot)
-            self._call.launch()
-            self._draw(step)
+    def warm_up(self) -> None:
+        """Captures both graphs, with a plan that writes nothing."""
+        size = self._shape.bounds.num_sequences
+        nothing = np.zeros((0, size), np.int64)
+        plan = plan_of(np.zeros((NUM_WORDS, size), np.int64), nothing, nothing)
+        plan[3] = 1  # top-k: no filter takes less
+        for _ in range(2):
+            self.run(self._call.tensors["logits"], plan, np.zeros((size, 1), np.int64), 3)
 
-    def _draw(self, step: int) -> None:
-        scores, shape, inverse_temperature = self._call.tensors["logits"], self._shape, None
-        if shape.is_random:
-            rows = unpacked(self._plan[:NUM_WORDS])
-            rows = rows._replace(positions=rows.positions + step)
-            scores = perturbed(scores, rows, self._noise, self._filtered)
-            inverse_temperature = rows.inverse_temperature
-        self.drawn[step].copy_(draw_draft(scores, inverse_temperature, shape.num_candidates))
+    def _queue_step(self) -> None:
+        tensors = self._call.tensors
+        tensors["token_ids"].copy_(self._drawn.index_select(0, self._step)[0, :, 1])
+        fed = self._plan[_STEPS:-1].view(MAX_STEPS, 2, -1).index_select(0, self._step)[0]
+        tensors["positions"].copy_(fed[0])
+        tensors["context_lens"].copy_(fed[0])
+        tensors["slot_mapping"].copy_(fed[1])
+        self._step.add_(1)
+        self._call.launch()
+        self._draw()
+
+    def _draw(self) -> None:
+        rows = unpacked(self._plan[:NUM_WORDS])
+        rows = rows._replace(positions=rows.positions + self._step)
+        scores = perturbed(self._call.tensors["logits"], rows, self._noise, self._filtered)
+        drawn = draw_draft(scores, rows.inverse_temperature, self._shape.num_candidates)
+        self._drawn.index_copy_(0, self._step, drawn[None])
 
 
 def _checked(

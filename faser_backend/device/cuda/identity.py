@@ -48,6 +48,12 @@ def gpu_facts(driver: Any) -> GpuFacts:
     return GpuFacts(name.split(b"\0")[0].decode(), num_sms, driver_version, num_gpus)
 
 
+def memory_bytes(driver: Any) -> int:
+    """All memory of the first GPU. Raises DriverError where there is no driver or no GPU."""
+    gpu_facts(driver)
+    return int(call_driver(driver, "cuDeviceTotalMem", call_driver(driver, "cuDeviceGet", 0)))
+
+
 def identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
     """What decides how long calls of a GPU runtime take here; of the processor, where torch falls back to it.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.cuda.buffers import LogitsBuffer
 from faser_backend.manifest import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's words
@@ -26,6 +27,7 @@ class CudaKvPool:
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
+        self.logits = LogitsBuffer(device)  # runners that share a pool share this
         self.kv_block_size = kv_block_size
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
         try:

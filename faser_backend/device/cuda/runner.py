@@ -14,19 +14,24 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.buffers import InputBlock, StagingRing, TensorStore, fill_inputs
+from faser_backend.device.cuda.buffers import (
+    NO_SLOT,
+    TABLE,
+    WIDTH,
+    InputBlock,
+    StagingRing,
+    TensorStore,
+    fill_inputs,
+    num_columns,
+    put_tables,
+)
+from faser_backend.device.cuda.call_shapes import Buckets, CallShapes, RowMenu
 from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.segment import (
-    MAX_GRAPH_ROWS,
-    CallBounds,
-    Launch,
-    PreparedCall,
-    SegmentProgram,
-    call_bounds,
-)
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
+from faser_backend.device.cuda.segment import CallBounds, Launch, PreparedCall, SegmentProgram
 from faser_backend.device.cuda.tensors import call_tensors, filled_inputs
-from faser_backend.manifest import ModelEngine
+from faser_backend.manifest import ModelEngine, TensorSpec
 from plugins.row_compaction import compact_rows
 
 
@@ -52,9 +57,10 @@ class CudaRunner:
         device: torch.device,
         *,
         limits: CallBounds | None = None,
-        uses_graphs: bool = True,
+        capturer: GraphCapturer | None = None,
     ) -> None:
-        """programs: one per segment, in order. limits: the largest bounds that they take, None = any."""
+        """programs: one per segment, in order. limits: the largest bounds that they take, None = any. capturer: None:
+        without graphs."""
         if len(programs) != len(model.segments):
             raise ConfigError(f"programs = {len(programs)}: the model has {len(model.segments)} segments")
         is_cuda = device.type == "cuda"
@@ -66,7 +72,9 @@ class CudaRunner:
         self.vocab_size = model.spec.vocab_size
         # As many as each sequence of a full batch may have.
         self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
-        self.capturer = GraphCapturer() if is_cuda and uses_graphs else None
+        self.capturer = capturer
+        num_blocks = -(-model.spec.max_context // pool.kv_block_size)
+        self.shapes: CallShapes = RowMenu(num_blocks) if limits is None else Buckets(pool.kv_block_size, limits)
         self._segments = model.segments
         self._programs: Sequence[SegmentProgram] = programs
         self._device = device
@@ -75,7 +83,8 @@ class CudaRunner:
         self._store = TensorStore(device)
         self._calls = [
             CallCache[CallBounds, _Call](
-                lambda bounds, index=index: self._open_call(index, bounds, self._store), is_cuda=is_cuda
+                lambda bounds, captures, index=index: self._open_call(index, bounds, self._store, captures=captures),
+                is_cuda=is_cuda,
             )
             for index in range(self.num_segments)
         ]
@@ -102,20 +111,41 @@ class CudaRunner:
         compact_rows(hidden, self._staging.upload_array(kept), out)
         return out
 
-    def prepare_decode(self, num_sequences: int, num_blocks: int) -> PreparedCall:
+    def capture_menu(self, num_candidates: int) -> None:
+        """Captures every call that is known beforehand, on the current stream. num_candidates: of exit scores, if any
+        may be asked for. Calls of nobody's rows: pools stay as they are."""
+        for index in range(self.num_segments):
+            counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
+            for bounds in (bounds for count in counts for bounds in self.shapes.menu(count)):
+                call = self._calls[index].get(bounds)
+                call.inputs.fill_idle()
+                call.launch()
+                call.launch()
+
+    def prepare_decode(self, bounds: CallBounds) -> PreparedCall:
         """A call of one row per sequence, logits on each, whose integers the device may write between launches.
 
-        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits
-        [num_sequences, V]. Filled already are cu_rows, logit_rows and padding indices, for good; slot_mapping
-        holds -1, block_table and the rest 0. Each call has inputs of its own.
+        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits [B, V]. Filled
+        already are cu_rows, logit_rows and padding indices, for good; slot_mapping holds -1, the rest 0. Each call has
+        inputs of its own.
         """
-        bounds = CallBounds(num_sequences, num_sequences, 1, num_blocks, num_sequences, 0)
-        wanted = {tensor.name: tensor for segment in self._segments for tensor in filled_inputs(segment)}
+        num_sequences = bounds.num_sequences
+        wanted = {tensor.name: tensor for index in range(self.num_segments) for tensor in self._filled_inputs(index)}
         inputs = InputBlock(wanted.values(), bounds, self._device)
         nothing = np.zeros(num_sequences, np.int64)
         idle = RowBatch(nothing, np.arange(num_sequences + 1), nothing, nothing[:, None], np.arange(num_sequences))
-        self._fill(inputs, idle, bounds, None)
-        inputs.tensors["slot_mapping"].fill_(-1)
+
+        def fill(tables: np.ndarray) -> None:
+            def fill_area(area: np.ndarray) -> None:
+                views = inputs.views(area)
+                others = {name: view for name, view in views.items() if name not in {TABLE, WIDTH}}
+                fill_inputs(others, idle, bounds, 1)
+                put_tables(views, tables)
+                views["slot_mapping"][:] = NO_SLOT
+
+            self._staging.upload(inputs.block[: inputs.num_bytes(*tables.shape)], fill_area)
+
+        fill(nothing[:, None])
         launches: list[Launch] = []
         tensors: dict[str, torch.Tensor] = {}
         for index, program in enumerate(self._programs):
@@ -126,7 +156,7 @@ class CudaRunner:
             for queue in launches:
                 queue()
 
-        return PreparedCall(bounds, {**inputs.tensors, "logits": tensors["logits"]}, launch)
+        return PreparedCall(bounds, {**inputs.tensors, "logits": tensors["logits"]}, launch, fill)
 
     def clear_at_close(self, clear: Callable[[], None]) -> None:
         """`clear` frees graphs that somebody captured of prepared calls: they must not outlive a share's stream."""
@@ -148,11 +178,11 @@ class CudaRunner:
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
         num_candidates = 0 if candidates is None else candidates.shape[1]
-        bounds = call_bounds(rows, self.pool.kv_block_size, num_candidates, self.limits)
+        bounds = self.shapes.of(rows, num_candidates)
         if bounds.num_rows <= MAX_GRAPH_ROWS:
             call = self._calls[segment].get(bounds)
         else:  # as long as a prompt's chunk: tensors of its own, which the allocator takes back
-            call = self._open_call(segment, bounds, TensorStore(self._device))
+            call = self._open_call(segment, bounds, TensorStore(self._device), captures=False)
         self._fill(call.inputs, rows, bounds, candidates)
         if call.hidden is not None:
             assert hidden is not None, f"segment {segment} needs the hidden states of the segment before"
@@ -163,17 +193,22 @@ class CudaRunner:
 
     def _fill(self, inputs: InputBlock, rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None) -> None:
         block_size = self.pool.kv_block_size
+        num_bytes = inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))
         self._staging.upload(
-            inputs.block, lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates)
+            inputs.block[:num_bytes],
+            lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates),
         )
 
-    def _open_call(self, index: int, bounds: CallBounds, store: TensorStore) -> _Call:
-        inputs = InputBlock(filled_inputs(self._segments[index]), bounds, self._device)
+    def _open_call(self, index: int, bounds: CallBounds, store: TensorStore, *, captures: bool) -> _Call:
+        inputs = InputBlock(self._filled_inputs(index), bounds, self._device)
         tensors = self._tensors(index, bounds, inputs, store)
         launch = self._programs[index].prepare(tensors, bounds)
-        if bounds.num_rows <= MAX_GRAPH_ROWS:
+        if captures:
             launch = RepeatedLaunch(launch, self.capturer, f"segment {index} with {bounds}")
         return _Call(inputs, tensors, launch)
+
+    def _filled_inputs(self, index: int) -> list[TensorSpec]:
+        return filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
 
     def _tensors(
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore

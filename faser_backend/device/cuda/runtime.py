@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
+from faser_backend.device.cuda.fatal import is_fatal
+from faser_backend.device.cuda.graphs import GraphCapturer
 from faser_backend.device.cuda.identity import load_driver
 from faser_backend.device.cuda.lanes import StreamLanes
-from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.memory_plan import MemoryPlan, plan_memory
+from faser_backend.device.cuda.pool import DTYPES, CudaKvPool
 from faser_backend.device.cuda.programs import ProgramSource, TensorRtPrograms, TorchPrograms
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
@@ -38,8 +43,10 @@ _log = logging.getLogger(__name__)
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues: with too few, streams wait for each other
 NUM_CONNECTIONS = "32"  # the most there are
 
-GPU_MEMORY_SHARE = 0.8  # the rest is for activations, graphs and the allocator's fragments
 CPU_MEMORY_SHARE = 0.25
+# SMs of a share that nobody measured: with fewer, memory bandwidth is a small part of the device's, and a draft that
+# is small next to its target would take longer on them than the target takes to verify.
+MIN_GUESSED_SMS = 16
 USUAL_DRAFT_TOKENS = 4  # that a step drafts while it verifies, to guess at splits that nobody measured
 
 Share = SmPartition | CorePartition
@@ -57,20 +64,23 @@ class CudaRuntime:
         *,
         dtype: str,
         shares: SmMenu | None,
+        make_capturer: Callable[[GraphCounts], GraphCapturer] | None = None,
     ) -> None:
-        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device."""
+        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device.
+        make_capturer: of a runner's graphs; None: runners do without."""
         self.kv_block_size = kv_block_size
-        self.kv_memory_share = CPU_MEMORY_SHARE if shares is None else GPU_MEMORY_SHARE
         self.device = device
         self._programs = programs
         self._models = models
         self._dtype = dtype
         self._shares = shares
+        self._make_capturer = make_capturer
+        self.graph_counts = GraphCounts()
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
         splits, self.splits_note = self.menu.splits, self.menu.note
         if models.draft is None:
             splits, self.splits_note = (), "none (no draft model: there is nothing to overlap)"
-        self.splits = tuple(sorted(splits, key=lambda split: _imbalance(split, models)))
+        self.splits = tuple(sorted(splits, key=lambda split: (_is_small(split), _imbalance(split, models))))
         self.needs_warm_up = shares is not None
 
     @property
@@ -86,6 +96,28 @@ class CudaRuntime:
         cuda = self._shares.cuda
         cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
+
+    def plan(self, free_bytes: int, num_partitions: int, config: EngineConfig) -> MemoryPlan:
+        """What `free_bytes`, less the weights to come, go to. See plan_memory."""
+        return plan_memory(
+            self._models.present,
+            dtype=self._dtype,
+            kv_block_size=self.kv_block_size,
+            free_bytes=free_bytes,
+            num_partitions=num_partitions,
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=config.max_prefill_tokens,
+            unloaded_bytes=0,
+        )
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """See Runtime. On a GPU the log tells what memory goes to."""
+        if self._shares is None:
+            return int(self.free_bytes() * CPU_MEMORY_SHARE)
+        plan = self.plan(self.free_bytes(), num_partitions, config)
+        for line in plan.report(self.kv_block_size):
+            _log.info("memory: %s", line)
+        return plan.kv_bytes
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
         return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self._dtype)
@@ -104,7 +136,9 @@ class CudaRuntime:
     def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
         split = self._split_of(share)
         programs = self._programs.open(model, split, share.size)
-        runner = CudaRunner(model, programs, pool, self.device, limits=self._programs.limits(model, split))
+        capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
+        limits = self._programs.limits(model, split)
+        runner = CudaRunner(model, programs, pool, self.device, limits=limits, capturer=capturer)
         return ShareRunner(runner, share) if isinstance(share, SmPartition) else runner
 
     def open_lanes(self, draft: Share, target: Share) -> OpenLanes:
@@ -122,6 +156,10 @@ class CudaRuntime:
         assert isinstance(runner, CudaRunner)
         return TorchDraftLoop(runner, sampler)
 
+    def is_fatal(self, error: BaseException) -> bool:
+        """See Runtime."""
+        return is_fatal(error)
+
     def synchronize(self) -> None:
         if self._shares is not None:
             self._shares.cuda.current_stream().synchronize()
@@ -137,6 +175,23 @@ class CudaRuntime:
     def _split_of(self, share: Share) -> str:
         """The name of the split that a share is one of; "" for the whole device."""
         return next((split_name(*split) for split in self.menu.splits if share in split), "")
+
+
+def first_products(device: torch.device, dtype: torch.dtype) -> None:
+    """The least of every kind of matrix product: opens this thread's handles of cuBLAS and cuBLASLt, and their
+    workspaces of the current stream, for good."""
+    rows, bias = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
+    functional.linear(rows, rows)
+    functional.linear(rows, rows, bias)
+    if dtype == torch.float32:
+        torch.mm(rows, rows)
+    elif device.type == "cuda":
+        torch.mm(rows, rows, out_dtype=torch.float32)
+
+
+def _is_small(split: tuple[Share, Share]) -> bool:
+    """Whether a share of it is too small for a guess; a profile may still choose it."""
+    return isinstance(split[0], SmPartition) and min(share.size for share in split) < MIN_GUESSED_SMS
 
 
 def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
@@ -175,10 +230,13 @@ def open_on_device(
     kinds: of shares that may be tried, for comparisons.
     """
     device = current_device()
-    shares = open_menu(torch.cuda, device.index, load_driver, kinds) if prepare_cuda() else None
+    shares, make_capturer = None, None
+    if prepare_cuda():
+        shares = open_menu(torch.cuda, device.index, load_driver, kinds, lambda: first_products(device, DTYPES[dtype]))
+        make_capturer = GraphCapturer
     if shares is None:
         _log.warning("runtime torch: no CUDA device; everything is computed on the CPU, which is good for tests alone")
-    return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares)
+    return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares, make_capturer=make_capturer)
 
 
 def current_device() -> torch.device:

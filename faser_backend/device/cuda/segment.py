@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.manifest import SegmentSpec
 
-# Larger calls are computed for longer than they take to be queued, and their lengths hardly repeat: their rows
-# are rounded up to ROW_STEP alone, and no graph is captured.
-MAX_GRAPH_ROWS = 512
 ROW_STEP = 8
 MIN_BLOCKS = 8
 
@@ -41,6 +40,12 @@ class SegmentProgram(Protocol):
     @property
     def spec(self) -> SegmentSpec: ...
 
+    @property
+    def packs_tables(self) -> bool:
+        """Whether block tables lie without gaps, as wide as the input table_width [1] int32 says: the program reads it
+        on the device, and its calls differ in their rows alone."""
+        ...
+
     def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
         """tensors: every input and output of the manifest's segment, by its name (pools too), and slot_mapping
         [T] int32 in any case. They outlive the result and have the shapes that `bounds` say.
@@ -58,6 +63,7 @@ class PreparedCall:
     bounds: CallBounds
     tensors: Mapping[str, torch.Tensor]
     launch: Launch
+    fill_tables: Callable[[np.ndarray], None]  # uploads block tables [any, any] int64 of the first sequences
 
 
 def bucketed_rows(num_rows: int) -> int:

@@ -48,6 +48,11 @@ class ShareRunner:
         with self.share.current():
             return self.runner.take_rows(hidden, kept)
 
+    def capture_menu(self, num_candidates: int) -> None:
+        """See CudaRunner."""
+        with self.share.current():
+            self.runner.capture_menu(num_candidates)
+
     def loop(self, make: Callable[[Any], DraftLoop]) -> ShareDraftLoop:
         """A draft loop over the runner, on the share; make: given the runner itself."""
         with self.share.current():
@@ -68,9 +73,15 @@ class ShareRunner:
 class ShareDraftLoop:
     """`loop` on `share`; implements core.ports.DraftLoop."""
 
-    def __init__(self, loop: DraftLoop, share: SmPartition) -> None:
-        self._loop: DraftLoop | None = loop
+    def __init__(self, loop: Any, share: SmPartition) -> None:
+        self._loop: Any = loop  # a TorchDraftLoop, until it is closed
         self._share = share
+
+    def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
+        """See TorchDraftLoop."""
+        assert self._loop is not None, "the draft loop was closed"
+        with self._share.current():
+            self._loop.capture_menu(max_num_seqs, num_candidates)
 
     def can_draft(self, slots: np.ndarray) -> bool:
         assert self._loop is not None, "the draft loop was closed"

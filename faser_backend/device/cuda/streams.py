@@ -8,6 +8,7 @@ to the menu. torch.cuda and the driver are given, so that the choice can be test
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,22 @@ class PartitionChoice(NamedTuple):
     reason: str
 
 
+class FirstWork:
+    """What a thread runs when it first queues on a stream: libraries open handles per thread and workspaces per handle
+    and stream with their first call, and none of that may happen while a graph is captured."""
+
+    def __init__(self, work: Callable[[], None] = lambda: None) -> None:
+        self._work = work
+        self._done = threading.local()
+
+    def ensure(self, stream: Any) -> None:
+        """Runs the work on the current stream, `stream`, unless the calling thread has."""
+        done: set[int] = self._done.__dict__.setdefault("streams", set())
+        if stream.cuda_stream not in done:
+            done.add(stream.cuda_stream)
+            self._work()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SmPartition:
     """SMs of a GPU by a stream that computes on them."""
@@ -37,11 +54,13 @@ class SmPartition:
     size: int  # SMs
     stream: Any  # torch.cuda.Stream
     cuda: Any = field(repr=False)  # torch.cuda
+    first_work: FirstWork = field(repr=False)
 
     def bind_current_thread(self) -> None:
         if self.cuda.current_stream() != self.stream:
             self.cuda.set_device(self.stream.device_index)  # and with it the context that the driver's own calls use
             self.cuda.set_stream(self.stream)
+            self.first_work.ensure(self.stream)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -53,6 +72,7 @@ class SmPartition:
         self.stream.wait_stream(caller)
         self.cuda.set_stream(self.stream)
         try:
+            self.first_work.ensure(self.stream)
             yield
         finally:
             self.cuda.set_stream(caller)
@@ -76,15 +96,20 @@ class SmMenu:
 
 
 def open_menu(
-    cuda: Any, device_index: int, load_driver: Callable[[], CudaDriver], kinds: Collection[Kind] = KINDS
+    cuda: Any,
+    device_index: int,
+    load_driver: Callable[[], CudaDriver],
+    kinds: Collection[Kind] = KINDS,
+    first_work: Callable[[], None] = lambda: None,
 ) -> SmMenu:
     """The best kind of shares, among `kinds`, that this GPU allows; logs which and why.
 
-    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver, where it is installed. The whole
+    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver, where it is installed. first_work: what a
+    thread runs when it first queues on a share. The whole
     device is a stream of its own, not the default one, which would wait for, and be waited for by, others.
     """
     num_sms = cuda.get_device_properties(device_index).multi_processor_count
-    whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda)
+    whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda, FirstWork(first_work))
     reasons = []
     if "green_contexts" in kinds:
         try:
@@ -105,7 +130,8 @@ def _green_menu(whole: SmPartition, green: GreenSplits, device_index: int) -> Sm
     cuda = whole.cuda
 
     def share(name: str, opened: GreenShare) -> SmPartition:
-        return SmPartition(name, opened.num_sms, cuda.ExternalStream(opened.stream, device=device_index), cuda)
+        stream = cuda.ExternalStream(opened.stream, device=device_index)
+        return SmPartition(name, opened.num_sms, stream, cuda, whole.first_work)
 
     splits = tuple((share("draft", draft), share("target", target)) for draft, target in green.splits)
     names = ", ".join(split_name(*split) for split in splits)
@@ -118,8 +144,8 @@ def _priority_menu(whole: SmPartition, device_index: int, greatest: int, reasons
     """Both shares may use every SM. The draft's kernels are short and go first, or they would queue behind the
     target's blocks, and what they fill is what those leave."""
     cuda = whole.cuda
-    draft = SmPartition("draft", whole.size, cuda.Stream(device_index, priority=greatest), cuda)
-    target = SmPartition("target", whole.size, cuda.Stream(device_index, priority=0), cuda)
+    draft = SmPartition("draft", whole.size, cuda.Stream(device_index, priority=greatest), cuda, whole.first_work)
+    target = SmPartition("target", whole.size, cuda.Stream(device_index, priority=0), cuda, whole.first_work)
     reason = "; ".join(reasons) or "asked for"
     note = f"{whole.size} SMs: in turn, or at once on streams of two priorities ({reason})"
     return SmMenu(PartitionMenu(whole, ((draft, target),), note), PartitionChoice("priority_streams", reason))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.segment import MAX_GRAPH_ROWS, CallBounds, Launch
+from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
+from faser_backend.device.cuda.segment import CallBounds, Launch
 from faser_backend.device.cuda.tensorrt_engine import EngineFile, EngineStore
 from faser_backend.device.cuda.tensorrt_profiles import choose_profile, profiles_of_share
 from faser_backend.manifest import ModelEngine, SegmentSpec
@@ -50,6 +51,8 @@ def current_stream() -> int:
 
 class TensorRtSegment:
     """Implements device.cuda.segment.SegmentProgram."""
+
+    packs_tables = False  # a network knows its tables' widths
 
     def __init__(
         self,

@@ -8,19 +8,23 @@ from __future__ import annotations
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.buffers import TENSOR_DTYPES, InputBlock, TensorStore
+from faser_backend.device.cuda.buffers import TENSOR_DTYPES, WIDTH, InputBlock, TensorStore
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
 
 SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
+TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
-def filled_inputs(segment: SegmentSpec) -> list[TensorSpec]:
-    """The integer inputs that a batch is written into; slot_mapping is among them in any case."""
+def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
+    """The integer inputs that a batch is written into; slot_mapping is among them in any case. packs_tables: of the
+    segment's program."""
     filled = [tensor for tensor in segment.inputs if tensor.dtype.startswith("int") and tensor.name != COLUMNS]
-    return filled if SLOT_MAPPING.name in {tensor.name for tensor in filled} else [*filled, SLOT_MAPPING]
+    if SLOT_MAPPING.name not in {tensor.name for tensor in filled}:
+        filled.append(SLOT_MAPPING)
+    return [*filled, TABLE_WIDTH] if packs_tables else filled
 
 
 def call_tensors(
@@ -47,6 +51,8 @@ def call_tensors(
             tensors[tensor.name] = pool.values(int(layer))
         elif name == COLUMNS:
             tensors[name] = store.arange(bounds.num_blocks * pool.kv_block_size, dtype)
+        elif name == "logits":
+            tensors[name] = pool.logits.rows(bounds.num_logit_rows, spec.vocab_size)
         elif name not in inputs.tensors:
             shape = _result_shape(name, spec, bounds)
             tensors[tensor.name] = store.get(_shared_name(tensor.name, segment), shape, dtype)
@@ -65,7 +71,6 @@ def _result_shape(name: str, spec: ModelSpec, bounds: CallBounds) -> tuple[int, 
     shapes = {
         "hidden": (bounds.num_rows, spec.hidden_size),
         "hidden_out": (bounds.num_rows, spec.hidden_size),
-        "logits": (bounds.num_logit_rows, spec.vocab_size),
         "exit_scores": (bounds.num_rows, bounds.num_candidates),
         "k_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
         "v_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),

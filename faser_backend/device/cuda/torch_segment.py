@@ -13,11 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
+from faser_backend.device.cuda.row_counts import PROMPT_ROWS
 from faser_backend.device.cuda.segment import CallBounds, Launch
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.manifest import ModelSpec, SegmentSpec
 from plugins.add_rms_norm import add_rms_norm
-from plugins.attention_config import choose_num_splits, launch_config
+from plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_num_splits, launch_config
 from plugins.exit_scores import exit_scores
 from plugins.gated_silu import gated_silu
 from plugins.kv_write import write_kv
@@ -27,8 +28,14 @@ from plugins.rotate_heads import rotate_heads
 Tensors = Mapping[str, torch.Tensor]
 
 
+VERIFY_ROWS = 8  # of a sequence, for which tiles are chosen where a call is not a prompt's chunk
+MANY_VERIFY_ROWS = 32  # the same of calls with as many rows as a prompt's chunk
+
+
 class TorchSegment:
     """Implements device.cuda.segment.SegmentProgram. Runners of all shares may use the same `weights`."""
+
+    packs_tables = True
 
     def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: ModelTensors, num_sms: int) -> None:
         """num_sms: of the share that this program runs on; long contexts are split so as to fill them."""
@@ -42,12 +49,23 @@ class TorchSegment:
         return _SegmentCall(self, tensors, bounds).launch
 
     def num_splits(self, bounds: CallBounds, pool: torch.Tensor) -> int:
-        """Into how many parts a call cuts contexts; pool [Hkv, NB, kv_block_size, hd]."""
+        """Into how many parts a call cuts contexts at most; pool [Hkv, NB, kv_block_size, hd].
+
+        As many as fill the SMs where all rows are one sequence's. Parts have a least length, so that sequences whose
+        contexts are shorter have fewer of them.
+        """
         model, group = self.model, self.model.num_heads // self.model.num_kv_heads
-        config = launch_config(pool.element_size(), model.head_dim, group, bounds.max_rows)
-        num_tiles = -(-bounds.max_rows // (config.block_m // group))
+        config = launch_config(pool.element_size(), model.head_dim, group, usual_rows(bounds))
+        num_tiles = -(-bounds.num_rows // (config.block_m // group))
         max_context = bounds.num_blocks * pool.shape[2]
-        return choose_num_splits(bounds.num_sequences, model.num_kv_heads, max_context, self.num_sms, num_tiles)
+        return choose_num_splits(1, model.num_kv_heads, max_context, self.num_sms, num_tiles)
+
+
+def usual_rows(bounds: CallBounds) -> int:
+    """How many rows a sequence has, for the choice of tiles: all where nobody wants logits, as in a prompt's chunk."""
+    if bounds.num_logit_rows == 0:
+        return bounds.max_rows
+    return min(bounds.max_rows, VERIFY_ROWS if bounds.num_rows < PROMPT_ROWS else MANY_VERIFY_ROWS)
 
 
 class _SegmentCall:
@@ -100,12 +118,12 @@ class _SegmentCall:
         attended = self._attention(layer, *qkv)  # [T, H * hd]
         if wanted_rows is not None:
             attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
-        found = functional.linear(attended, weights.attention_out, weights.attention_out_bias)
+        found = product(attended, weights.attention_out, weights.attention_out_bias)
         hidden, normed = self._norm(hidden, found, weights.mlp_norm)
-        gate_up = functional.linear(normed, weights.gate_up, weights.gate_up_bias)
+        gate_up = product(normed, weights.gate_up, weights.gate_up_bias)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         gated_silu(gate_up, gated)
-        return hidden, functional.linear(gated, weights.down, weights.down_bias)
+        return hidden, product(gated, weights.down, weights.down_bias)
 
     def _qkv(
         self, weights: LayerTensors, hidden: torch.Tensor, found: torch.Tensor | None
@@ -113,7 +131,7 @@ class _SegmentCall:
         """The sum of hidden and found; rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd]."""
         num_heads, num_kv = self.model.num_heads, self.model.num_kv_heads
         hidden, normed = self._norm(hidden, found, weights.input_norm)
-        qkv = functional.linear(normed, weights.qkv, weights.qkv_bias)
+        qkv = product(normed, weights.qkv, weights.qkv_bias)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
         rotate_heads(
@@ -144,8 +162,10 @@ class _SegmentCall:
             tensors["context_lens"],
             tensors["slot_mapping"],
             out,
-            max_rows=self.bounds.max_rows,
+            max_rows=usual_rows(self.bounds),
             num_splits=self.num_splits,
+            min_part_tokens=MIN_TOKENS_PER_SPLIT,
+            table_width=tensors["table_width"],
         )
         return out.flatten(1)
 
@@ -157,6 +177,16 @@ class _SegmentCall:
         summed = None if found is None else torch.empty_like(hidden)
         add_rms_norm(hidden, found, weight, self.model.rms_eps, summed, normed)
         return hidden if summed is None else summed, normed
+
+
+def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[T, out] = rows [T, in] times weight [out, in], plus bias [out].
+
+    Not in one call: that is cuBLASLt's, whose choice of a kernel asks for the green context of the stream, and fails
+    where the stream is being captured.
+    """
+    result = functional.linear(rows, weight)
+    return result if bias is None else result.add_(bias)
 
 
 def _head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:

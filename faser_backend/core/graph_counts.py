@@ -1,0 +1,13 @@
+"""How many calls of a device run as captured graphs, and how many could not be captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """Totals of one runtime. Counted by whoever captures, on one thread at a time."""
+
+    num_graphs: int = 0
+    num_failed_captures: int = 0

@@ -1,0 +1,233 @@
+"""First of all on a GPU: does what serves keep the rules of captures, and what does a replayed step take?
+
+Three minutes at most. A capture that fails beside good ones, more shapes than graphs, an engine behind its loop with a
+first prompt of 1,000 tokens, phases that overlap: each is a check with a word, so that one that fails hides no other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.build import build_engines
+from faser_backend.config import EngineConfig
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.engine_host import EngineHost
+from faser_backend.serving.parameters import ServingOptions
+from lab.gpu.device import copy_bytes_per_s
+from lab.gpu.pairs import DTYPE, checked_device, opened_pair
+from lab.gpu.timing import take_turns
+from lab.gpu.worker import Context, Result
+from lab.shapes import PAIRS, TINY_PAIR, weight_count
+
+FIRST_PROMPT = 1000  # tokens
+NUM_ANSWER_TOKENS = 20
+ANSWER_S = 120.0
+STEP_ROWS = (1, 8, 64)
+
+
+def run(context: Context) -> Result:
+    """Checks by name, `ok` or an error's first line; what engines said of their graphs; step times and their floors."""
+    checked_device(context)
+    found: Result = {"checks": [], "engines": [], "steps": []}
+    with tempfile.TemporaryDirectory(prefix="faser-contact-") as folder, ExitStack() as stack:
+        engine_dir = Path(folder, "engine")
+
+        def check(name: str, work: Callable[[], Any]) -> None:
+            start = time.monotonic()
+            try:
+                work()
+                word = "ok"
+            except Exception as error:
+                word = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            found["checks"].append({"check": name, "found": word, "s": round(time.monotonic() - start, 2)})
+            context.save(found)
+
+        if context.is_cuda:
+            check("a failed capture, then a good one", _failed_capture)
+            check("more shapes than graphs", _many_shapes)
+        check("engine built", lambda: _build(context, engine_dir))
+        answers: dict[str, dict[str, list[int]]] = {}
+        for name, config in _configs(context).items():
+            check(f"served, {name}", lambda name=name, config=config: _serve(engine_dir, name, config, answers, found))
+        check("overlapped answers are those of steps in turn", lambda: _compare(answers, exact=not context.is_cuda))
+        check("steps beside their floors", lambda: _time_steps(context, stack, found))
+    return found
+
+
+def _failed_capture() -> None:
+    """The host waits under capture, as a mistake would: that call runs without a graph, the next has one."""
+    import torch
+
+    from faser_backend.core.graph_counts import GraphCounts
+    from faser_backend.device.cuda.graphs import GraphCapturer
+
+    rows = torch.ones((64, 64), device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        capturer, sums = GraphCapturer(GraphCounts()), []
+        torch.mm(rows, rows)
+        first = torch.empty_like(rows)
+        last = torch.empty_like(rows)
+
+        def multiply(out: torch.Tensor) -> None:
+            out.copy_(rows @ rows)
+
+        before = capturer.capture(lambda: multiply(first), "a good call")
+        failing = capturer.capture(lambda: sums.append(float((rows @ rows).float().sum())), "a call that waits")
+        failing()
+        after = capturer.capture(lambda: multiply(last), "a call behind it")
+        for replay in (before, after, before):
+            replay()
+        torch.cuda.current_stream().synchronize()
+    assert capturer.counts == GraphCounts(2, 1), f"counted {capturer.counts}"
+    assert sums == [64.0**3] and bool((first == 64).all()) and bool((last == 64).all()), "wrong numbers"
+
+
+def _many_shapes() -> None:
+    """Shapes past the last graph come and go; every graph gives the same numbers as before."""
+    import torch
+
+    from faser_backend.core.graph_counts import GraphCounts
+    from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
+
+    weight = torch.randn((256, 256), device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        capturer = GraphCapturer(GraphCounts())
+        outs: dict[int, torch.Tensor] = {}
+
+        def make(size: int, captures: bool) -> RepeatedLaunch:
+            rows = torch.full((size, 256), 0.5, device="cuda", dtype=torch.bfloat16)
+            outs[size] = torch.empty_like(rows)
+
+            def launch() -> None:
+                outs[size].copy_(rows @ weight)
+
+            return RepeatedLaunch(launch, capturer if captures else None, f"{size} rows")
+
+        cache = CallCache(make, is_cuda=True, max_graphs=8, max_eager=4)
+        expected: dict[int, torch.Tensor] = {}
+        for turn in range(3):
+            for size in range(1, 41):
+                for _ in range(2):
+                    cache.get(size)()
+                if turn == 0:
+                    expected[size] = outs[size].clone()
+                elif size <= 8:
+                    assert torch.equal(outs[size], expected[size]), f"{size} rows: a replay gives other numbers"
+                outs[size].zero_()
+        assert capturer.counts == GraphCounts(8, 0), f"counted {capturer.counts}"
+
+
+def _build(context: Context, engine_dir: Path) -> None:
+    dtype = DTYPE[context.device]
+    build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", engine_dir, runtime="torch", dtype=dtype)
+
+
+def _configs(context: Context) -> dict[str, EngineConfig]:
+    limits = {"max_num_seqs": 4, "num_kv_blocks": 320}
+    modes = ("serial", "ping_pong") if context.is_tiny else ("serial", "ping_pong", "run_ahead")
+    return {
+        mode: EngineConfig.from_options(policy="fixed:4", pipeline=mode, early_exit="off", **limits) for mode in modes
+    }
+
+
+class _Silent:
+    """Where an engine's metrics go."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+    def report(self, metrics: Any) -> None:
+        self.last = metrics
+
+    def observe(self, output: Any, num_output_tokens: int) -> None: ...
+
+
+def _serve(
+    engine_dir: Path, name: str, config: EngineConfig, answers: dict[str, dict[str, list[int]]], found: Result
+) -> None:
+    """The long prompt alone, then four at once, on the thread that serves."""
+    start = time.monotonic()
+    reporter: Any = _Silent()
+    with closing(EngineHost(ServingOptions(engine_dir, None), config, reporter)) as host:
+        ready_s, engine = time.monotonic() - start, host.loop.engine
+        graphs = engine.metrics().num_graphs
+        written = _answers(host, [FIRST_PROMPT]) | _answers(host, [240, 60, 8, 33])
+        metrics = engine.metrics()
+        found["engines"].append(
+            {
+                "pipeline": name,
+                "ready_s": round(ready_s, 2),
+                "graphs": graphs,
+                "graphs_by_traffic": metrics.num_graphs - graphs,
+                "failed_captures": metrics.num_failed_captures,
+                "failed_steps": metrics.num_failed_steps,
+            }
+        )
+    answers[name] = written
+    assert metrics.num_graphs == graphs, f"traffic captured {metrics.num_graphs - graphs} graphs"
+    assert not metrics.num_failed_captures and not metrics.num_failed_steps, "captures or steps failed"
+
+
+def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
+    hub, ended = host.loop.subscribe(), 0
+    rng = np.random.default_rng(len(lengths))
+    written: dict[str, list[int]] = {f"{length} tokens": [] for length in lengths}
+    for length in lengths:
+        prompt = rng.integers(0, host.hello.limits.vocab_size, length)
+        hub.submit(Request(f"{length} tokens", prompt, NUM_ANSWER_TOKENS, SamplingParams()), "")
+    while ended < len(lengths):
+        outputs = hub.outputs.get(timeout=ANSWER_S)
+        assert outputs is not None, "the engine ended"
+        for output in outputs:
+            assert output.error is None, output.error
+            written[output.request_id] += output.token_ids
+            ended += output.is_final
+    hub.close()
+    return written
+
+
+def _compare(answers: dict[str, dict[str, list[int]]], *, exact: bool) -> None:
+    """Of a GPU's half precision the first tokens alone: later ones may part at near-ties."""
+    count = NUM_ANSWER_TOKENS if exact else 1
+    serial = answers["serial"]
+    for name, written in answers.items():
+        different = [prompt for prompt in serial if serial[prompt][:count] != written[prompt][:count]]
+        assert not different, f"{name}: other tokens for prompts of {', '.join(different)}"
+
+
+def _time_steps(context: Context, stack: ExitStack, found: Result) -> None:
+    """Replayed calls of an 8B target and its draft, beside the time that reading their weights once takes."""
+    from faser_backend.core.batch import RowBatch
+
+    runtime = opened_pair(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], stack)
+    runtime.bind_step_thread()
+    rate = copy_bytes_per_s(context.device, (1 << 20) if context.is_tiny else (1 << 30))
+    for role, model in zip(("target", "draft"), runtime.models.present, strict=True):
+        runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, 1024))
+        stack.callback(runner.close)
+        for count in STEP_ROWS:
+            nothing = np.zeros(count, np.int64)
+            tables = np.arange(count)[:, None] % 1024
+            rows = RowBatch(nothing, np.arange(count + 1), nothing, tables, np.arange(count))
+
+            def step(runner: Any = runner, rows: RowBatch = rows) -> None:
+                hidden = None
+                for segment in range(runner.num_segments):
+                    hidden = runner.run_segment(segment, rows, hidden)
+
+            step()
+            step()  # captures
+            us = take_turns(context.device, {"": step}, 3 if context.is_tiny else 15)[""].median_us
+            floor_us = weight_count(model.spec) * (2 if context.is_cuda else 4) / rate * 1e6
+            found["steps"].append(
+                {"model": role, "rows": count, "us": us, "floor_us": floor_us, "share_of_floor": floor_us / us}
+            )
+            context.save(found)

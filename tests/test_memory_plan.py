@@ -1,0 +1,137 @@
+"""A GPU's memory is added up before anything is allocated: what is left is for KV blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.build import build_engines
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import ModelSpec
+from faser_backend.device.cuda.choice import RowParameters, keep_top, perturbed
+from faser_backend.device.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
+from faser_backend.device.cuda.noise import TorchNoise
+from faser_backend.device.cuda.row_counts import FILTER_ROWS, MAX_GRAPH_ROWS
+from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
+from faser_backend.serving.doctor import memory_report
+from lab.shapes import PAIRS, layer_weights
+from tests.fake_cuda import FakeDriver
+from tests.tiny_models import write_checkpoint, write_draft
+from tests.torch_engines import open_torch_runner, write_torch_engine
+
+GIB = 2**30
+H100 = 79 * GIB  # free on a card of 80 GB
+
+
+def engine_of(spec: ModelSpec, name: str) -> ModelEngine:
+    num_weights = spec.num_layers * layer_weights(spec)
+    num_weights += (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    file = FileSpec(f"{name}.safetensors", "0" * 64, 2 * num_weights)
+    return ModelEngine(spec, file, (SegmentSpec(file, 0, spec.num_layers, (), ()),))
+
+
+def pair_of(name: str, *, max_context: int = 8192, halved: bool = False) -> list[ModelEngine]:
+    """The target, on a GPU of two if halved, and its draft."""
+    pair = PAIRS[name]
+    target = replace(pair.target, max_context=max_context)
+    if halved:
+        parts = {"num_heads": 32, "num_kv_heads": 4, "intermediate_size": 14336, "vocab_size": 64128}
+        target = replace(target, **parts)
+    return [engine_of(target, "target"), engine_of(replace(pair.draft, max_context=max_context), "draft")]
+
+
+def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: int = H100, **options) -> MemoryPlan:
+    known = {"dtype": "bf16", "kv_block_size": 16, "max_num_seqs": 32, "max_prefill_tokens": 256}
+    num_bytes = sum(model.num_weight_bytes for model in models)
+    return plan_memory(
+        models, free_bytes=free_bytes, num_partitions=num_partitions, unloaded_bytes=num_bytes, **{**known, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "halved", "weights_gib", "most_gib", "fewest_tokens"),
+    [
+        ("qwen3-8b/0.6b", False, 16.4, 5.0, 200_000),
+        ("qwen3-32b/0.6b", False, 62.1, 5.5, 20_000),
+        ("llama3.3-70b/3.2-1b", True, 67.8, 5.0, 30_000),
+    ],
+)
+def test_three_sizes_fit_an_80_gb_card_with_room_for_contexts(
+    name: str, halved: bool, weights_gib: float, most_gib: float, fewest_tokens: int
+) -> None:
+    plan = planned(pair_of(name, halved=halved))
+    lines = {line.what: line.num_bytes / GIB for line in plan.lines}
+    assert lines["weights"] == pytest.approx(weights_gib, rel=0.03)
+    beside = plan.reserved_bytes / GIB - lines["weights"]
+    assert 1.5 < beside < most_gib
+    assert plan.num_blocks * 16 > fewest_tokens
+    assert plan.reserved_bytes + plan.kv_bytes <= plan.free_bytes
+
+
+def test_the_earlier_share_of_free_memory_left_too_little_for_32b() -> None:
+    """80 % of what weights left went to KV blocks: of the rest a 32B pair's calls take more."""
+    plan = planned(pair_of("qwen3-32b/0.6b"))
+    left = plan.free_bytes - plan.lines[0].num_bytes
+    assert plan.reserved_bytes - plan.lines[0].num_bytes > 0.2 * left
+    assert plan.kv_bytes < 0.8 * left
+
+
+def test_what_lines_depend_on() -> None:
+    models = pair_of("qwen3-8b/0.6b")
+    plan, whole = planned(models), planned(models, num_partitions=1)
+    assert plan.reserved_bytes > whole.reserved_bytes
+    long = planned(pair_of("qwen3-8b/0.6b", max_context=40_960))
+    assert long.lines[2].num_bytes == pytest.approx(5 * plan.lines[2].num_bytes, rel=0.1), "tables are full-width"
+    assert planned(models, max_prefill_tokens=8192).reserved_bytes > plan.reserved_bytes
+    assert planned(models, free_bytes=10 * GIB).kv_bytes == 0
+    assert plan.lines[1] == PlanLine("logits", 2 * MAX_GRAPH_ROWS * 151_936 * 4)
+
+
+def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", max_position_embeddings=4096)
+    model = write_torch_engine(source, tmp_path, exit_layers=(1,))
+    runner = open_torch_runner(model, tmp_path, 8, 4)
+    runner.capture_menu(0)
+    blocks = sum(calls.get(shape).inputs.block.nbytes for calls in runner._calls for shape in calls.shapes)
+    hidden = sum(tensor.nbytes for tensor in runner._store._tensors.values())
+    options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
+    plan = planned([model], **options)
+    assert 0.9 * plan.lines[2].num_bytes < blocks + hidden <= 1.02 * plan.lines[2].num_bytes
+    assert runner.pool.logits._rows is not None and runner.pool.logits._rows.nbytes == plan.lines[1].num_bytes
+    assert {tuple(runner.pool.logits.rows(count, 97).shape) for count in (1, 512)} == {(1, 97), (512, 97)}
+    start = runner.pool.logits.rows(1, 97).data_ptr()
+    assert runner.pool.logits.rows(512, 97).data_ptr() == start != runner.pool.logits.rows(513, 97).data_ptr()
+
+
+def test_rows_are_filtered_some_at_a_time_with_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = FILTER_ROWS + 9
+    keys, weights = torch.arange(count), torch.ones(count)
+    filters = torch.full((count,), 20), torch.full((count,), 0.9, dtype=torch.float64), torch.full((count,), -3.0)
+    rows = RowParameters(keys, keys, weights * 0.7, weights, *filters)
+    logits, noise = torch.randn(count, 97), TorchNoise(97, torch.device("cpu"))
+    sizes = []
+    monkeypatch.setattr(
+        "faser_backend.device.cuda.choice.keep_top", lambda *given: sizes.append(len(given[0])) or keep_top(*given)
+    )
+    every = torch.arange(len(logits))
+    together = perturbed(logits, rows, noise, every)
+    assert sizes == [FILTER_ROWS, 9]
+    for index in (0, FILTER_ROWS - 1, FILTER_ROWS, FILTER_ROWS + 8):
+        one = torch.tensor([index])
+        alone = perturbed(logits[one], rows.take(one), noise, torch.tensor([0]))
+        torch.testing.assert_close(alone[0], together[index], rtol=0, atol=0)
+
+
+def test_doctor_prints_the_plan_of_an_engine_directory(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    draft = write_draft(source, tmp_path / "draft")
+    build_engines(source, draft, tmp_path / "torch", runtime="torch", kv_block_size=4)
+    lines = memory_report(tmp_path / "torch", gpu_gib=80)
+    assert lines[0].split()[:3] == ["81920", "MiB", "of"] and "KV blocks: at most" in lines[-1]
+    assert memory_report(tmp_path / "torch", load_driver=FakeDriver)[0].split()[0] == "81559"
+    build_engines(source, draft, tmp_path / "cpu", kv_block_size=4)
+    with pytest.raises(ConfigError, match=r"runtime = '.*': its engines run on a CPU"):
+        memory_report(tmp_path / "cpu")
