@@ -5,6 +5,8 @@ Knows nothing of where a request came from; serving turns these into Triton erro
 
 from __future__ import annotations
 
+SHUTTING_DOWN = "the server is shutting down"
+
 
 class FaserError(Exception):
     """Base of every error that a user can cause or mend."""

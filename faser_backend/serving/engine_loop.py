@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import SHUTTING_DOWN, FaserError
 from faser_backend.core.grammar import Grammar
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats
 from faser_backend.pipeline.engine import EngineMetrics
@@ -106,6 +106,7 @@ class EngineLoop:
         self._routes: dict[str, _Route] = {}  # by request id
         self._failure: str | None = None
         self._is_closing = False
+        self._is_refusing = False
         self._prepared: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine-loop", daemon=True)
         self._thread.start()
@@ -121,8 +122,8 @@ class EngineLoop:
 
     def submit(self, request: Request, client_id: str, subscriber: Subscription) -> None:
         with self._lock:
-            if self._failure is not None or self._is_closing:
-                raise FaserError(self._failure or "the server is shutting down")
+            if self._failure is not None or self._is_closing or self._is_refusing:
+                raise FaserError(self._failure or SHUTTING_DOWN)
             if request.request_id in self._routes:
                 raise FaserError(f"request id {request.request_id} is already in use")
             is_compiling = request.guide is not None and self._guides is not None
@@ -181,6 +182,10 @@ class EngineLoop:
         route = self._routes.pop(request_id)
         last = RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
         route.subscriber.outputs.put([last])
+
+    def refuse(self) -> None:
+        """From now on no request is taken."""
+        self._is_refusing = True
 
     def drain(self) -> None:
         """Waits until every request has been answered."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.errors import SHUTTING_DOWN, FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello
@@ -129,7 +129,7 @@ class Frontend:
         self._long_texts.close()
         self._link.close()
         self._threads[1].join(5.0)
-        self._fail_all("the server is shutting down")
+        self._fail_all(SHUTTING_DOWN)
 
     def _stop(self, client_id: str, responder: Responder) -> None:
         if not client_id:
@@ -276,4 +276,4 @@ def _times_of(exchange: _Exchange, last: RequestOutput) -> Answered:
 
 
 def _code_of(message: str, default: str) -> str:
-    return "UNAVAILABLE" if message.startswith("Exceeds maximum queue size") else default
+    return "UNAVAILABLE" if message.startswith(("Exceeds maximum queue size", SHUTTING_DOWN)) else default

@@ -31,6 +31,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
 from faser_backend.serving.demo_engine import PROJECT_ROOT
 from faser_backend.serving.doors import check_host, random_key, restriction_options
+from faser_backend.serving.draining import DRAIN_FILE, DRAINED_FILE
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 
@@ -39,10 +40,9 @@ REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 MIN_LAUNCH_BYTES = 1 << 20  # of configurations and links, and the beginning of a log
 DRAIN_S = 60.0  # for requests in flight
-UNLOAD_S = 4.0  # for the server to end after its models; an idle client's open stream would hold it for ever
+UNLOAD_S = 4.0  # for the server to end once all is answered; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
-DRAIN_POLL_S = 0.1
-FRESH_S = 1.0  # of what the engine says; it says it four times a second
+DRAIN_POLL_S = 0.05
 _MODEL_PROCESS = "triton_python_backend_stub"
 
 
@@ -144,6 +144,7 @@ class TritonServer:
             if isinstance(error, OSError):
                 raise ConfigError(f"the server cannot be started: {error.strerror}: {error.filename}") from None
             raise
+        self._is_ready = False
         self.num_lost_lines = 0  # of the log, that could not be written
         self._reader = threading.Thread(target=self._read_log, args=(shows_log,), name="server-log", daemon=True)
         self._reader.start()
@@ -160,6 +161,7 @@ class TritonServer:
                 raise ConfigError(f"the server did not start: {self.failure_reason()}")
             try:
                 with urllib.request.urlopen(url, timeout=1):
+                    self._is_ready = True
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
@@ -183,33 +185,27 @@ class TritonServer:
         }
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """SIGTERM: the server takes no new requests; its models answer those in flight before they end, and then it
-        ends itself. What has not ended after DRAIN_S, or once is_hurried, is killed; so is a server that waits for
-        requests which its engine has answered, as Triton does where a cancellation met the end of a request."""
+        """New requests are refused and those in flight answered; then the server ends. What takes longer than DRAIN_S,
+        or goes on once is_hurried, is killed.
+
+        The engine is asked first, because Triton's own way is no drain: it unloads a decoupled model beside its
+        answers, and waits for ever for a request whose cancellation met its end.
+        """
         if self.process.poll() is None:
             models = self.model_processes()
+            if self._is_ready:
+                with contextlib.suppress(OSError):  # a full disk: then without
+                    (self._folder / DRAIN_FILE).touch()
+                    drained = self._folder / DRAINED_FILE
+                    self._wait(DRAIN_S, lambda: drained.exists() or not all(map(is_running, models)), is_hurried)
             self.process.send_signal(signal.SIGTERM)
-            deadline_s, idle_s = time.monotonic() + DRAIN_S, 0.0  # of the engine, as far as it was asked
-            while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
-                if models and not any(map(is_running, models)):
-                    deadline_s, models = min(deadline_s, time.monotonic() + UNLOAD_S), {}
-                idle_s = idle_s + DRAIN_POLL_S if self._is_idle() else 0.0
-                if idle_s > UNLOAD_S:
-                    break
-                time.sleep(DRAIN_POLL_S)
+            self._wait(UNLOAD_S, lambda: False, is_hurried)
         self.kill()
 
-    def _is_idle(self) -> bool:
-        """Whether the engine says now that no request is active; False where it says nothing, as when it unloads, or
-        has said nothing for a while, as in a long step."""
-        url = f"http://{self.options.host}:{self.options.metrics_port}/metrics"
-        try:
-            with urllib.request.urlopen(url, timeout=1) as response:
-                text = response.read().decode()
-        except (urllib.error.URLError, OSError):
-            return False
-        told_us, active = (_gauge(text, value) for value in ("timestamp", "active"))
-        return active == 0 and told_us is not None and time.time() - told_us / 1e6 < FRESH_S
+    def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline_s and not (is_over() or is_hurried()):
+            time.sleep(DRAIN_POLL_S)
 
     def kill(self) -> None:
         """Ends the server and every process of its group at once."""
@@ -266,14 +262,6 @@ def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) ->
         config = target / model.name / "config.pbtxt"
         text = config.read_text()
         config.write_text(launch_text(text, is_decoupled=options.is_decoupled, parameters=options.parameters))
-
-
-def _gauge(metrics: str, value: str) -> float | None:
-    """A gauge of the engine's, by the label that tells it from others of its family."""
-    found = re.search(
-        rf'^nv_trt_llm_(?:request|general)_metrics\{{[^}}]*"{value}"[^}}]*\}} (\S+)$', metrics, re.MULTILINE
-    )
-    return None if found is None else float(found[1])
 
 
 def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions) -> list[str]:

@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 
 from faser_backend.core.errors import FaserError
 from faser_backend.serving.converters import postprocess, preprocess
+from faser_backend.serving.draining import drain_when_asked
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_path
 from faser_backend.serving.llmapi import LlmApiWire
@@ -204,18 +205,24 @@ class EngineModel(ServingModel):
         self._frontend = Frontend(
             self._host.loop.subscribe(), hello, self._host.tokenizer, is_decoupled=self._is_decoupled, wire=self.wire
         )
+        launch_folder = Path(args["model_repository"]).parents[1]
+        threading.Thread(target=drain_when_asked, args=(launch_folder, self._drain), name="drain", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
         self._serve(requests)
 
     def finalize(self) -> None:
         # Triton unloads a decoupled model without waiting for its answers, and the engine beside its frontends.
-        self._host.loop.drain()
-        self._frontend.drain()
+        self._drain()
         self._server.close()
         self._frontend.close()
         self._host.close()
         self._reporter.close()
+
+    def _drain(self) -> None:
+        self._host.loop.refuse()
+        self._host.loop.drain()
+        self._frontend.drain()
 
 
 class LlmApiModel(EngineModel):
