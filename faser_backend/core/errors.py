@@ -26,8 +26,10 @@ class RequestError(FaserError):
 class QueueFullError(RequestError):
     """The waiting queue is at its limit; the client may retry later. Load tools look for both of its phrases."""
 
+    field = "max_queue_size"
+
     def __init__(self, limit: int) -> None:
-        super().__init__("max_queue_size", limit, "")
+        super().__init__(self.field, limit, "")
         message = f"Exceeds maximum queue size. Maximum queue size of {limit} requests is reached; retry later"
         self.args = (message,)
 

@@ -77,7 +77,7 @@ class SentError:
         kind = next((known for known in _ERRORS if known.__name__ == self.kind), FaserError)
         error = kind.__new__(kind)
         Exception.__init__(error, self.message)
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestError) and " = " in self.message:
             error.field = self.message.partition(" = ")[0]
         return error
 
