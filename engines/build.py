@@ -181,6 +181,8 @@ def _partial_directory(output: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
+        if error.errno is None:  # not of a system call: no disk's, but of whoever is told of the progress
+            raise
         free = shutil.disk_usage(output.parent).free
         raise CheckpointError(f"output_dir = {output}: {error.strerror}; {free} bytes of disk are free") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _broken_pipes_are_errors() -> Iterator[None]:
+    """Commands let a broken pipe end their process, which here is that of all tests."""
+    before = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, before)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs `faser ARGUMENTS`; returns status, stdout, stderr."""
@@ -21,12 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["faser", *map(str, arguments)])
         capsys.readouterr()
-        on_broken_pipe = signal.getsignal(signal.SIGPIPE)
-        try:
-            with pytest.raises(SystemExit) as ended:
-                main()
-        finally:
-            signal.signal(signal.SIGPIPE, on_broken_pipe)
+        with pytest.raises(SystemExit) as ended:
+            main()
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

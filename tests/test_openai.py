@@ -230,7 +230,8 @@ def test_a_conversation_with_calls_goes_on(door: Door):
 
 
 def test_the_events_of_a_response_build_it(door: Door):
-    with door.client.responses.stream(model=MODEL, input="Name a colour.", max_output_tokens=12) as stream:
+    asked = {"model": MODEL, "input": "Name a colour.", "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
+    with door.client.responses.stream(**asked) as stream:
         events = list(stream)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
