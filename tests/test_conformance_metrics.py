@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import urllib.request
@@ -13,6 +14,7 @@ from tests.served import Served, serve
 from tests.serving_pair import build_pair
 from tests.strict_clients import infer_http, text_request, token_request
 
+ROOT = Path(__file__).parent.parent
 PROMPT = "def größe(x):\n"
 
 
@@ -46,6 +48,27 @@ def check_labels(lines: str) -> None:
     assert found is not None and abs(float(found[1]) / 1e6 - time.time()) < 60 and float(found[1]).is_integer()
 
 
+def check_dashboard(lines: str) -> None:
+    """Asserts that the server tells whatever the dashboard asks for, and that it adds up."""
+    shown = {line.partition("{")[0] for line in lines.splitlines() if line and not line.startswith("#")}
+    panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
+    queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    asked = set(re.findall(r"[a-z_:]+(?=\{)", queries))
+    assert len(asked) > 12 and asked <= shown
+    labels = dict(re.findall(r'(\w+_type|\w+_metric)="(\w+)"', queries))
+    assert all(f'{label}="{value}"' in lines for label, value in labels.items())
+    number = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines.splitlines() if line[:1] != "#"}
+
+    def total(family: str) -> float:
+        return sum(value for name, value in number.items() if name.partition("{")[0] == family)
+
+    assert total("gen_ai_server_time_to_first_token_seconds_count") == total("vllm:request_success_total") >= 3
+    assert total("gen_ai_server_request_duration_seconds_sum") >= total("vllm:request_queue_time_seconds_sum") > 0
+    accepted = total("vllm:spec_decode_num_accepted_tokens_total")
+    assert 0 < total("vllm:spec_decode_num_accepted_tokens_per_pos_total") <= accepted
+    assert accepted <= total("vllm:spec_decode_num_draft_tokens_total")
+
+
 def counters_of(served: Served) -> dict[str, dict[str, int]]:
     """model -> nv_inference counter -> value, read as TensorRT-LLM's own test reads them."""
     found: dict[str, dict[str, int]] = {}
@@ -77,6 +100,7 @@ def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_s
         whole = counters["ensemble"]["request_duration_us"]
         assert whole / 50 < sum(counters[name]["request_duration_us"] for name in names[1:]) < 50 * whole
         check_labels(metrics_of(served))
+        check_dashboard(metrics_of(served))
         infer_http(served.http_port, "tensorrt_llm", token_request(5, 6))
         while counters_of(served)["tensorrt_llm"]["request_success"] < 4:  # what is asked for itself counts as well
             assert time.monotonic() < deadline, "a request to tensorrt_llm itself is not counted"

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from faser_backend.core.errors import QueueFullError, RequestError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
@@ -23,6 +25,7 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
+NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 MOST_FAILED_STEPS = 8  # in a row, after which the engine is given up
 
 
@@ -49,6 +52,8 @@ class EngineMetrics:
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
+    num_drafts: int = 0  # verifications of a sequence that had draft tokens
+    num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_POSITIONS)
     num_pruned: int = 0  # rows that left verifications at an exit
     num_row_layers: int = 0  # computed in verifications
     num_graphs: int = 0  # captured
@@ -215,7 +220,11 @@ class Engine:
     def _count_round(self, record: StepRecord) -> None:
         metrics = self._metrics
         metrics.num_drafted += int(record.frontier.num_drafted.sum())
-        metrics.num_accepted += int(record.acceptance.num_accepted.sum())
+        accepted = record.acceptance.num_accepted
+        metrics.num_accepted += int(accepted.sum())
+        metrics.num_drafts += int(np.count_nonzero(record.frontier.num_drafted))
+        for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
+            metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
         metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
         metrics.num_row_layers += record.verification.num_row_layers
 

@@ -11,12 +11,13 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
-from faser_backend.core.request import RequestOutput
-from faser_backend.pipeline.engine import EngineMetrics
+from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.pipeline.engine import NUM_POSITIONS, EngineMetrics
 from faser_backend.serving.wire import Answered
 
 TOKEN_BUCKETS = [10, 50, 100, 500, 1000]
@@ -24,6 +25,33 @@ HISTOGRAMS = (  # family, its type
     ("nv_llm_input_token_len", "total_input_tokens"),
     ("nv_llm_output_token_len", "total_output_tokens"),
 )
+# Seconds of finished requests. Names and buckets of OpenTelemetry's conventions for servers of generative models, where
+# these have one; the wait in the queue is called as vLLM calls it.
+LATENCIES = {
+    "gen_ai_server_time_to_first_token_seconds": (
+        "From arrival to the first token",
+        [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0],
+    ),
+    "gen_ai_server_time_per_output_token_seconds": (
+        "From the first token to the last, per token behind the first",
+        [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5],
+    ),
+    "gen_ai_server_request_duration_seconds": (
+        "From arrival to the last token",
+        [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92],
+    ),
+    "vllm:request_queue_time_seconds": (
+        "From arrival to the first step",
+        [0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0],
+    ),
+}
+SPECULATION = {  # counters, as vLLM calls them
+    "vllm:spec_decode_num_drafts_total": "Verifications of a sequence that had draft tokens",
+    "vllm:spec_decode_num_draft_tokens_total": "Draft tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens that were accepted",
+}
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+REQUESTS = "vllm:request_success_total"  # by the reason of the end
 GAUGES = {  # family -> (label, description, values of the label)
     "nv_trt_llm_request_metrics": (
         "request_type",
@@ -135,6 +163,30 @@ def memory_bytes() -> dict[str, float]:
     return {"cpu": num_resident_pages * os.sysconf("SC_PAGE_SIZE"), "gpu": gpu, "pinned": 0}
 
 
+class Ended(NamedTuple):
+    """A request that has ended."""
+
+    stats: RequestStats
+    num_output_tokens: int
+    reason: FinishReason
+
+    def seconds(self) -> tuple[float | None, float | None, float | None, float | None]:
+        """What LATENCIES hold, in their order; None where there is none, as of a request without tokens."""
+        stats = self.stats
+        if not stats.first_token_ns:
+            return None, None, None, None
+        num_gaps = self.num_output_tokens - 1
+        first, last = stats.first_token_ns, stats.last_token_ns
+        per_token = (last - first) / num_gaps if num_gaps > 0 else None
+        times = (
+            first - stats.arrival_ns,
+            per_token,
+            last - stats.arrival_ns,
+            stats.first_scheduled_ns - stats.arrival_ns,
+        )
+        return tuple(None if time_ns is None else max(0, time_ns) / 1e9 for time_ns in times)  # pyright: ignore[reportReturnType]
+
+
 class MetricReporter:
     """Registers the families with Triton once per process; one thread of its own updates them.
 
@@ -164,7 +216,25 @@ class MetricReporter:
             self._families.append(family)
             metric = family.Metric(labels={**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS)
             self._histograms.append(metric)
-        self._updates: SimpleQueue[EngineMetrics | tuple[int, int] | None] = SimpleQueue()
+        self._latencies = []
+        for name, (description, buckets) in LATENCIES.items():
+            family = kinds(name=name, description=description, kind=kinds.HISTOGRAM)
+            self._families.append(family)
+            self._latencies.append(family.Metric(labels=labels, buckets=buckets))
+        self._totals: dict[tuple[str, str], Any] = {}
+        counted: dict[str, tuple[str, str, tuple[str, ...]]] = {
+            name: (description, "", ("",)) for name, description in SPECULATION.items()
+        }
+        positions = tuple(map(str, range(NUM_POSITIONS)))
+        counted[BY_POSITION] = ("Draft tokens that were accepted, by place in their chain", "position", positions)
+        reasons = tuple(reason.value for reason in FinishReason)
+        counted[REQUESTS] = ("Requests that have ended", "finished_reason", reasons)
+        for name, (description, label, values) in counted.items():
+            family = kinds(name=name, description=description, kind=kinds.COUNTER)
+            self._families.append(family)
+            for value in values:
+                self._totals[name, value] = family.Metric(labels={**labels, **({label: value} if label else {})})
+        self._updates: SimpleQueue[EngineMetrics | Ended | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
@@ -172,9 +242,9 @@ class MetricReporter:
         self._updates.put(metrics)
 
     def observe(self, output: RequestOutput, num_output_tokens: int) -> None:
-        """Counts one finished request into the length histograms."""
-        if output.stats is not None:
-            self._updates.put((output.stats.num_prompt_tokens, num_output_tokens))
+        """Counts one finished request into the histograms."""
+        if output.stats is not None and output.finish_reason is not None:
+            self._updates.put(Ended(replace(output.stats), num_output_tokens, output.finish_reason))
 
     def close(self) -> None:
         self._updates.put(None)
@@ -184,9 +254,27 @@ class MetricReporter:
         while (update := self._updates.get()) is not None:
             if isinstance(update, EngineMetrics):
                 self._set_gauges(update)
+                self._add_totals(update)
             else:
-                for histogram, length in zip(self._histograms, update, strict=True):
-                    histogram.observe(length)
+                self._observe(update)
+
+    def _observe(self, ended: Ended) -> None:
+        stats = ended.stats
+        for histogram, length in zip(self._histograms, (stats.num_prompt_tokens, ended.num_output_tokens), strict=True):
+            histogram.observe(length)
+        for histogram, seconds in zip(self._latencies, ended.seconds(), strict=True):
+            if seconds is not None:
+                histogram.observe(seconds)
+        self._totals[REQUESTS, ended.reason.value].increment(1)
+
+    def _add_totals(self, metrics: EngineMetrics) -> None:
+        numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)
+        totals = {(name, ""): number for name, number in zip(SPECULATION, numbers, strict=True)}
+        totals |= {(BY_POSITION, str(place)): n for place, n in enumerate(metrics.num_accepted_by_position)}
+        for key, total in totals.items():
+            if (new := total - self._last.get(key, 0)) > 0:
+                self._totals[key].increment(new)
+                self._last[key] = total
 
     def _set_gauges(self, metrics: EngineMetrics) -> None:
         for family, values in gauge_values(metrics).items():
