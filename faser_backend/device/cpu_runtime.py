@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
@@ -51,6 +52,9 @@ class LlvmRuntime:
     ) -> None:
         """kv_cache_dtype: of kv_pool.DTYPES. num_threads: as of LlvmRunner. menu: the cores to use, by default all of
         this process."""
+        # Numpy's threads stay awake for tens of milliseconds after a product of matrices, as policies make them, and
+        # take the cores from the calls that come next: with them calls took a quarter longer.
+        threadpool_limits(1, user_api="blas")
         self.kv_block_size = kv_block_size
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
