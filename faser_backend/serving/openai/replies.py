@@ -27,7 +27,7 @@ class Reply(Protocol):
 
 
 class _Choices:
-    """What both kinds share. num_prompts: the first answer to every prompt pays for that prompt's tokens."""
+    """What both kinds share."""
 
     kind = ""
     chunk_kind = ""
