@@ -25,6 +25,7 @@ import typer
 
 from faser_backend.cli import app
 from lab.bench.servers import free_ports
+from tests.cli_page import PAGE, cli_page
 from tests.served import Served, serve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,6 +159,10 @@ def test_the_check_sees_a_wrong_command(line: str):
         run_or_parse(line.split())
     with pytest.raises(AssertionError):
         check_options(["scripts/soak.py", "--no-such-option"])
+
+
+def test_the_reference_of_the_command_is_what_it_takes():
+    assert PAGE.read_text() == cli_page(), "python -m tests.cli_page writes it anew"
 
 
 # -- links --------------------------------------------------------------------------------------
