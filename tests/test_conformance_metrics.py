@@ -109,9 +109,18 @@ def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_s
         # account ends when its answer has left, the ensemble's when the client's has, and load stretches either.)
         whole = counters["ensemble"]["request_duration_us"]
         assert whole / 50 < sum(counters[name]["request_duration_us"] for name in names[1:]) < 50 * whole
+        deadline = time.monotonic() + 30
+        while not re.search(r"accepted_tokens_per_pos_total{.*} [1-9]", metrics_of(served)):  # the policy may wait
+            assert time.monotonic() < deadline, "no draft token is accepted"
+            infer_http(served.http_port, "ensemble", text_request(PROMPT, 40))
+            time.sleep(0.3)
+        time.sleep(1.0)  # periods of all metrics: they tell of the last step, and of all requests
         check_labels(metrics_of(served))
         check_dashboard(metrics_of(served))
+        num_before = counters_of(served)["tensorrt_llm"]["request_success"]
         infer_http(served.http_port, "tensorrt_llm", token_request(5, 6))
-        while counters_of(served)["tensorrt_llm"]["request_success"] < 4:  # what is asked for itself counts as well
+        while (
+            counters_of(served)["tensorrt_llm"]["request_success"] <= num_before
+        ):  # what is asked for itself counts as well
             assert time.monotonic() < deadline, "a request to tensorrt_llm itself is not counted"
             time.sleep(0.1)
