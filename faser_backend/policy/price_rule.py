@@ -103,7 +103,7 @@ class PriceRule:
         self._look_left -= self._look is not None
         decision = self._decision
         if decision is None or self._decided_for != sequences:
-            decision = self._decision_for(self._look or self.chosen, sequences)
+            decision = replace(self._decision_for(self._look or self.chosen, sequences), tokens_per_us=self._price)
             self._decided_for = list(sequences)
         elif decision.trim is not None and self._num_decided % RENEW_EVERY == 0:
             decision = replace(decision, trim=replace(decision.trim, offsets=self._offsets_by_slot(sequences)))
