@@ -52,7 +52,7 @@ def room(name: str, own: str, third_party: str, forbidden_stdlib: str = "") -> R
 
 
 IMPURE = "time threading multiprocessing concurrent asyncio queue random secrets socket subprocess"
-ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files"
+ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files faser_backend.version"
 ROOMS = [
     room("faser_backend.core", "faser_backend.core", "numpy", IMPURE),
     room("faser_backend.policy", "faser_backend.core faser_backend.policy faser_backend.config", "numpy", IMPURE),
@@ -80,6 +80,8 @@ ROOMS = [
     room("faser_backend.runtime_spec", "faser_backend.core", ""),
     room("faser_backend.vocabulary", "faser_backend.core faser_backend.files", ""),
     room("faser_backend.files", "faser_backend.core", ""),
+    room("faser_backend.version", "", ""),
+    room("faser_backend.places", "", ""),
     room("faser_backend", "faser_backend engines plugins", "*"),
     room("lab", "lab faser_backend engines plugins", "*", "random secrets"),
 ]
@@ -290,7 +292,7 @@ def test_files_with_a_shebang_can_be_run():
     assert [f for f in with_shebang if not os.access(f, os.X_OK)] == []
 
 
-def test_readme_names_the_scripts():
-    readme = (ROOT / "README.md").read_text()
+def test_readme_or_contributing_names_the_scripts():
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
     runnable = [f for f in SHELL_SCRIPTS if f.suffix == ".sh" and f.read_text().startswith("#!")]
-    assert [f.name for f in runnable if f"scripts/{f.name}" not in readme] == []
+    assert [f.name for f in runnable if f"scripts/{f.name}" not in pages] == []

@@ -19,8 +19,8 @@ from faser_backend.device.cuda.memory_plan import plan_memory
 from faser_backend.device.partition import core_partitions
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.demo_engine import DEMO_PAIR
-from faser_backend.serving.server import MODEL_REPO, check_libpython, find_triton
+from faser_backend.places import DEMO_PAIR, MODEL_REPO
+from faser_backend.serving.server import check_libpython, find_triton
 from plugins.tensorrt_import import import_tensorrt
 
 CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
@@ -171,7 +171,7 @@ def _stub() -> str:
 
 def _repository() -> str:
     if not (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").is_file():
-        raise FileNotFoundError(f"{MODEL_REPO}: missing; run from a checkout of the project")
+        raise FileNotFoundError(f"{MODEL_REPO}: missing; install faser-backend again")
     return str(MODEL_REPO)
 
 
