@@ -52,7 +52,8 @@ def room(name: str, own: str, third_party: str, forbidden_stdlib: str = "") -> R
 
 
 IMPURE = "time threading multiprocessing concurrent asyncio queue random secrets socket subprocess"
-ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files faser_backend.version"
+VERSION = "faser_backend.version"
+ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files"
 ROOMS = [
     room("faser_backend.core", "faser_backend.core", "numpy", IMPURE),
     room("faser_backend.policy", "faser_backend.core faser_backend.policy faser_backend.config", "numpy", IMPURE),
@@ -69,7 +70,11 @@ ROOMS = [
         "*",
     ),
     room("faser_backend.serving", "faser_backend plugins", "*"),
-    room("engines", f"engines plugins {ENGINE_FORMAT} faser_backend.core.errors faser_backend.core.model", "*"),
+    room(
+        "engines",
+        f"engines plugins {ENGINE_FORMAT} {VERSION} faser_backend.core.errors faser_backend.core.model",
+        "*",
+    ),
     room("plugins", "plugins faser_backend.core.errors", "*"),
     room("faser_backend.config", "faser_backend.core", "pydantic"),
     room(
@@ -80,7 +85,7 @@ ROOMS = [
     room("faser_backend.runtime_spec", "faser_backend.core", ""),
     room("faser_backend.vocabulary", "faser_backend.core faser_backend.files", ""),
     room("faser_backend.files", "faser_backend.core", ""),
-    room("faser_backend.version", "", ""),
+    room(VERSION, "", ""),
     room("faser_backend.places", "", ""),
     room("faser_backend", "faser_backend engines plugins", "*"),
     room("lab", "lab faser_backend engines plugins", "*", "random secrets"),
