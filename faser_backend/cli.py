@@ -117,8 +117,8 @@ def generate(
     explain: Annotated[bool, typer.Option(help="Print to stderr what the policy weighed, and when.")] = False,
 ) -> None:
     """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
+    from faser_backend.api.one_shot import OneShotOptions, generate_once, report_line
     from faser_backend.serving.explain import Explainer
-    from faser_backend.serving.one_shot import OneShotOptions, generate_once, report_line
 
     options = OneShotOptions(
         engine_dir=engine_dir,

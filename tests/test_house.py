@@ -69,6 +69,7 @@ ROOMS = [
         " plugins",
         "*",
     ),
+    room("faser_backend.api", "faser_backend", "*"),
     room("faser_backend.serving", "faser_backend plugins", "*"),
     room(
         "engines",
@@ -205,6 +206,7 @@ def test_onnxruntime_is_loaded_in_one_place_where_it_sends_nothing():
         ("faser_backend.serving.x", "def late():\n    from lab.bench import workload"),
         ("faser_backend.cli_build", "from lab import places"),
         ("plugins.x", "import lab"),
+        ("faser_backend.api.x", "from engines.build import build_engines"),
         ("faser_backend.serving.x", "from engines.build import build_engines"),
         ("engines.x", "from faser_backend.core.request import Request"),
     ],
@@ -259,9 +261,21 @@ def test_files_stay_small_or_say_why():
     assert large == {}
 
 
-def test_package_init_files_are_empty():
+def test_package_init_files_are_empty_but_that_of_the_python_api():
     full = [f for f in source_files("__init__.py") if f.read_text().strip()]
-    assert full == []
+    assert full == [ROOT / "faser_backend" / "__init__.py"]
+
+
+def test_the_package_loads_nothing_before_it_is_asked_for():
+    def loaded(code: str) -> set[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+            cwd=ROOT, capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        return {name for name in done.stdout.split() if name.partition(".")[0] in {*OWN, *RUNTIMES, "numpy"}}
+
+    assert loaded("import faser_backend") == {"faser_backend", "faser_backend.version"}
+    assert loaded("from faser_backend import SamplingParams") > {"faser_backend.api.params", "numpy"}
 
 
 def test_what_commands_leave_behind_is_no_file_of_the_project():
