@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +44,7 @@ from faser_backend.cli_options import (
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
+from faser_backend.version import VERSION
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 app = typer.Typer(
@@ -61,7 +61,7 @@ def _main(
     is_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
 ) -> None:
     if is_version:
-        print(f"faser {version('faser-backend')}")
+        print(f"faser {VERSION}")
         raise typer.Exit
 
 
@@ -123,8 +123,8 @@ def generate(
     explain: Annotated[bool, typer.Option(help="Print to stderr what the policy weighed, and when.")] = False,
 ) -> None:
     """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
+    from faser_backend.api.one_shot import OneShotOptions, generate_once, report_line
     from faser_backend.serving.explain import Explainer
-    from faser_backend.serving.one_shot import OneShotOptions, generate_once, report_line
 
     options = OneShotOptions(
         engine_dir=engine_dir,

@@ -1,10 +1,13 @@
-"""Where a checkout keeps what measuring code reads and writes."""
+"""Where measuring code reads and writes: below a checkout's root, or where it is called if it came in a wheel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from faser_backend.places import DEMO_PAIR
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-DEMO = ROOT / "models" / "demo"
-ANCHORS = ROOT / "build" / "anchors"  # what scripts/anchors/build_llama.sh makes
+DEMO = DEMO_PAIR
+_WRITTEN = ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
+RESULTS = _WRITTEN / "benchmarks" / "results"
+ANCHORS = _WRITTEN / "build" / "anchors"  # what scripts/anchors/build_llama.sh makes

@@ -14,8 +14,8 @@ from faser_backend.core.errors import FaserError
 from faser_backend.device.cuda.green_contexts import DriverError, GreenSplits
 from faser_backend.device.cuda.identity import gpu_facts, load_driver
 from faser_backend.device.partition import core_partitions
-from faser_backend.serving.demo_engine import DEMO_PAIR
-from faser_backend.serving.server import MODEL_REPO, check_libpython, find_triton
+from faser_backend.places import DEMO_PAIR, MODEL_REPO
+from faser_backend.serving.server import check_libpython, find_triton
 from plugins.tensorrt_import import import_tensorrt
 
 RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
@@ -132,7 +132,7 @@ def _stub() -> str:
 
 def _repository() -> str:
     if not (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").is_file():
-        raise FileNotFoundError(f"{MODEL_REPO}: missing; run from a checkout of the project")
+        raise FileNotFoundError(f"{MODEL_REPO}: missing; install faser-backend again")
     return str(MODEL_REPO)
 
 
