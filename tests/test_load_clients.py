@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def write_openai_clients(folder: Path) -> None:
         "inter_token_latency_ms": {"p50": 2.0},
         "request_latency": {"p50": 0.25},  # s
     }
-    metrics = {name: {"successful": {"percentiles": values}} for name, values in figures.items()}
+    metrics: dict[str, Any] = {name: {"successful": {"percentiles": values}} for name, values in figures.items()}
     metrics["output_tokens_per_second"] = {"successful": {"mean": 900.0}}
     metrics["request_totals"] = {"successful": 30, "errored": 1, "incomplete": 4}
     for value in (16, 4):

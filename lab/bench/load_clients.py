@@ -213,8 +213,8 @@ def write_report(stem: Path, folder: Path, max_tokens: int, command: str, versio
         "them, but for perf_analyzer, which counts no tokens: its tokens/s are its inferences/s times the tokens asked "
         "for, its ttft and tpot are made of the moments that it exports, and it ends at the first error. aiperf counts "
         "tokens by tokenising the text again. sglang_openai and guidellm ask OpenAI's API; guidellm sends texts of its "
-        "own. tpot: time per output token after the first response. n in flight: the next request is sent when one has "
-        "ended; n requests/s: at random moments, n a second on average.",
+        "own and samples. tpot: time per output token after the first response. n in flight: the next request is sent "
+        "when one has ended; n requests/s: at random moments, n a second on average.",
         "",
         *markdown_table(COLUMNS, read_rows(folder, max_tokens)),
     ]
