@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.frontier import NUM_SOURCES
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock
@@ -25,6 +26,7 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
+SOURCES = ("model", "ngram", "served", "client")  # of draft tokens; the first NUM_SOURCES by number of the source
 NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 MOST_FAILED_STEPS = 8  # in a row, after which the engine is given up
 
@@ -54,6 +56,8 @@ class EngineMetrics:
     num_emitted: int = 0
     num_drafts: int = 0  # verifications of a sequence that had draft tokens
     num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_POSITIONS)
+    num_drafted_by_source: Counter[str] = field(default_factory=Counter)  # who drafted: SOURCES
+    num_accepted_by_source: Counter[str] = field(default_factory=Counter)
     num_pruned: int = 0  # rows that left verifications at an exit
     num_row_layers: int = 0  # computed in verifications
     num_graphs: int = 0  # captured
@@ -225,8 +229,21 @@ class Engine:
         metrics.num_drafts += int(np.count_nonzero(record.frontier.num_drafted))
         for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
             metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
+        self._count_sources(record)
         metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
         metrics.num_row_layers += record.verification.num_row_layers
+
+    def _count_sources(self, record: StepRecord) -> None:
+        """By who drafted: the engine's drafter, n-grams beside it, served text, the client."""
+        proposer, frontier = self.stepper.proposer, record.frontier
+        main = "model" if proposer is None else proposer.main_source
+        sources = np.zeros(record.num_tokens.shape, np.int64) if frontier.sources is None else frontier.sources
+        sources = sources if frontier.is_client is None else np.where(frontier.is_client, NUM_SOURCES, sources)
+        metrics = self._metrics
+        for source, name in enumerate((main, *SOURCES[1:])):
+            rows = sources == source
+            metrics.num_drafted_by_source[name] += int(frontier.num_drafted[rows].sum())
+            metrics.num_accepted_by_source[name] += int(record.acceptance.num_accepted[rows].sum())
 
     def metrics(self) -> EngineMetrics:
         """The live snapshot; read it from the step thread, or accept that it is a step old."""

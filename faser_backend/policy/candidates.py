@@ -37,6 +37,14 @@ class Chains(NamedTuple):
     kept: np.ndarray  # chance that tokens 1..j are accepted and row j is there, so that it emits a token
 
 
+def mixed(parts: list[tuple[float, Chains]]) -> Chains:
+    """Returns what a mix of chains comes to, (share, chains) each, the engine's drafter's first: it alone takes draft
+    calls."""
+    drafting = parts[0][0] * parts[0][1].drafting
+    verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
+    return Chains(drafting, np.asarray(verified), np.asarray(kept))
+
+
 class Yield(Protocol):
     """What chains came to over what was predicted of them."""
 

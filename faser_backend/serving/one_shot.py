@@ -60,9 +60,10 @@ def generate_once(
     progress: Progress | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> dict[str, Any]:
-    """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, num_pruned,
-    tokens_per_s, finish_reason, seed, and in words why_no_drafts and why_no_pruning, empty where there were some or
-    could have been. Raises FaserError.
+    """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, both by
+    source as well (accepted tokens behind the end of the answer included), num_pruned, num_rows_verified (anchors
+    included), kept_per_verification (draft tokens), tokens_per_s, finish_reason, seed, and in words why_no_drafts and
+    why_no_pruning, empty where there were some or could have been. Raises FaserError.
     """
     _check_prompt_options(options)
     engine_dir = options.engine_dir or demo_engine_dir(progress)
@@ -83,11 +84,13 @@ def generate_once(
         num_threads=options.num_threads,
     )
     engine = build_engine(engine_dir, config)
+    num_rows: list[int] = []
+    engine.stepper.observers.append(lambda record: num_rows.append(int(record.frontier.num_rows.sum())))
     if on_step is not None:
         engine.stepper.observers.append(on_step)
     try:
         stream = TextStream(tokenizer, context_ids=request.prompt_ids.tolist(), stop_strings=options.stop_strings)
-        result = _run(engine, request, stream, on_text)
+        result = _run(engine, request, stream, on_text) | {"num_rows_verified": sum(num_rows)}
     finally:
         engine.close()
     has_profile = (engine_dir / PROFILE_FILE).is_file()
@@ -200,13 +203,17 @@ def _run(engine: Engine, request: Request, stream: TextStream, on_text: Callable
         raise FaserError(last.error)
     parts.append(stream.finish())
     on_text(parts[-1])
+    metrics = engine.metrics()
     assert last.finish_reason is not None and last.stats is not None  # the engine sets both on the last output
     return {
         "token_ids": token_ids,
         "text": "".join(parts),
         "num_drafted": last.stats.num_drafted,
         "num_accepted": last.stats.num_accepted,
+        "num_drafted_by_source": dict(+metrics.num_drafted_by_source),
+        "num_accepted_by_source": dict(+metrics.num_accepted_by_source),
         "num_pruned": last.stats.num_pruned,
+        "kept_per_verification": round(last.stats.num_accepted / max(last.stats.num_steps, 1), 3),
         "tokens_per_s": round(len(token_ids) / seconds, 1),
         "finish_reason": "stop_words" if stream.is_stopped else last.finish_reason.value,
         "seed": request.sampling.seed,
