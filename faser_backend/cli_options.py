@@ -32,6 +32,7 @@ class Drafting(Enum):
     AUTO = "auto"
     MODEL = "model"
     NGRAM = "ngram"
+    MODEL_AND_NGRAM = "model+ngram"
 
 
 class EarlyExit(Enum):
@@ -52,6 +53,12 @@ class OutOfVocab(Enum):
     CLAMP = "clamp"
 
 
+ServedText = Annotated[
+    int,
+    typer.Option(
+        "--served-text-tokens", help="Tokens of ended requests that n-grams look up: timing tells of them. 0: none."
+    ),
+]
 EngineDir = Annotated[
     Path | None, typer.Option(help="Engine directory; default: the demo pair, built on first use.", show_default=False)
 ]
