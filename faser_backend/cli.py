@@ -69,14 +69,20 @@ def _main(
 @app.command()
 def doctor(
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of a GPU's memory.")] = None,
+    engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of memory.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="With --engine-dir: of a GPU that is not here.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="With --engine-dir: as of `faser serve`.")] = 32,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(help="With --engine-dir, on a CPU: likewise.", show_default="from free memory")
+    ] = None,
 ) -> None:
     """Say what this machine can run, and why not. Status 1 where it cannot serve at all."""
-    from faser_backend.serving.doctor import examine, memory_report, print_report
+    from faser_backend.serving.doctor import examine, print_report
+    from faser_backend.serving.memory_report import memory_report
 
     if engine_dir is not None:
-        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib)))
+        config = EngineConfig.from_options(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks)
+        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib, config=config)))
         return
     findings = examine()
     if is_json:
