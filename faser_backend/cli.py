@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from faser_backend.cli_build import build
+from faser_backend.cli_chat import chat
 from faser_backend.cli_options import (
     Acceptance,
     AcceptanceRule,
@@ -94,6 +95,7 @@ def doctor(
 
 
 app.command()(build)
+app.command()(chat)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel and the source distribution into dist/, checks both with twine, installs the wheel in a new
-# environment and uses it away from the checkout: `faser generate`, `faser serve`, and the server itself over a model
-# repository that the package wrote, as in NVIDIA's container. What it depends on is taken from .venv, not downloaded.
+# environment and uses it away from the checkout: `faser generate`, the Python API, `faser serve`, and the server itself over
+# a model repository that the package wrote, as in NVIDIA's container. What it depends on is taken from .venv, not downloaded.
 # --quick: builds into a temporary folder, takes the demo pair's engines from the user's cache, and starts no server.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -38,18 +38,21 @@ cd "$work"
 "$VENV/bin/python" - "$work" <<'PY'
 import sys
 import engines, faser_backend, lab, plugins
-from faser_backend.places import data_folder
+from faser_backend.places import DEMO_PAIR, MODEL_REPO, MODEL_REPO_LLMAPI, data_folder
 
 for module in (engines, faser_backend, lab, plugins):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 assert str(data_folder()).startswith(sys.argv[1]), data_folder()
+for file in (MODEL_REPO / "ensemble/1/model.py", MODEL_REPO_LLMAPI / "tensorrt_llm/config.pbtxt", DEMO_PAIR / "prompts.jsonl"):
+    assert file.is_file(), file
 PY
-"$VENV/bin/faser" doctor | grep -E "^yes +(model repository|demo pair)" || die "the wheel lacks what it comes with"
 
 [ "${1:-}" = --quick ] || export XDG_CACHE_HOME="$work/cache"
 say "faser generate"
 "$VENV/bin/faser" generate --prompt "def f(x):" --max-tokens 8
 [ "${1:-}" != --quick ] || exit 0
+say "the Python API"
+"$VENV/bin/python" "$ROOT/examples/offline_batch.py"
 
 ask() { # PORT MODEL: one request
   curl -sS --fail --max-time 60 -d '{"text_input": "def f(x):", "max_tokens": 8}' \

@@ -51,7 +51,7 @@ create_venv() {
   [ -n "$python" ] || die "Python 3.11 or 3.12 is needed; install one, or name it: PYTHON=/path/to/python3.12 bash $0"
   minor="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   "$python" -c 'import ensurepip, venv' 2>/dev/null || apt_install "python$minor-venv"
-  say "creating .venv with $("$python" --version)"
+  say "creating ${VENV#"$ROOT"/} with $("$python" --version)"
   "$python" -m venv "$VENV"
 }
 

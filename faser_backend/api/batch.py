@@ -46,6 +46,7 @@ class _Asked:
 
     index: int
     prompt: str | None
+    prompt_ids: list[int]
     answers: list[GrowingAnswer]
     is_told: bool = False  # that it has ended
 
@@ -56,9 +57,7 @@ class _Asked:
     def snapshot(self) -> RequestOutput:
         first = self.answers[0].request
         outputs = [answer.snapshot() for answer in self.answers]
-        return RequestOutput(
-            first.request_id, self.index, self.prompt, first.prompt_ids.tolist(), outputs, self.is_ended
-        )
+        return RequestOutput(first.request_id, self.index, self.prompt, self.prompt_ids, outputs, self.is_ended)
 
 
 class Batch:
@@ -164,7 +163,7 @@ def _ask(prompt: Prompt, params: SamplingParams, model: Model, index: int, reque
         )
         for number in range(params.n)
     ]
-    return _Asked(index, text, answers)
+    return _Asked(index, text, prompt_ids, answers)
 
 
 def _read(prompt: object, tokenizer: TextTokenizer) -> tuple[str | None, list[int]]:

@@ -148,9 +148,9 @@ class LLM:
     async def _run_async(self, batch: Batch) -> AsyncGenerator[None, None]:
         events, outputs = asyncio.get_running_loop(), asyncio.Queue()
 
-        def deliver(batch: list[EngineOutput] | None) -> None:
+        def deliver(news: list[EngineOutput] | None) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                events.call_soon_threadsafe(outputs.put_nowait, batch)
+                events.call_soon_threadsafe(outputs.put_nowait, news)
 
         with ExitStack() as stack:
             subscription = self._loop.subscribe(deliver)

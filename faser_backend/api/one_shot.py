@@ -100,11 +100,15 @@ def generate_once(
     return result | {"why_no_drafts": why_no_drafts, "why_no_pruning": why_no_pruning}
 
 
+def accepted_words(num_drafted: int, num_accepted: int) -> str:
+    """What a person reads of an answer for which tokens were drafted."""
+    return f"accepted {num_accepted} of {num_drafted} drafted tokens ({num_accepted / num_drafted:.0%})"
+
+
 def report_line(result: dict[str, Any]) -> str:
     """What a person reads after the text."""
     drafted, accepted = result["num_drafted"], result["num_accepted"]
-    share = f" ({accepted / drafted:.0%})" if drafted else ""
-    speculation = result["why_no_drafts"] or f"accepted {accepted} of {drafted} drafted tokens{share}"
+    speculation = result["why_no_drafts"] or accepted_words(drafted, accepted)
     pruning = result["why_no_pruning"] or f"{result['num_pruned']} rows pruned"
     return (
         f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.3g} tokens/s; "

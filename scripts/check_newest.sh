@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Installs the newest versions that the dependencies' bounds allow in an environment of its own, build/newest, says which
+# they are, and runs a selection of the tests with them. It downloads most of a gigabyte: a step for a CI of its own.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$ROOT"
+unset PYTHONPATH
+
+TESTS=(test_house test_cli test_cli_chat test_llm test_examples test_onnx_runtime test_llvm_engine test_structured_output
+  test_chat test_text_stream test_gguf_tokenizer test_files)
+
+VENV="$ROOT/build/newest"
+rm -rf "$VENV"
+create_venv
+install() { "$VENV/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
+say "installing the newest versions"
+install "torch==2.13.0" # of which tests need any: the CPU build where there is one, see ensure_venv
+install --upgrade --upgrade-strategy eager -e "$ROOT[test]"
+check_server_libraries
+"$VENV/bin/python" - <<'PY'
+import re
+from importlib.metadata import requires, version
+
+for requirement in requires("faser-backend") or []:
+    if "extra ==" not in requirement or 'extra == "test"' in requirement:
+        wanted = requirement.partition(";")[0].strip()
+        print(f"{version(re.match(r'[\w.-]+', wanted)[0]):>12}  {wanted}")
+PY
+export OMP_NUM_THREADS=1
+TESTS=("${TESTS[@]/#/tests/}")
+exec "$VENV/bin/python" -m pytest "${TESTS[@]/%/.py}"

@@ -1,0 +1,94 @@
+"""The programs of examples/ run as they are, against one server and in processes of their own."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faser_backend import LLM, SamplingParams
+from lab.bench.servers import free_ports
+from tests.served import Served, serve
+from tests.serving_pair import build_pair
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+OFFLINE = ("offline_batch.py", "policy.py")
+CLIENTS = ("grpc_stream.py", "http_stream.py", "openai_client.py")
+PROMPT = "def read_lines(path):\n"
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("examples"))
+
+
+@pytest.fixture(scope="module")
+def addresses(engine_dir: Path) -> Iterator[dict[str, str]]:
+    """Of one server, by the example that asks it."""
+    [port] = free_ports(1)
+    options = ("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--openai-port", port)
+    with serve(*options) as served:
+        yield _addresses(served, port)
+
+
+def _addresses(served: Served, port: int) -> dict[str, str]:
+    urls = (f"127.0.0.1:{served.grpc_port}", f"http://127.0.0.1:{served.http_port}", f"http://127.0.0.1:{port}/v1")
+    return dict(zip(CLIENTS, urls, strict=True))
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs examples/NAME ARGUMENTS; returns what it printed."""
+
+    def example(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return example
+
+
+def greedy(engine_dir: Path, *prompts: str) -> list[str]:
+    with LLM(engine_dir, policy="none", num_threads=1) as llm:
+        return [output.text for output in llm.generate(list(prompts), SamplingParams(max_tokens=40))]
+
+
+def test_there_is_a_test_of_each_and_each_is_short():
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(OFFLINE + CLIENTS)
+    for path in EXAMPLES.glob("*.py"):
+        assert path.read_text().count("\n") <= 40, path
+
+
+def test_clients_print_what_the_engine_says(example, addresses: dict[str, str], engine_dir: Path):
+    (text,) = greedy(engine_dir, PROMPT)
+    assert example("grpc_stream.py", addresses["grpc_stream.py"]) == text + "\n"
+    by_openai = example("openai_client.py", addresses["openai_client.py"])
+    assert by_openai.startswith(text + "\n== ") and by_openai.endswith("draft tokens accepted\n")
+    sampled = example("http_stream.py", addresses["http_stream.py"])
+    assert len(sampled) > 20 and sampled != text + "\n"
+    assert sampled == example("http_stream.py", addresses["http_stream.py"])  # it has a seed
+
+
+def test_a_server_that_is_not_there_is_an_error(example):
+    with pytest.raises(OSError, match="refused"):
+        example("http_stream.py", f"http://127.0.0.1:{free_ports(1)[0]}")
+
+
+def test_the_offline_batch(example, engine_dir: Path):
+    out = example("offline_batch.py", engine_dir)
+    assert [line.split(":")[0] for line in out.splitlines() if line.startswith("== '")] == [
+        "== 'def read_lines(path)",
+        "== 'import os\\n'",
+        "== 'class Stack",
+    ]
+
+
+def test_the_policy_drafts_and_changes_no_token(example, engine_dir: Path):
+    out = example("policy.py", engine_dir)
+    for text in greedy(engine_dir, "def add(a, b):\n", "import os\n"):
+        assert f"draft tokens accepted\n{text}\n" in out
+    assert "== 0 of 0" not in out
