@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,17 +152,26 @@ def test_a_peer_that_speaks_openai_is_asked_with_token_ids(tmp_path: Path, monke
     assert server.process.poll() is not None
 
 
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_library_answers_from_a_process_of_its_own(tmp_path: Path):
     tokenizer = DEMO / "target" / "tokenizer.json"
     python, log = Path(sys.executable), tmp_path / "log"
     peer = WorkerPeer(python, "tests.echo_worker", [], tokenizer=tokenizer, log=log)
     try:
+        deadline = time.monotonic() + 10
+        while state(peer.process.pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state(peer.process.pid) == "T"  # it has no turn, and takes no core from others
         (first, _), _ = peer.run([job(), job(0.0, 1, 2, 3, 4, 5)], 1)
         assert first.token_ids == [5, 6, 7] and first.num_tokens == len(first.response_s) == 3
         text = Tokenizer.from_file(str(tokenizer)).decode([5, 6, 7])
         assert (peer.version, first.digest) == ("1.0", hashlib.sha256(text.encode()).hexdigest())
     finally:
         peer.stop()
+    assert peer.process.poll() is not None
     broken = WorkerPeer(python, "tests.echo_worker", ["broken"], tokenizer=tokenizer, log=log)
     with pytest.raises(RuntimeError, match=r"(?s)the peer ended:.*ValueError: out of order"):
         broken.run([job()], 1)

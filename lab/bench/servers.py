@@ -36,12 +36,12 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """A server in a process of its own, ready when `health` answers. env: None for this process's own."""
+    """A server in a process of its own, ready when `health` answers. options: more of Popen's."""
 
-    def __init__(self, command: list[str], health: str, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], health: str, log: Path, **options: Any) -> None:
         self.health, self._log = health, log
         with log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, **options)
 
     def log_tail(self) -> str:
         return self._log.read_text()[-4000:]

@@ -18,6 +18,7 @@ import aiohttp
 
 from lab.answers import Answer, Job
 from lab.bench.servers import START_TIMEOUT_S, ServerProcess
+from lab.peers import turns
 
 
 class StreamingServer(ServerProcess):
@@ -28,9 +29,10 @@ class StreamingServer(ServerProcess):
 
     def __init__(self, command: list[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
         self._url = f"http://127.0.0.1:{port}"
-        super().__init__(command, self._url + "/health", log, env)
+        super().__init__(command, self._url + "/health", log, env=env, **turns.OWN_GROUP)
         try:
-            self.wait_ready(self.start_timeout_s)
+            with turns.turn(self.process):
+                self.wait_ready(self.start_timeout_s)
         except BaseException:
             self.stop()
             raise
@@ -45,7 +47,11 @@ class StreamingServer(ServerProcess):
 
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
-        return asyncio.run(self._run(jobs, num_clients))
+        with turns.turn(self.process):
+            return asyncio.run(self._run(jobs, num_clients))
+
+    def stop(self) -> None:
+        turns.stop(self.process)
 
     async def _run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         answers = [Answer(0.0, [], 0, 0, 0, "") for _ in jobs]

@@ -13,7 +13,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lab.answers import Answer, Job
-from lab.bench.servers import START_TIMEOUT_S, STOP_TIMEOUT_S
+from lab.bench.servers import START_TIMEOUT_S
+from lab.peers import turns
 from lab.places import ROOT
 
 ANSWER_TIMEOUT_S = 600.0  # for all answers of an order
@@ -34,9 +35,11 @@ class WorkerPeer:
             self.process = subprocess.Popen(
                 [str(python), "-m", module, *options],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                **turns.OWN_GROUP,
             )  # fmt: skip
         try:
-            self.version: str = self._line(START_TIMEOUT_S)["version"]
+            with turns.turn(self.process):
+                self.version: str = self._line(START_TIMEOUT_S)["version"]
         except BaseException:
             self.stop()
             raise
@@ -44,9 +47,11 @@ class WorkerPeer:
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"num_clients": num_clients, "jobs": [asdict(job) for job in jobs]}) + "\n")
-        self.process.stdin.flush()
-        found = self._line(ANSWER_TIMEOUT_S)
+        order = {"num_clients": num_clients, "jobs": [asdict(job) for job in jobs]}
+        with turns.turn(self.process):
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
+            found = self._line(ANSWER_TIMEOUT_S)
         answers = [Answer(**answer, digest="") for answer in found["answers"]]
         for answer in answers:
             text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -63,9 +68,4 @@ class WorkerPeer:
         return json.loads(line)
 
     def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        turns.stop(self.process)
