@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engines.arrays import CheckpointError
@@ -37,6 +36,7 @@ from faser_backend.manifest import (
     SegmentSpec,
 )
 from faser_backend.runtime_spec import RUNTIMES
+from faser_backend.version import VERSION
 
 Progress = Callable[[str, int, int], None]
 
@@ -158,7 +158,7 @@ def build_engines(
             tokenizer=FileSpec.of(tokenizer),
             tokenizer_config=FileSpec.of(config),
             prompts=FileSpec.of(prompts.save(partial)),
-            builder_version=_builder_version(),
+            builder_version=VERSION,
             compiler=compiler.tensorrt.title if compiler is not None else "",
             compute_capabilities=tensorrt.compute_capabilities if tensorrt is not None else (),
         )
@@ -286,10 +286,3 @@ def _publish(partial: Path, output: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
     else:
         os.rename(partial, output)
-
-
-def _builder_version() -> str:
-    try:
-        return version("faser-backend")
-    except PackageNotFoundError:
-        return "uninstalled"

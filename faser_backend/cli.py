@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +44,7 @@ from faser_backend.cli_options import (
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
+from faser_backend.version import VERSION
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 app = typer.Typer(
@@ -61,21 +61,27 @@ def _main(
     is_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
 ) -> None:
     if is_version:
-        print(f"faser {version('faser-backend')}")
+        print(f"faser {VERSION}")
         raise typer.Exit
 
 
 @app.command()
 def doctor(
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of a GPU's memory.")] = None,
+    engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of memory.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="With --engine-dir: of a GPU that is not here.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="With --engine-dir: as of `faser serve`.")] = 32,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(help="With --engine-dir, on a CPU: likewise.", show_default="from free memory")
+    ] = None,
 ) -> None:
     """Say what this machine can run, and why not. Status 1 where it cannot serve at all."""
-    from faser_backend.serving.doctor import examine, memory_report, print_report
+    from faser_backend.serving.doctor import examine, print_report
+    from faser_backend.serving.memory_report import memory_report
 
     if engine_dir is not None:
-        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib)))
+        config = EngineConfig.from_options(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks)
+        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib, config=config)))
         return
     findings = examine()
     if is_json:
@@ -117,8 +123,8 @@ def generate(
     explain: Annotated[bool, typer.Option(help="Print to stderr what the policy weighed, and when.")] = False,
 ) -> None:
     """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
+    from faser_backend.api.one_shot import OneShotOptions, generate_once, report_line
     from faser_backend.serving.explain import Explainer
-    from faser_backend.serving.one_shot import OneShotOptions, generate_once, report_line
 
     options = OneShotOptions(
         engine_dir=engine_dir,

@@ -1,11 +1,14 @@
-"""Where a checkout keeps what measuring code reads and writes."""
+"""Where measuring code reads and writes: below a checkout's root, or where it is called if it came in a wheel."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from faser_backend.places import DEMO_PAIR
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-DEMO = ROOT / "models" / "demo"
-ANCHORS = ROOT / "build" / "anchors"  # what scripts/anchors/build_llama.sh makes
-PEERS = ROOT / "build" / "peers"  # what scripts/peers/install.sh installs, and models in the layouts that peers read
+DEMO = DEMO_PAIR
+_WRITTEN = ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
+RESULTS = _WRITTEN / "benchmarks" / "results"
+ANCHORS = _WRITTEN / "build" / "anchors"  # what scripts/anchors/build_llama.sh makes
+PEERS = _WRITTEN / "build" / "peers"  # what scripts/peers/install.sh installs, and models in peers' layouts

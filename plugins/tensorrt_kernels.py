@@ -64,7 +64,7 @@ def attend_splits_kernel(
         attend_tile(
             sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
             q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * num_columns, cu_rows, context_lens,
-            slot_mapping, NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
+            slot_mapping, None, None, NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
             num_blocks, num_splits, 0,
             None, mixed_parts, stat_parts,
             HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,

@@ -83,7 +83,8 @@ def stream(url: str, inputs: list[triton.InferInput]) -> dict[str, Any]:
             for name in OUTPUTS[1:]:
                 value = result.as_numpy(name)
                 if value is not None:
-                    found[name] = int(value[0][0])
+                    # Tokens are those of the response, drafts those of the request so far.
+                    found[name] = int(value[0][0]) + (found.get(name, 0) if name == "num_output_tokens" else 0)
         found["seconds"] = time.perf_counter() - start
     return found
 

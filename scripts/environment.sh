@@ -137,20 +137,25 @@ PY
 
 # start_server LOG [FASER SERVE OPTION...]: sets SERVER_PID, HTTP_PORT, GRPC_PORT; returns once it is ready.
 start_server() {
-  local log="$1" ports deadline
+  local log="$1" ports
   shift
   mapfile -t ports < <(free_ports 3)
   HTTP_PORT=${ports[0]} GRPC_PORT=${ports[1]}
   "$VENV/bin/faser" serve --http-port "$HTTP_PORT" --grpc-port "$GRPC_PORT" --metrics-port "${ports[2]}" "$@" >"$log" 2>&1 &
   SERVER_PID=$!
-  deadline=$((SECONDS + 180))
-  until "$VENV/bin/python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$HTTP_PORT/v2/health/ready', timeout=1)" 2>/dev/null; do
+  await_server "$HTTP_PORT" "$log"
+}
+
+# await_server PORT LOG: returns once the server of SERVER_PID is ready.
+await_server() {
+  local deadline=$((SECONDS + 180))
+  until "$VENV/bin/python" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$1/v2/health/ready', timeout=1)" 2>/dev/null; do
     kill -0 "$SERVER_PID" 2>/dev/null || {
-      tail -n 40 "$log" >&2
+      tail -n 40 "$2" >&2
       die "the server ended before it was ready; its log is above"
     }
     [ $SECONDS -lt $deadline ] || {
-      tail -n 40 "$log" >&2
+      tail -n 40 "$2" >&2
       die "the server was not ready within 3 minutes; its log is above"
     }
     sleep 0.3

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Load clients that nobody here wrote, against an unmodified server with the demo pair:
-# `bash scripts/load_clients.sh [--quick] [perf_analyzer] [aiperf] [sglang]`, all three by default.
+# `bash scripts/load_clients.sh [--quick] [CLIENT ...]`, the first three by default.
 #   perf_analyzer  NVIDIA's; streaming gRPC on `ensemble`, a sweep of requests in flight and one of rates
 #   aiperf         NVIDIA's; its template endpoint against `generate_stream`
 #   sglang         its bench_serving with the backend for TensorRT-LLM, against `generate_stream`
-# Writes benchmarks/results/load_clients.{md,png}; with --quick, for a look at
-# whether they run, into build/load_clients.
+#   sglang_openai  the same against OpenAI's API, its completions
+#   guidellm       the same API, texts of its own
+# Writes benchmarks/results/load_clients.{md,png}, or load_clients_openai.md where all that run ask OpenAI's API; with
+# --quick, for a look at whether they run, into build/load_clients.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 . "$ROOT/scripts/load_tools.sh"
@@ -19,20 +21,23 @@ CONCURRENCIES="1 4 16"   # of aiperf and sglang
 RATE=8                   # requests/s, of aiperf and sglang
 CONCURRENCY_SWEEP=1:16:5 # of perf_analyzer: first:last:step
 RATE_SWEEP=4:16:4
+SECONDS_PER_LOAD=10 # of guidellm
 NUM_WINDOWS=3 # perf_analyzer measures the requests in so many windows
 
 title="bash scripts/load_clients.sh${*:+ $*}"
-clients=()
+clients=() name=load_clients_openai asks_openai=
 for argument in "$@"; do
   case "$argument" in
     --quick)
       OUTPUT=build/load_clients NUM_REQUESTS=24 CONCURRENCIES="1 4" CONCURRENCY_SWEEP=1:4:3 RATE_SWEEP=8:16:8
+      SECONDS_PER_LOAD=5
       ;;
-    perf_analyzer | aiperf | sglang) clients+=("$argument") ;;
-    *) die "$argument: must be --quick, perf_analyzer, aiperf or sglang" ;;
+    perf_analyzer | aiperf | sglang) clients+=("$argument") name=load_clients ;;
+    sglang_openai | guidellm) clients+=("$argument") asks_openai=1 ;;
+    *) die "$argument: must be --quick, perf_analyzer, aiperf, sglang, sglang_openai or guidellm" ;;
   esac
 done
-[ ${#clients[@]} -gt 0 ] || clients=(perf_analyzer aiperf sglang)
+[ ${#clients[@]} -gt 0 ] || clients=(perf_analyzer aiperf sglang) name=load_clients
 
 # measure LABEL COMMAND...: runs a client, shows what it said if it fails, and notes the first command of its label.
 measure() {
@@ -77,25 +82,47 @@ run_aiperf() {
   done
 }
 
-# bench_sglang DATASET OPTION VALUE [OPTION...]: one load.
+# bench_sglang CLIENT BACKEND PORT MODEL DATASET OPTION VALUE [OPTION...]: one load.
 bench_sglang() {
-  measure "sglang-$1$2 $3" sglang_bench_serving --backend trt --host 127.0.0.1 --port "$HTTP_PORT" \
-    --ready-check-timeout-sec 0 --model "$TOKENIZER" --tokenizer "$TOKENIZER" --dataset-name "$@" \
+  local client="$1" backend="$2" port="$3" model="$4"
+  shift 4
+  measure "$client-$1$2 $3" sglang_bench_serving --backend "$backend" --host 127.0.0.1 --port "$port" \
+    --ready-check-timeout-sec 0 --model "$model" --tokenizer "$TOKENIZER" --dataset-name "$@" \
     --num-prompts "$NUM_REQUESTS" --warmup-requests 4 --seed 0 --disable-tqdm \
-    --output-file "$work/sglang-results.jsonl" --output-details
+    --output-file "$work/$client-results.jsonl" --output-details
 }
 
 # It asks for answers of fixed length by an end id that no token has. random-ids is text of its own.
 run_sglang() {
   local value ours=(--dataset-path "$work/sglang.jsonl" --sharegpt-output-len "$MAX_TOKENS")
-  for value in $CONCURRENCIES; do bench_sglang custom --max-concurrency "$value" "${ours[@]}"; done
-  bench_sglang custom --request-rate "$RATE" "${ours[@]}"
-  bench_sglang random-ids --max-concurrency 4 --random-input-len 128 --random-output-len "$MAX_TOKENS" \
+  local to=(sglang trt "$HTTP_PORT" "$TOKENIZER")
+  for value in $CONCURRENCIES; do bench_sglang "${to[@]}" custom --max-concurrency "$value" "${ours[@]}"; done
+  bench_sglang "${to[@]}" custom --request-rate "$RATE" "${ours[@]}"
+  bench_sglang "${to[@]}" random-ids --max-concurrency 4 --random-input-len 128 --random-output-len "$MAX_TOKENS" \
     --random-range-ratio 1
 }
 
+run_sglang_openai() {
+  local value ours=(--dataset-path "$work/sglang.jsonl" --sharegpt-output-len "$MAX_TOKENS")
+  local to=(sglang_openai sglang-oai "$OPENAI_PORT" demo)
+  for value in $CONCURRENCIES; do bench_sglang "${to[@]}" custom --max-concurrency "$value" "${ours[@]}"; done
+  bench_sglang "${to[@]}" custom --request-rate "$RATE" "${ours[@]}"
+}
+
+# The demo pair has no chat template, and chats are what it asks for unless told otherwise.
+run_guidellm() {
+  local value
+  for value in $CONCURRENCIES; do
+    measure "guidellm-concurrency $value" guidellm run --profile "kind=concurrent,streams=$value" \
+      --backend "kind=openai_http,target=http://127.0.0.1:$OPENAI_PORT,model=demo,request_format=/v1/completions" \
+      --constraint "kind=max_duration,seconds=$SECONDS_PER_LOAD" --disable-console \
+      --data "kind=synthetic_text,prompt_tokens=64,output_tokens=$MAX_TOKENS" \
+      --tokenizer "kind=hf_auto,model=$TOKENIZER" --output "kind=json,path=$work/guidellm-$value.json"
+  done
+}
+
 ensure_venv light
-for client in "${clients[@]}"; do "fetch_$client"; done
+for client in "${clients[@]}"; do "fetch_${client%_openai}"; done
 
 work="$(mktemp -d -t faser-load.XXXXXX)" noted=
 trap 'stop_server; rm -rf "$work"' EXIT
@@ -103,13 +130,19 @@ trap 'exit 130' INT TERM
 
 "$VENV/bin/python" -m lab.bench.load_clients inputs "$work" --max-tokens "$MAX_TOKENS"
 say "starting Triton"
-start_server "$work/server.log"
+door=()
+if [ -n "$asks_openai" ]; then
+  OPENAI_PORT=$(free_ports 1)
+  door=(--openai-port "$OPENAI_PORT" --model-name demo)
+fi
+start_server "$work/server.log" "${door[@]}"
+[ -z "$asks_openai" ] || until grep -q '^ready: ' "$work/server.log"; do sleep 0.3; done
 versions=()
 for client in "${clients[@]}"; do
-  version="${client^^}_VERSION"
+  version="${client%_openai}" version="${version^^}_VERSION"
   versions+=("$client ${!version}")
   "run_$client"
 done
 stop_server
 "$VENV/bin/python" -m lab.bench.load_clients table "$work" --output "$OUTPUT" --max-tokens "$MAX_TOKENS" \
-  --command "$title" --versions "${versions[@]}"
+  --name "$name" --command "$title" --versions "${versions[@]}"

@@ -5,9 +5,11 @@
 PERF_ANALYZER="$ROOT/build/perf_analyzer"
 AIPERF="$ROOT/build/aiperf"
 SGLANG="$ROOT/build/sglang"
+GUIDELLM="$ROOT/build/guidellm"
 PERF_ANALYZER_VERSION=2.50.0 # the last tritonclient that has it
 AIPERF_VERSION=0.13.0
 SGLANG_VERSION=0.5.23
+GUIDELLM_VERSION=0.8.1
 
 # download_wheel FOLDER PLATFORM REQUIREMENT: one wheel for Linux x86-64, without what it depends on.
 download_wheel() {
@@ -94,3 +96,7 @@ sglang_bench_serving() {
   HF_HUB_OFFLINE=1 PYTHONPATH="$SGLANG/$SGLANG_VERSION" "$SGLANG/venv/bin/python" -W ignore::FutureWarning \
     -m sglang.bench_serving "$@"
 }
+
+fetch_guidellm() { tool_venv "$GUIDELLM" "guidellm==$GUIDELLM_VERSION"; }
+
+guidellm() { "$GUIDELLM/venv/bin/guidellm" "$@"; }

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,12 @@ import pytest
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
+from faser_backend.places import MODEL_REPO
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.doctor import examine
 from faser_backend.serving.parameters import Parameters
-from faser_backend.serving.server import MODEL_REPO, LaunchOptions, write_launch_copy
+from faser_backend.serving.server import LaunchOptions, write_launch_copy
+from faser_backend.version import VERSION
 from tests.serving_pair import build_pair, write_pair
 
 SAMPLED = ["--temperature", "1", "--seed", "3", "--num-threads", "1"]
@@ -112,7 +113,7 @@ def test_build_says_what_was_probably_meant(run, tmp_path, options, message):
 
 
 def test_version(run):
-    assert run("--version") == (0, f"faser {version('faser-backend')}\n", "")
+    assert run("--version") == (0, f"faser {VERSION}\n", "")
 
 
 def test_build_makes_a_directory_that_loads(run, tmp_path):

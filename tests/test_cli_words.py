@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from engines.build import build_engines
+from faser_backend.api.one_shot import report_line
 from faser_backend.policy import registry
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCurve, margin_bins
 from faser_backend.policy.registry import policy_usages
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.doctor import examine
-from faser_backend.serving.one_shot import report_line
 from faser_backend.serving.profile_calibration import Calibration, ReliabilityBin
 from lab.bench.plots import STYLE, course, plt
 from lab.gpu import device

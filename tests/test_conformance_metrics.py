@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from faser_backend.pipeline.engine import STEP_KINDS
 from tests.served import Served, serve
 from tests.serving_pair import build_pair
 from tests.strict_clients import infer_http, text_request, token_request
 
 ROOT = Path(__file__).parent.parent
+OURS = ("price", "drafted_tokens", "wasted_tokens")
 PROMPT = "def größe(x):\n"
 
 
@@ -55,8 +57,9 @@ def check_dashboard(lines: str) -> None:
     queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
     asked = set(re.findall(r"[a-z_:]+(?=\{)", queries))
     assert len(asked) > 12 and asked <= shown
-    labels = dict(re.findall(r'(\w+_type|\w+_metric)="(\w+)"', queries))
-    assert all(f'{label}="{value}"' in lines for label, value in labels.items())
+    labels = set(re.findall(r'(\w+_type|\w+_metric)="(\w+)"', queries))
+    assert all(f'{label}="{value}"' in lines for label, value in labels)
+    assert {value for _, value in labels} > {"price", "wasted_tokens"}
     number = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines.splitlines() if line[:1] != "#"}
 
     def total(family: str) -> float:
@@ -66,7 +69,14 @@ def check_dashboard(lines: str) -> None:
     assert total("gen_ai_server_request_duration_seconds_sum") >= total("vllm:request_queue_time_seconds_sum") > 0
     accepted = total("vllm:spec_decode_num_accepted_tokens_total")
     assert 0 < total("vllm:spec_decode_num_accepted_tokens_per_pos_total") <= accepted
-    assert accepted <= total("vllm:spec_decode_num_draft_tokens_total")
+    drafted = total("vllm:spec_decode_num_draft_tokens_total")
+    assert accepted <= drafted
+    ours = 'nv_trt_llm_speculative_decoding_metrics{model="tensorrt_llm",speculative_decoding_type='
+    told = {kind: number[f'{ours}"{kind}",version="1"}}'] for kind in OURS}
+    assert told["price"] > 0 and told["wasted_tokens"] == drafted - accepted == told["drafted_tokens"] - accepted
+    steps = "faser:steps_total{mode="
+    modes = {mode: number[f'{steps}"{mode}",model="tensorrt_llm",version="1"}}'] for mode in STEP_KINDS}
+    assert sum(modes.values()) == total("faser:steps_total") > 0 and modes["serial"] > 0 == modes["ping_pong"]
 
 
 def counters_of(served: Served) -> dict[str, dict[str, int]]:
@@ -99,9 +109,18 @@ def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_s
         # account ends when its answer has left, the ensemble's when the client's has, and load stretches either.)
         whole = counters["ensemble"]["request_duration_us"]
         assert whole / 50 < sum(counters[name]["request_duration_us"] for name in names[1:]) < 50 * whole
+        deadline = time.monotonic() + 30
+        while not re.search(r"accepted_tokens_per_pos_total{.*} [1-9]", metrics_of(served)):  # the policy may wait
+            assert time.monotonic() < deadline, "no draft token is accepted"
+            infer_http(served.http_port, "ensemble", text_request(PROMPT, 40))
+            time.sleep(0.3)
+        time.sleep(1.0)  # periods of all metrics: they tell of the last step, and of all requests
         check_labels(metrics_of(served))
         check_dashboard(metrics_of(served))
+        num_before = counters_of(served)["tensorrt_llm"]["request_success"]
         infer_http(served.http_port, "tensorrt_llm", token_request(5, 6))
-        while counters_of(served)["tensorrt_llm"]["request_success"] < 4:  # what is asked for itself counts as well
+        while (
+            counters_of(served)["tensorrt_llm"]["request_success"] <= num_before
+        ):  # what is asked for itself counts as well
             assert time.monotonic() < deadline, "a request to tensorrt_llm itself is not counted"
             time.sleep(0.1)

@@ -52,6 +52,7 @@ def room(name: str, own: str, third_party: str, forbidden_stdlib: str = "") -> R
 
 
 IMPURE = "time threading multiprocessing concurrent asyncio queue random secrets socket subprocess"
+VERSION = "faser_backend.version"
 ENGINE_FORMAT = "faser_backend.manifest faser_backend.runtime_spec faser_backend.vocabulary faser_backend.files"
 ROOMS = [
     room("faser_backend.core", "faser_backend.core", "numpy", IMPURE),
@@ -68,8 +69,13 @@ ROOMS = [
         " plugins",
         "*",
     ),
+    room("faser_backend.api", "faser_backend", "*"),
     room("faser_backend.serving", "faser_backend plugins", "*"),
-    room("engines", f"engines plugins {ENGINE_FORMAT} faser_backend.core.errors faser_backend.core.model", "*"),
+    room(
+        "engines",
+        f"engines plugins {ENGINE_FORMAT} {VERSION} faser_backend.core.errors faser_backend.core.model",
+        "*",
+    ),
     room("plugins", "plugins faser_backend.core.errors", "*"),
     room("faser_backend.config", "faser_backend.core", "pydantic"),
     room(
@@ -80,6 +86,8 @@ ROOMS = [
     room("faser_backend.runtime_spec", "faser_backend.core", ""),
     room("faser_backend.vocabulary", "faser_backend.core faser_backend.files", ""),
     room("faser_backend.files", "faser_backend.core", ""),
+    room(VERSION, "", ""),
+    room("faser_backend.places", "", ""),
     room("faser_backend", "faser_backend engines plugins", "*"),
     room("lab", "lab faser_backend engines plugins", "*", "random secrets"),
 ]
@@ -198,6 +206,7 @@ def test_onnxruntime_is_loaded_in_one_place_where_it_sends_nothing():
         ("faser_backend.serving.x", "def late():\n    from lab.bench import workload"),
         ("faser_backend.cli_build", "from lab import places"),
         ("plugins.x", "import lab"),
+        ("faser_backend.api.x", "from engines.build import build_engines"),
         ("faser_backend.serving.x", "from engines.build import build_engines"),
         ("engines.x", "from faser_backend.core.request import Request"),
     ],
@@ -252,9 +261,21 @@ def test_files_stay_small_or_say_why():
     assert large == {}
 
 
-def test_package_init_files_are_empty():
+def test_package_init_files_are_empty_but_that_of_the_python_api():
     full = [f for f in source_files("__init__.py") if f.read_text().strip()]
-    assert full == []
+    assert full == [ROOT / "faser_backend" / "__init__.py"]
+
+
+def test_the_package_loads_nothing_before_it_is_asked_for():
+    def loaded(code: str) -> set[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+            cwd=ROOT, capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        return {name for name in done.stdout.split() if name.partition(".")[0] in {*OWN, *RUNTIMES, "numpy"}}
+
+    assert loaded("import faser_backend") == {"faser_backend", "faser_backend.version"}
+    assert loaded("from faser_backend import SamplingParams") > {"faser_backend.api.params", "numpy"}
 
 
 def test_what_commands_leave_behind_is_no_file_of_the_project():
@@ -290,7 +311,7 @@ def test_files_with_a_shebang_can_be_run():
     assert [f for f in with_shebang if not os.access(f, os.X_OK)] == []
 
 
-def test_readme_names_the_scripts():
-    readme = (ROOT / "README.md").read_text()
+def test_readme_or_contributing_names_the_scripts():
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
     runnable = [f for f in SHELL_SCRIPTS if f.suffix == ".sh" and f.read_text().startswith("#!")]
-    assert [f.name for f in runnable if f"scripts/{f.name}" not in readme] == []
+    assert [f.name for f in runnable if f"scripts/{f.name}" not in pages] == []

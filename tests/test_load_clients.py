@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,12 +68,27 @@ def write_sglang(folder: Path) -> None:
     (folder / "sglang-results.jsonl").write_text("".join(json.dumps(figures | load) + "\n" for load in loads))
 
 
+def write_openai_clients(folder: Path) -> None:
+    (folder / "sglang_openai-results.jsonl").write_text((folder / "sglang-results.jsonl").read_text().splitlines()[0])
+    figures = {
+        "time_to_first_token_ms": {"p50": 20.0, "p99": 40.0},
+        "inter_token_latency_ms": {"p50": 2.0},
+        "request_latency": {"p50": 0.25},  # s
+    }
+    metrics: dict[str, Any] = {name: {"successful": {"percentiles": values}} for name, values in figures.items()}
+    metrics["output_tokens_per_second"] = {"successful": {"mean": 900.0}}
+    metrics["request_totals"] = {"successful": 30, "errored": 1, "incomplete": 4}
+    for value in (16, 4):
+        (folder / f"guidellm-{value}.json").write_text(json.dumps({"benchmarks": [{"metrics": metrics}]}))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_perf_analyzer(tmp_path)
     write_aiperf(tmp_path, "aiperf-concurrency-4", error_request_count={"avg": 2.0})
     write_aiperf(tmp_path, "aiperf-request_rate-8")
     write_sglang(tmp_path)
+    write_openai_clients(tmp_path)
     (tmp_path / "commands.txt").write_text("perf_analyzer -m ensemble\n")
     return tmp_path
 
@@ -88,17 +104,21 @@ def test_every_client_is_read(folder: Path) -> None:
         ("aiperf", "8 requests/s", 22, 0, *aiperf),
         ("sglang", "4 in flight", 2, 1, *sglang),
         ("sglang", "8 requests/s, random-ids", 2, 1, *sglang),
+        ("sglang_openai", "4 in flight", 2, 1, *sglang),
+        ("guidellm", "4 in flight", 30, 1, 900.0, 20.0, 40.0, 2.0, 250.0),
+        ("guidellm", "16 in flight", 30, 1, 900.0, 20.0, 40.0, 2.0, 250.0),
     ]
     assert [tuple(row[str(column.key)] for column in COLUMNS) for row in rows] == expected
 
 
 def test_a_report_of_some_clients_alone(folder: Path, tmp_path: Path) -> None:
-    (folder / "sglang-results.jsonl").unlink()
+    for path in (*folder.glob("sglang*.jsonl"), *folder.glob("guidellm-*.json")):
+        path.unlink()
     write_inputs(folder, MAX_TOKENS)
     write_report(tmp_path / "out" / "load_clients", folder, MAX_TOKENS, "bash it --quick", ["aiperf 1.0"])
     text = (tmp_path / "out" / "load_clients.md").read_text()
     assert "| aiperf | 4 in flight | 22 | 2 | 1055 | 46.8 | 93.8 | 2.77 | 221 |" in text
-    assert "`bash it --quick`: aiperf 1.0." in text and "perf_analyzer -m ensemble" in text and "sglang" not in text
+    assert "`bash it --quick`: aiperf 1.0." in text and "perf_analyzer -m ensemble" in text and "| sglang" not in text
     assert 1000 < (tmp_path / "out" / "load_clients.png").stat().st_size < 100_000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 
 from engines.build import build_engines
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.device.cuda.choice import RowParameters, keep_top, perturbed
 from faser_backend.device.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.row_counts import FILTER_ROWS, MAX_GRAPH_ROWS
+from faser_backend.device.kv_pool import KvPool
 from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
-from faser_backend.serving.doctor import memory_report
+from faser_backend.serving.memory_report import memory_report
 from lab.shapes import PAIRS, layer_weights
 from tests.fake_cuda import FakeDriver
 from tests.tiny_models import write_checkpoint, write_draft
@@ -133,5 +136,30 @@ def test_doctor_prints_the_plan_of_an_engine_directory(tmp_path: Path) -> None:
     assert lines[0].split()[:3] == ["81920", "MiB", "of"] and "KV blocks: at most" in lines[-1]
     assert memory_report(tmp_path / "torch", load_driver=FakeDriver)[0].split()[0] == "81559"
     build_engines(source, draft, tmp_path / "cpu", kv_block_size=4)
-    with pytest.raises(ConfigError, match=r"runtime = '.*': its engines run on a CPU"):
-        memory_report(tmp_path / "cpu")
+    with pytest.raises(ConfigError, match=r"--gpu-gib = 80: engines of runtime 'onnxruntime' run on a CPU"):
+        memory_report(tmp_path / "cpu", gpu_gib=80)
+
+
+@pytest.mark.parametrize(("runtime", "cache", "weights"), [("llvm", "fp16", "mapped"), ("onnxruntime", "fp32", "res")])
+def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, runtime, cache, weights) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    draft = write_draft(source, tmp_path / "draft")
+    built = build_engines(
+        source, draft, tmp_path / "cpu", runtime=runtime, kv_block_size=4, kv_cache_dtype=cache, max_context=64
+    )
+    assert built.draft is not None
+    status, out, _ = run("doctor", "--engine-dir", tmp_path / "cpu", "--num-kv-blocks", 40)
+    assert status == 0 and f"40 KV blocks of 4 tokens, 160 in all: 2.5 requests of {64} tokens" in out
+    pools = [KvPool(model.spec, 40, 4, dtype=cache) for model in (built.target, built.draft)]
+    for name, pool in zip(("target", "draft"), pools, strict=True):
+        assert f"weights of the {name}, {weights}" in out
+        assert f" {pool.num_bytes // 160} bytes of a token in the {name}'s cache ({cache})" in out
+    assert re.search(rf"{sum(pool.num_bytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
+    with pytest.raises(ConfigError, match="num_kv_blocks = 3: one context of 64 tokens needs at least 16 blocks of 4"):
+        memory_report(tmp_path / "cpu", config=EngineConfig(num_kv_blocks=3))
+
+
+def test_only_the_target_is_counted_where_no_model_drafts(tmp_path: Path) -> None:
+    build_engines(write_checkpoint(tmp_path / "source"), None, tmp_path / "cpu", kv_block_size=4)
+    report = "\n".join(memory_report(tmp_path / "cpu"))
+    assert "weights of the target" in report and "draft" not in report

@@ -11,8 +11,8 @@ import torch
 
 from engines.build import build_engines
 from engines.checkpoint import CheckpointError
+from faser_backend.api.one_shot import OneShotOptions, generate_once
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.one_shot import OneShotOptions, generate_once
 from tests.family_models import random_model, write_model
 from tests.serving_pair import byte_level_tokenizer
 from tests.test_families import MAX_ERROR, NUM_BLOCKS, open_runner

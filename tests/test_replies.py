@@ -64,11 +64,13 @@ def test_unary_answer_has_every_requested_output_and_starts_with_the_prompt():
 
 
 def test_streamed_answers_carry_only_what_is_new():
-    reply = Reply(parse(stream=number(True, bool)), ALL_OUTPUTS, TOKENIZER)
+    parsed = parse(stream=number(True, bool), return_num_output_tokens=number(True, bool))
+    reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
     reply.add(RequestOutput("r", TOKENIZER.encode("é")[:1]))
     first = dict(reply.render())
     reply.add(finished(TOKENIZER.encode("x")))
     last = dict(reply.render())
+    assert [arrays["num_output_tokens"].tolist() for arrays in (first, last)] == [[[1]], [[1]]]
     assert first["output_ids"].shape == (1, 1, 1) and last["output_ids"].shape == (1, 1, 1)
     assert last["sequence_length"].tolist() == [[1]]
 

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engines.build import build_engines
 from engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.api.one_shot import OneShotOptions, generate_once
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.one_shot import OneShotOptions, generate_once
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.test_families import BLOCK_SIZE, MAX_ERROR, NUM_BLOCKS, ONE_CORE

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from faser_backend.places import MODEL_REPO, data_folder
 from faser_backend.serving import server
-from faser_backend.serving.demo_engine import PROJECT_ROOT
 from faser_backend.serving.model_configs import write_repositories
 from lab.bench.servers import free_ports
 from tests.serving_pair import build_pair
@@ -91,13 +91,13 @@ def engine_dir(tmp_path_factory) -> Path:
 
 def test_shipped_configurations_are_those_of_the_tables(tmp_path):
     for written in write_repositories(tmp_path):
-        shipped = PROJECT_ROOT / written.relative_to(tmp_path)
+        shipped = data_folder() / written.relative_to(tmp_path)
         assert shipped.read_text() == written.read_text(), "run python -m faser_backend.serving.model_configs"
         assert (shipped.parent / "1" / "model.py").read_text() == (written.parent / "1" / "model.py").read_text()
 
 
 def test_filled_templates_are_honoured(engine_dir: Path, tmp_path: Path):
-    shutil.copytree(PROJECT_ROOT / "model_repo", tmp_path / "model_repo")
+    shutil.copytree(MODEL_REPO, tmp_path / "model_repo")
     for model, keys in KEYS.items():
         values = {key: VALUES.get(key, "") for key in keys.split()}
         if model == "tensorrt_llm":
@@ -118,7 +118,7 @@ def test_filled_templates_are_honoured(engine_dir: Path, tmp_path: Path):
 
 def test_accumulated_tokens_and_shipped_files_as_they_are(engine_dir: Path, tmp_path: Path):
     """Streaming with nothing filled in but the engine and what tensorrt_llm_bls accumulates."""
-    shutil.copytree(PROJECT_ROOT / "model_repo", tmp_path / "model_repo")
+    shutil.copytree(MODEL_REPO, tmp_path / "model_repo")
     fill(tmp_path / "model_repo" / "tensorrt_llm" / "config.pbtxt", {"engine_dir": str(engine_dir)})
     fill(tmp_path / "model_repo" / "tensorrt_llm_bls" / "config.pbtxt", {"accumulate_tokens": "true"})
     with tritonserver(tmp_path) as (_, grpc):

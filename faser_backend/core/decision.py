@@ -118,6 +118,7 @@ class Decision:
     pruner: Pruner | None = None
     prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts
     is_tree: bool = False  # the draft tokens of a request form a tree: its best ones, whatever they follow
+    tokens_per_us: float = 0.0  # the price of time that it was made by; 0: by none
     scores: tuple[Score, ...] = ()  # what was weighed, for whoever asks why
     reason: str = ""  # in words, likewise
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import QueueFullError, RequestError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
@@ -26,6 +27,8 @@ from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
 NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
+PLAIN = "plain"  # a step that verified no draft tokens and drafted none
+STEP_KINDS = (PLAIN, *(mode.value for mode in PipelineMode))
 MOST_FAILED_STEPS = 8  # in a row, after which the engine is given up
 
 
@@ -54,6 +57,8 @@ class EngineMetrics:
     num_emitted: int = 0
     num_drafts: int = 0  # verifications of a sequence that had draft tokens
     num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_POSITIONS)
+    num_steps_by_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_KINDS, 0))  # that verified
+    tokens_per_second: float = 0.0  # the price of time of the last decision, 0 where the policy has none
     num_pruned: int = 0  # rows that left verifications at an exit
     num_row_layers: int = 0  # computed in verifications
     num_graphs: int = 0  # captured
@@ -226,6 +231,10 @@ class Engine:
         for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
             metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
         metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
+        decision = record.plan.decision
+        is_plain = not record.frontier.num_drafted.any() and not record.plan.drafts
+        metrics.num_steps_by_kind[PLAIN if is_plain else decision.mode.value] += 1
+        metrics.tokens_per_second = 1e6 * decision.tokens_per_us
         metrics.num_row_layers += record.verification.num_row_layers
 
     def metrics(self) -> EngineMetrics:

@@ -37,9 +37,12 @@ from faser_backend.policy.traffic import ChainYield, PromptTokens
 HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
 UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are divided by: phases disturb each other
 WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, and between two trim rules
+# Share of the batch that comes or goes before the mode is chosen anew at once. Plain steps do not depend on what was
+# weighed: in a burst, where the batch changes with every step, planning stays out of the way of those who wait.
+DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 REFITS, MOST_TABLES = 4, 8  # of a curve, after which chains are reckoned with anew; tables of chains that are kept
 # Steps of which one is learned from, once so many tests and steps of the same kind were: learning takes 0.1 ms.
-LEARN_EVERY, MANY_TESTS, MANY_STEPS = 4, 256, 32
+LEARN_EVERY, MANY_TESTS, MANY_STEPS = 8, 256, 32
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
 LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
@@ -91,14 +94,16 @@ class PriceRule:
         self._num_decided += 1
         if self._look is not None and self._look_left == 0:
             self._look, self._num_decided = None, WEIGH_EVERY  # what was seen is weighed at once
-        has_changed = 8 * abs(size - weighed_size) > weighed_size or abs(share - weighed_share) > 0.25
+        is_plain = self.chosen is not None and self.chosen.mode is None
+        most_change = PLAIN_CHANGE if is_plain else DRAFTING_CHANGE
+        has_changed = abs(size - weighed_size) > most_change * weighed_size or abs(share - weighed_share) > 0.25
         if has_changed or self._num_decided >= WEIGH_EVERY:
             self._weigh(sequences, size, share)
         assert self.chosen is not None
         self._look_left -= self._look is not None
         decision = self._decision
         if decision is None or self._decided_for != sequences:
-            decision = self._decision_for(self._look or self.chosen, sequences)
+            decision = replace(self._decision_for(self._look or self.chosen, sequences), tokens_per_us=self._price)
             self._decided_for = list(sequences)
         elif decision.trim is not None and self._num_decided % RENEW_EVERY == 0:
             decision = replace(decision, trim=replace(decision.trim, offsets=self._offsets_by_slot(sequences)))

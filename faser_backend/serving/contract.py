@@ -119,7 +119,7 @@ def parse_requests(
         parsed += [
             replace(
                 first,
-                request=_nth_sequence(first.request, sequence_index),
+                request=nth_sequence(first.request, sequence_index),
                 batch_index=batch_index,
                 batch_size=len(rows),
                 sequence_index=sequence_index,
@@ -130,7 +130,7 @@ def parse_requests(
     return parsed
 
 
-def _nth_sequence(request: Request, index: int) -> Request:
+def nth_sequence(request: Request, index: int) -> Request:
     """The request of another sequence for the same prompt, with an id and a seed of its own."""
     if index == 0:
         return request
@@ -250,11 +250,16 @@ def _read_max_tokens(tensors: Tensors, limits: Limits, num_prompt_tokens: int) -
     value = read_scalar(tensors, "request_output_len", "max_tokens")
     if value is None:
         raise RequestError("max_tokens", None, "is required (request_output_len at the token level)")
+    return fitting_max_tokens(int(value), limits, num_prompt_tokens)
+
+
+def fitting_max_tokens(value: int, limits: Limits, num_prompt_tokens: int) -> int:
+    """value, or as many as the context holds behind a prompt that fits, which the log then tells."""
     room = limits.max_context - num_prompt_tokens
     if value > room >= 1:
         _log.warning("max_tokens = %d: %d tokens fit behind the prompt of %d; clamped", value, room, num_prompt_tokens)
         return room
-    return int(value)
+    return value
 
 
 def _read_end_ids(tensors: Tensors, hello: Hello) -> tuple[int, ...]:

@@ -11,16 +11,15 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.files import FileError, check_room
 from faser_backend.manifest import FORMAT_VERSION, EngineManifest
+from faser_backend.places import DEMO_PAIR
 from faser_backend.runtime_spec import DEFAULT_RUNTIME
+from faser_backend.version import VERSION
 
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
-DEMO_PAIR = PROJECT_ROOT / "models" / "demo"
 MIN_FREE_BYTES = 1 << 20  # of a cache that may hold them already; building asks for what it needs
 REMEDY = "set XDG_CACHE_HOME to a folder that can be written to, or give --engine-dir"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -59,7 +58,7 @@ def cache_folder() -> Path:
 
 
 def _digest(pair: Path) -> str:
-    digest = hashlib.sha256(f"{version('faser-backend')} {FORMAT_VERSION} {DEFAULT_RUNTIME}".encode())
+    digest = hashlib.sha256(f"{VERSION} {FORMAT_VERSION} {DEFAULT_RUNTIME}".encode())
     for model in ("target", "draft"):
         for name in (*_FILES, *_MORE_FILES):
             path = pair / model / name

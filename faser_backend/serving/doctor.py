@@ -8,22 +8,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
-from faser_backend.config import EngineConfig
-from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.core.errors import FaserError
 from faser_backend.device.cuda.green_contexts import DriverError, GreenSplits
-from faser_backend.device.cuda.identity import gpu_facts, load_driver, memory_bytes
-from faser_backend.device.cuda.memory_plan import plan_memory
+from faser_backend.device.cuda.identity import gpu_facts, load_driver
 from faser_backend.device.partition import core_partitions
-from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest
-from faser_backend.serving.demo_engine import DEMO_PAIR
-from faser_backend.serving.server import MODEL_REPO, check_libpython, find_triton
+from faser_backend.places import DEMO_PAIR, MODEL_REPO
+from faser_backend.serving.server import check_libpython, find_triton
 from plugins.tensorrt_import import import_tensorrt
 
-CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
 RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
 TORCH_EXTRA = "pip install 'faser-backend[torch]'"
 
@@ -63,39 +57,6 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
         _check("TensorRT", lambda: _tensorrt("full")),
         _check("torch", lambda: _torch(gpu.is_ok), hint=TORCH_EXTRA),
         _check("Triton-language", lambda: _installed("triton"), hint=TORCH_EXTRA),
-    ]
-
-
-def memory_report(
-    engine_dir: Path,
-    *,
-    gpu_gib: float | None = None,
-    config: EngineConfig | None = None,
-    load_driver: LoadDriver = load_driver,
-) -> list[str]:
-    """What an engine directory takes of a GPU's memory, a line per purpose, with one split beside the whole device.
-
-    gpu_gib: of a GPU that is not here. Raises ManifestError, ConfigError where the engine is none of a GPU, or
-    DriverError where there is no GPU and none was named.
-    """
-    manifest, config = EngineManifest.load(engine_dir), config or EngineConfig()
-    if manifest.runtime_spec.is_cpu:
-        raise ConfigError(f"runtime = {manifest.runtime!r}: its engines run on a CPU")
-    total = int(gpu_gib * 2**30) if gpu_gib is not None else memory_bytes(load_driver())
-    models = ModelPair(manifest.target, manifest.draft).present
-    plan = plan_memory(
-        models,
-        dtype=manifest.dtype,
-        kv_block_size=manifest.kv_block_size,
-        free_bytes=total - CONTEXT_BYTES,
-        num_partitions=len(models),
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens,
-        unloaded_bytes=sum(model.num_weight_bytes for model in models),
-    )
-    return [
-        f"{total / 2**20:8.0f} MiB  of the GPU, less {CONTEXT_BYTES >> 20} MiB of CUDA's own:",
-        *plan.report(manifest.kv_block_size),
     ]
 
 
@@ -171,7 +132,7 @@ def _stub() -> str:
 
 def _repository() -> str:
     if not (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").is_file():
-        raise FileNotFoundError(f"{MODEL_REPO}: missing; run from a checkout of the project")
+        raise FileNotFoundError(f"{MODEL_REPO}: missing; install faser-backend again")
     return str(MODEL_REPO)
 
 

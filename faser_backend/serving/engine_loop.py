@@ -24,6 +24,7 @@ from faser_backend.serving.guides import GuideCompiler
 _log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
 DRAIN_POLL_S = 0.02
+Deliver = Callable[[list[RequestOutput] | None], None]
 
 
 class ServedEngine(Protocol):
@@ -41,10 +42,14 @@ class ServedEngine(Protocol):
 
 
 class Subscription:
-    """One front end's end of the hub. `outputs` yields lists of RequestOutput, then None at the end."""
+    """One front end's end of the hub. `outputs` yields lists of RequestOutput, then None at the end.
 
-    def __init__(self, loop: EngineLoop) -> None:
+    deliver: takes them instead of `outputs`, on the thread that makes them: it hands over and returns.
+    """
+
+    def __init__(self, loop: EngineLoop, deliver: Deliver | None = None) -> None:
         self.outputs: SimpleQueue[list[RequestOutput] | None] = SimpleQueue()
+        self.deliver: Deliver = deliver or self.outputs.put
         self._loop = loop
 
     def submit(self, request: Request, client_id: str) -> None:
@@ -117,8 +122,8 @@ class EngineLoop:
             self.close()
             raise
 
-    def subscribe(self) -> Subscription:
-        return Subscription(self)
+    def subscribe(self, deliver: Deliver | None = None) -> Subscription:
+        return Subscription(self, deliver)
 
     def submit(self, request: Request, client_id: str, subscriber: Subscription) -> None:
         with self._lock:
@@ -159,7 +164,7 @@ class EngineLoop:
             ids = [request_id for request_id, route in self._routes.items() if route.subscriber is subscriber]
         for request_id in ids:
             self.end(request_id, FinishReason.CANCELLED)
-        subscriber.outputs.put(None)
+        subscriber.deliver(None)
 
     def _submit_guided(self, request: Request, result: Grammar | FaserError) -> None:
         """On the compiler's thread: a request whose grammar is there goes to the engine, unless it has ended."""
@@ -181,7 +186,7 @@ class EngineLoop:
         """The last output of a request that the engine never knew. Under the lock."""
         route = self._routes.pop(request_id)
         last = RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
-        route.subscriber.outputs.put([last])
+        route.subscriber.deliver([last])
 
     def refuse(self) -> None:
         """From now on no request is taken."""
@@ -241,11 +246,11 @@ class EngineLoop:
                     del self._routes[output.request_id]
                     self._on_finished(output, route.num_output_tokens)
         for subscriber, batch in batches.items():
-            subscriber.outputs.put(batch)
+            subscriber.deliver(batch)
 
     def _fail_all(self, message: str) -> None:
         with self._lock:
             routes, self._routes = self._routes, {}
         for request_id, route in routes.items():
             failed = RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, error=message)
-            route.subscriber.outputs.put([failed])
+            route.subscriber.deliver([failed])

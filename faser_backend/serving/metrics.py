@@ -6,7 +6,6 @@ next update raises.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -17,8 +16,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
-from faser_backend.pipeline.engine import NUM_POSITIONS, EngineMetrics
-from faser_backend.serving.wire import Answered
+from faser_backend.pipeline.engine import NUM_POSITIONS, STEP_KINDS, EngineMetrics
 
 TOKEN_BUCKETS = [10, 50, 100, 500, 1000]
 HISTOGRAMS = (  # family, its type
@@ -51,6 +49,7 @@ SPECULATION = {  # counters, as vLLM calls them
     "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens that were accepted",
 }
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+STEPS = "faser:steps_total"
 REQUESTS = "vllm:request_success_total"  # by the reason of the end
 GAUGES = {  # family -> (label, description, values of the label)
     "nv_trt_llm_request_metrics": (
@@ -76,8 +75,11 @@ GAUGES = {  # family -> (label, description, values of the label)
     "nv_trt_llm_general_metrics": ("general_type", "General", ("timestamp", "iteration_counter")),
     "nv_trt_llm_speculative_decoding_metrics": (
         "speculative_decoding_type",
-        "Speculative decoding since the start",
-        ("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "acceptance_rate", "preemptions"),
+        "Speculative decoding since the start; price: the tokens per second that a policy asks of any use of time",
+        (
+            *("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "wasted_tokens"),
+            *("acceptance_rate", "preemptions", "price"),
+        ),
     ),
     "nv_trt_llm_cuda_graph_metrics": (
         "cuda_graph_type",
@@ -93,18 +95,6 @@ UNUSED_COUNTERS = {
         ("kv_cache_transfer_ms", "request_count"),
     ),
 }
-COMPOSING_MODELS = ("preprocessing", "tensorrt_llm", "postprocessing")
-COMPOSING_COUNTERS = (  # Triton's own families, in the order of ComposingCounters.count
-    "nv_inference_request_success",
-    "nv_inference_count",
-    "nv_inference_exec_count",
-    "nv_inference_request_duration_us",
-    "nv_inference_queue_duration_us",
-    "nv_inference_compute_input_duration_us",
-    "nv_inference_compute_infer_duration_us",
-    "nv_inference_compute_output_duration_us",
-)
-FLUSH_PERIOD_S = 0.5
 
 
 def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
@@ -143,8 +133,10 @@ def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
             "accepted_tokens": metrics.num_accepted,
             "emitted_tokens": metrics.num_emitted,
             "pruned_tokens": metrics.num_pruned,
+            "wasted_tokens": metrics.num_drafted - metrics.num_accepted,
             "acceptance_rate": metrics.num_accepted / metrics.num_drafted if metrics.num_drafted else 0.0,
             "preemptions": metrics.num_preemptions,
+            "price": metrics.tokens_per_second,
         },
         "nv_trt_llm_cuda_graph_metrics": {
             "captured": metrics.num_graphs,
@@ -229,6 +221,7 @@ class MetricReporter:
         counted[BY_POSITION] = ("Draft tokens that were accepted, by place in their chain", "position", positions)
         reasons = tuple(reason.value for reason in FinishReason)
         counted[REQUESTS] = ("Requests that have ended", "finished_reason", reasons)
+        counted[STEPS] = ("Steps that verified something, by how draft and target took turns", "mode", STEP_KINDS)
         for name, (description, label, values) in counted.items():
             family = kinds(name=name, description=description, kind=kinds.COUNTER)
             self._families.append(family)
@@ -271,6 +264,7 @@ class MetricReporter:
         numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)
         totals = {(name, ""): number for name, number in zip(SPECULATION, numbers, strict=True)}
         totals |= {(BY_POSITION, str(place)): n for place, n in enumerate(metrics.num_accepted_by_position)}
+        totals |= {(STEPS, kind): n for kind, n in metrics.num_steps_by_kind.items()}
         for key, total in totals.items():
             if (new := total - self._last.get(key, 0)) > 0:
                 self._totals[key].increment(new)
@@ -282,63 +276,3 @@ class MetricReporter:
                 if self._last.get((family, label)) != value:
                     self._gauges[family, label].set(value)
                     self._last[family, label] = value
-
-
-class ComposingCounters:
-    """Counts what `ensemble` and `tensorrt_llm_bls` do themselves into the counters of the models that do it in
-    TensorRT-LLM, which dashboards and tests read: preprocessing, tensorrt_llm and postprocessing.
-
-    Triton keeps one Prometheus registry: a family with the name of one of its own is that family, and a metric with the
-    labels of a model is that model's counter. Increments are summed up and sent twice a second, for each is a message
-    to the server process.
-    """
-
-    def __init__(self, pb_utils: Any, version: str) -> None:
-        kinds = pb_utils.MetricFamily
-        self._counters: dict[tuple[str, str], Any] = {}
-        for name in COMPOSING_COUNTERS:
-            family = kinds(name=name, description=name, kind=kinds.COUNTER)
-            _keep_forever(family)
-            for model in COMPOSING_MODELS:
-                counter = family.Metric(labels={"model": model, "version": version})
-                _keep_forever(counter)
-                self._counters[model, name] = counter
-        self._lock = threading.Lock()
-        self._pending: dict[tuple[str, str], int] = {}
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="composing-counters", daemon=True)
-        self._thread.start()
-
-    def count(self, answered: Answered) -> None:
-        """Takes in one request. Thread-safe; sends nothing."""
-        reading, engine, writing = answered.preprocessing_ns, answered.engine_ns, answered.postprocessing_ns
-        queued, entering, sending = answered.queued_ns, answered.submitting_ns, answered.sending_ns
-        durations_ns = {  # whole, and of it in the queue, for input, inference and output
-            "preprocessing": (reading, 0, 0, reading, 0),
-            "tensorrt_llm": (engine, queued, entering, max(0, engine - queued - entering), 0),
-            "postprocessing": (writing + sending, 0, 0, writing, sending),
-        }
-        with self._lock:
-            for model, nanoseconds in durations_ns.items():
-                amounts = (1, answered.num_prompts, 1, *(duration // 1000 for duration in nanoseconds))
-                for name, amount in zip(COMPOSING_COUNTERS, amounts, strict=True):
-                    self._pending[model, name] = self._pending.get((model, name), 0) + amount
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(5.0)
-
-    def _run(self) -> None:
-        is_closing = False
-        while not is_closing:
-            is_closing = self._closing.wait(FLUSH_PERIOD_S)  # and once more for what came last
-            with self._lock:
-                pending, self._pending = self._pending, {}
-            for key, amount in pending.items():
-                if amount:
-                    self._counters[key].increment(amount)
-
-
-def _keep_forever(metric: Any) -> None:
-    # Its destructor would take the counter out of the registry, while the model that it belongs to still counts in it.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(metric))

@@ -9,6 +9,7 @@ outside of parameters (max_batch_size and the transaction policy) is a parameter
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,7 +211,8 @@ def write_repositories(root: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    from faser_backend.serving.demo_engine import PROJECT_ROOT
+    from faser_backend.places import data_folder
 
-    for path in write_repositories(PROJECT_ROOT):
-        print(path.relative_to(PROJECT_ROOT))
+    folder = Path(sys.argv[1]) if sys.argv[1:] else data_folder()
+    for path in write_repositories(folder):
+        print(path.relative_to(folder))

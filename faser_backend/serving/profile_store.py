@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from faser_backend.policy.cost_model import (
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.runtimes import identity_of, key_columns_of
+from faser_backend.version import VERSION
 
 FORMAT_VERSION = 4
 PROFILE_FILE = "profile.json"
@@ -57,7 +57,7 @@ class Fingerprint:
         """Of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
         device = {**identity_of(manifest.runtime), "kv_cache_dtype": manifest.kv_cache_dtype}
-        return cls(device, version("faser-backend"), files)
+        return cls(device, VERSION, files)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:

@@ -29,14 +29,13 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
-from faser_backend.serving.demo_engine import PROJECT_ROOT
+from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
 from faser_backend.serving.doors import check_host, random_key, restriction_options
 from faser_backend.serving.draining import DRAIN_FILE, DRAINED_FILE
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 
-MODEL_REPO = PROJECT_ROOT / "model_repo"
-REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
+REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 MIN_LAUNCH_BYTES = 1 << 20  # of configurations and links, and the beginning of a log
 DRAIN_S = 60.0  # for requests in flight
@@ -253,7 +252,7 @@ def _launch_folder() -> Path:
 def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:
     """Copies the models of one contract and writes policy and parameters into their configurations."""
     if not repository.is_dir():
-        raise ConfigError(f"{repository}: no model repository here; run from a checkout of the project")
+        raise ConfigError(f"{repository}: no model repository here; install faser-backend again")
     for name in options.parameters:
         if name not in known_keys():
             raise ConfigError(f"parameter {name}: no model of {repository.name} has such a parameter")
@@ -294,7 +293,7 @@ def _environment(install: TritonInstall) -> dict[str, str]:
         environment[name] = os.pathsep.join([*entries, *filter(None, [environment.get(name)])])
 
     prepend("PATH", [str(Path(sys.executable).parent)])
-    prepend("PYTHONPATH", [str(PROJECT_ROOT), sysconfig.get_path("purelib")])
+    prepend("PYTHONPATH", [str(PACKAGES), sysconfig.get_path("purelib")])
     if install.libraries:
         prepend("LD_LIBRARY_PATH", [str(folder) for folder in install.libraries])
     return environment

@@ -52,7 +52,6 @@ class Reply:
         self._cum_log_prob = 0.0
         self._context_logits: np.ndarray | None = None
         self._generation_logits: list[np.ndarray] = []
-        self._num_output_tokens = 0
         self.stats: RequestStats | None = None
         self.finish_reason: FinishReason | None = None
 
@@ -80,7 +79,6 @@ class Reply:
                 self._text.append(delta.text)
                 token_ids = token_ids[: delta.num_tokens]
             self._new_ids.extend(token_ids)
-            self._num_output_tokens += len(token_ids)
             if output.stats is not None:  # of what a step emits, what was drafted comes first
                 num_accepted = output.stats.num_accepted - (0 if self.stats is None else self.stats.num_accepted)
                 self._draft_mask += [index < num_accepted for index in range(len(token_ids))]
@@ -120,7 +118,7 @@ class Reply:
         if parsed.wants_num_input_tokens:
             arrays.append(("num_input_tokens", _one(parsed.request.prompt_ids.size)))
         if parsed.wants_num_output_tokens:
-            arrays.append(("num_output_tokens", _one(self._num_output_tokens)))
+            arrays.append(("num_output_tokens", _one(len(self._new_ids))))  # of this response: clients sum them
         if parsed.request.wants_stats and self.stats is not None:
             arrays += _render_stats(self.stats)
             arrays.append(("draft_token_mask", np.array([[self._draft_mask]], np.bool_)))

@@ -21,13 +21,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from faser_backend.core.errors import FaserError
+from faser_backend.serving.composing_counters import ComposingCounters
 from faser_backend.serving.converters import postprocess, preprocess
 from faser_backend.serving.draining import drain_when_asked
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_path
 from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.long_texts import LongTexts
-from faser_backend.serving.metrics import ComposingCounters, MetricReporter
+from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
 from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
 from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread

@@ -150,27 +150,51 @@ def read_aiperf(summary: Path) -> Row:
     }
 
 
-def read_sglang(line: str) -> Row:
+def read_sglang(line: str, tool: str) -> Row:
     """line: of the file that --output-file and --output-details write, one per call."""
     fields = json.loads(line)
     in_flight, rate = fields["max_concurrency"], fields["request_rate"]
     load = f"{in_flight} {UNITS['concurrency']}" if in_flight else f"{rate:g} {UNITS['request_rate']}"
     return {
-        "tool": "sglang",
+        "tool": tool,
         "load": load + (f", {fields['dataset_name']}" if fields["dataset_name"] != "custom" else ""),
         "num_errors": sum(bool(error) for error in fields["errors"]),
         **{name: fields[key] for name, key in SGLANG.items()},
     }
 
 
+def read_guidellm(report: Path) -> Row:
+    """report: JSON of one concurrency, named guidellm-CONCURRENCY. Of requests, those that ended in time."""
+    [benchmark] = json.loads(report.read_text())["benchmarks"]
+    metrics, totals = benchmark["metrics"], benchmark["metrics"]["request_totals"]
+
+    def percentile(name: str, which: str) -> float:
+        return metrics[name]["successful"]["percentiles"][which]
+
+    return {
+        "tool": "guidellm",
+        "load": f"{report.stem.rpartition('-')[2]} {UNITS['concurrency']}",
+        "num_requests": totals["successful"],
+        "num_errors": totals["errored"],
+        "tokens_per_s": metrics["output_tokens_per_second"]["successful"]["mean"],
+        "ttft_ms_p50": percentile("time_to_first_token_ms", "p50"),
+        "ttft_ms_p99": percentile("time_to_first_token_ms", "p99"),
+        "tpot_ms_p50": percentile("inter_token_latency_ms", "p50"),
+        "e2e_ms_p50": 1e3 * percentile("request_latency", "p50"),
+    }
+
+
 def read_rows(folder: Path, max_tokens: int) -> list[Row]:
     """Everything that clients left in folder, in the order of their names and loads."""
     summaries = folder.glob(f"aiperf-*/{AIPERF_SUMMARY}")
-    sglang = folder / "sglang-results.jsonl"
+    sglang = {tool: folder / f"{tool}-results.jsonl" for tool in ("sglang", "sglang_openai")}
+    lines = [(line, tool) for tool, path in sglang.items() if path.is_file() for line in path.read_text().splitlines()]
+    guidellm = sorted(folder.glob("guidellm-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [
         *read_perf_analyzer(folder, max_tokens),
         *map(read_aiperf, sorted(summaries, key=lambda path: path.stat().st_mtime_ns)),
-        *map(read_sglang, sglang.read_text().splitlines() if sglang.is_file() else ()),
+        *(read_sglang(line, tool) for line, tool in lines),
+        *map(read_guidellm, guidellm),
     ]
 
 
@@ -188,8 +212,9 @@ def write_report(stem: Path, folder: Path, max_tokens: int, command: str, versio
         "tokens to held-out prompts, which repeat, so that their prefixes are reused. Figures as each client reports "
         "them, but for perf_analyzer, which counts no tokens: its tokens/s are its inferences/s times the tokens asked "
         "for, its ttft and tpot are made of the moments that it exports, and it ends at the first error. aiperf counts "
-        "tokens by tokenising the text again. tpot: time per output token after the first response. n in flight: the "
-        "next request is sent when one has ended; n requests/s: at random moments, n a second on average.",
+        "tokens by tokenising the text again. sglang_openai and guidellm ask OpenAI's API; guidellm sends texts of its "
+        "own and samples. tpot: time per output token after the first response. n in flight: the next request is sent "
+        "when one has ended; n requests/s: at random moments, n a second on average.",
         "",
         *markdown_table(COLUMNS, read_rows(folder, max_tokens)),
     ]

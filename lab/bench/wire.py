@@ -25,8 +25,8 @@ from faser_backend.core.errors import FaserError
 from lab.answers import Answer, Job
 
 Received = tuple[float, Any]  # seconds, and the response that came then
-COUNTERS = {
-    "num_tokens": "num_output_tokens",
+NUM_TOKENS = "num_output_tokens"  # of a response
+COUNTERS = {  # of the request so far
     "num_drafted": "total_draft_tokens",
     "num_accepted": "total_accepted_draft_tokens",
 }
@@ -50,13 +50,13 @@ def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
         ("stream", "BOOL", b"\x01"),
         ("exclude_input_in_output", "BOOL", b"\x01"),
         ("return_perf_metrics", "BOOL", b"\x01"),
-        ("return_num_output_tokens", "BOOL", b"\x01"),
+        (f"return_{NUM_TOKENS}", "BOOL", b"\x01"),
     ]
     request = ModelInferRequest(model_name=model, id=str(number))
     for name, kind, raw in fields:
         request.inputs.add(name=name, datatype=kind, shape=[1, 1])
         request.raw_input_contents.append(raw)
-    for name in ["text_output", *COUNTERS.values()]:
+    for name in ["text_output", NUM_TOKENS, *COUNTERS.values()]:
         request.outputs.add(name=name)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
@@ -75,6 +75,8 @@ def read_answer(start_s: float, responses: list[Received]) -> Answer:
         if "text_output" in outputs:
             text.update(outputs["text_output"][4:])  # after the string's length
             answer.response_s.append(moment)
+        if NUM_TOKENS in outputs:
+            answer.num_tokens += struct.unpack("<i", outputs[NUM_TOKENS])[0]
         for field, name in COUNTERS.items():
             if name in outputs:
                 setattr(answer, field, struct.unpack("<i", outputs[name])[0])

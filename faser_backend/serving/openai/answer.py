@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from faser_backend.serving.log_probs import best_log_probs
 from faser_backend.serving.openai.sampling import Generation
 from faser_backend.serving.openai.triton_client import TokenClient, Tokens
 from faser_backend.serving.text_stream import TextStream
@@ -114,12 +115,7 @@ class Answer:
     def _log_prob(self, token_id: int, log_prob: float, logits: np.ndarray | None) -> TokenLogProb:
         top: list[tuple[str, bytes | None, float]] = []
         if logits is not None and self.wanted.num_top:
-            count = min(self.wanted.num_top, logits.size)
-            best = np.argpartition(-logits, count - 1)[:count]
-            shifted = logits.astype(np.float64) - logits.max()
-            norm = np.log(np.exp(shifted).sum())
-            ordered = best[np.lexsort((best, -logits[best]))]
-            top = [(*self._shown(int(one)), float(shifted[one] - norm)) for one in ordered]
+            top = [(*self._shown(one), value) for one, value in best_log_probs(logits, self.wanted.num_top)]
         return TokenLogProb(*self._shown(token_id), log_prob, top)
 
     def _shown(self, token_id: int) -> tuple[str, bytes | None]:

@@ -1,29 +1,24 @@
-"""`faser generate`: one prompt through the same engine that serves, without a server."""
+"""`faser generate`: one prompt through the Python API."""
 
 from __future__ import annotations
 
-import json
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from faser_backend.config import DEFAULT_POLICY, EngineConfig
-from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.api.batch import Conversation, Prompt
+from faser_backend.api.llm import LLM
+from faser_backend.api.outputs import CompletionOutput, RequestOutput
+from faser_backend.api.params import SamplingParams
+from faser_backend.config import DEFAULT_POLICY
+from faser_backend.core.errors import RequestError
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.core.request import FinishReason
 from faser_backend.manifest import EngineManifest
-from faser_backend.pipeline.engine import Engine
-from faser_backend.serving.compose import build_engine
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.chat import read_messages
 from faser_backend.serving.profile_store import PROFILE_FILE
-from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.text_stream import TextStream
-from faser_backend.serving.tokenizer import TextTokenizer
 
 Progress = Callable[[str, int, int], None]
 
@@ -65,15 +60,23 @@ def generate_once(
     could have been. Raises FaserError.
     """
     _check_prompt_options(options)
-    engine_dir = options.engine_dir or demo_engine_dir(progress)
-    manifest = EngineManifest.load(engine_dir)
-    prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template_file)
-    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
-    try:
-        request = _make_request(options, manifest, tokenizer)
-    finally:
-        tokenizer.close()
-    config = EngineConfig.from_options(
+    prompt = _messages_of(options) if options.is_chat else options.prompt
+    if prompt is None:
+        prompt = list(options.prompt_ids or ())
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=list(options.stop_strings),
+        include_stop_str_in_output=True,
+    )
+    with LLM(
+        options.engine_dir,
+        chat_template=options.chat_template_file,
+        progress=progress,
+        on_step=on_step,
         policy=options.policy,
         draft=options.draft,
         acceptance=options.acceptance,
@@ -81,18 +84,11 @@ def generate_once(
         pipeline=options.pipeline,
         max_num_seqs=1,
         num_threads=options.num_threads,
-    )
-    engine = build_engine(engine_dir, config)
-    if on_step is not None:
-        engine.stepper.observers.append(on_step)
-    try:
-        stream = TextStream(tokenizer, context_ids=request.prompt_ids.tolist(), stop_strings=options.stop_strings)
-        result = _run(engine, request, stream, on_text)
-    finally:
-        engine.close()
-    has_profile = (engine_dir / PROFILE_FILE).is_file()
+    ) as llm:
+        result = _run(llm, prompt, params, on_text)
+    has_profile = (llm.engine_dir / PROFILE_FILE).is_file()
     why_no_drafts = "" if result["num_drafted"] else _why_no_drafts(options, has_profile=has_profile)
-    why_no_pruning = "" if result["num_pruned"] else _why_no_pruning(manifest, options, has_profile=has_profile)
+    why_no_pruning = "" if result["num_pruned"] else _why_no_pruning(llm.manifest, options, has_profile=has_profile)
     return result | {"why_no_drafts": why_no_drafts, "why_no_pruning": why_no_pruning}
 
 
@@ -142,72 +138,41 @@ def _check_prompt_options(options: OneShotOptions) -> None:
         raise RequestError("--system", options.system, "write it into the file of --messages as its first message")
 
 
-def _read_prompt(options: OneShotOptions, tokenizer: TextTokenizer) -> Sequence[int]:
-    """The token ids of whatever the options ask for."""
-    if options.is_chat:
-        return tokenizer.encode_chat("messages", _messages_of(options))[1]
-    if options.prompt is not None:
-        return tokenizer.encode_prompt(options.prompt)
-    assert options.prompt_ids is not None  # checked before
-    return options.prompt_ids
-
-
-def _messages_of(options: OneShotOptions) -> str:
-    """The conversation as JSON."""
+def _messages_of(options: OneShotOptions) -> Conversation:
+    """The conversation of --messages, or of --system and the prompt."""
     if options.messages_file is not None:
         try:
-            return options.messages_file.read_text(encoding="utf-8")
+            text = options.messages_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError("--messages", str(options.messages_file), f"not readable as text ({error})") from None
+        return read_messages("messages", text)
     before = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return json.dumps([*before, {"role": "user", "content": options.prompt}])
+    return [*before, {"role": "user", "content": options.prompt}]
 
 
-def _make_request(options: OneShotOptions, manifest: EngineManifest, tokenizer: TextTokenizer) -> Request:
-    seed = options.seed
-    if seed is None:
-        seed = secrets.randbits(64) if options.temperature > 0 else 0
-    sampling = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
-    return Request(
-        request_id="generate",
-        prompt_ids=np.asarray(_read_prompt(options, tokenizer), np.int64),
-        max_tokens=options.max_tokens,
-        sampling=sampling,
-        end_ids=manifest.end_ids,
-        stop_sequences=tokenizer.encode_words("stop", list(options.stop_strings)),
-    )
-
-
-def _run(engine: Engine, request: Request, stream: TextStream, on_text: Callable[[str], None]) -> dict[str, Any]:
-    token_ids: list[int] = []
-    parts: list[str] = []
-    last: RequestOutput | None = None
+def _run(llm: LLM, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> dict[str, Any]:
     started_s = time.perf_counter()
-    engine.submit(request)
-    while last is None:
-        for output in engine.step():
-            if not stream.is_stopped:
-                delta = stream.push(output.token_ids)
-                token_ids += output.token_ids[: delta.num_tokens]
-                parts.append(delta.text)
-                on_text(delta.text)
-                if delta.is_stopped:
-                    engine.stop(request.request_id)
-            if output.is_final:
-                last = output
+    last: RequestOutput | None = None
+    for last in llm.stream(prompt, params):
+        on_text(last.outputs[0].text_diff)
     seconds = time.perf_counter() - started_s
-    if last.error is not None:
-        raise FaserError(last.error)
-    parts.append(stream.finish())
-    on_text(parts[-1])
-    assert last.finish_reason is not None and last.stats is not None  # the engine sets both on the last output
+    assert last is not None  # the last output comes in any case
+    answer = last.outputs[0]
+    assert answer.stats is not None  # of every answer that has ended
     return {
-        "token_ids": token_ids,
-        "text": "".join(parts),
-        "num_drafted": last.stats.num_drafted,
-        "num_accepted": last.stats.num_accepted,
-        "num_pruned": last.stats.num_pruned,
-        "tokens_per_s": round(len(token_ids) / seconds, 1),
-        "finish_reason": "stop_words" if stream.is_stopped else last.finish_reason.value,
-        "seed": request.sampling.seed,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "num_drafted": answer.stats.num_drafted,
+        "num_accepted": answer.stats.num_accepted,
+        "num_pruned": answer.stats.num_pruned,
+        "tokens_per_s": round(len(answer.token_ids) / seconds, 1),
+        "finish_reason": _finish_reason(answer).value,
+        "seed": answer.seed,
     }
+
+
+def _finish_reason(answer: CompletionOutput) -> FinishReason:
+    """As the server tells it."""
+    if answer.finish_reason == "length":
+        return FinishReason.LENGTH
+    return FinishReason.END_ID if answer.stop_reason is None else FinishReason.STOP_WORDS

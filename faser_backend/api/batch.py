@@ -1,0 +1,236 @@
+"""One call of the Python API: prompts become the engine's requests, and its outputs the answers to them.
+
+Everything is checked before a request starts, so that a bad field leaves nothing running. Knows nothing of threads.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from faser_backend.api.outputs import GrowingAnswer, RequestOutput
+from faser_backend.api.params import GuidedDecodingParams, SamplingParams
+from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.request import FinishReason, Limits, Request
+from faser_backend.core.request import RequestOutput as EngineOutput
+from faser_backend.core.request import SamplingParams as EngineSampling
+from faser_backend.serving.contract import fitting_max_tokens, nth_sequence
+from faser_backend.serving.guides import GUIDE, GuideCompiler
+from faser_backend.serving.tokenizer import TextTokenizer
+
+Conversation = list[dict[str, Any]]  # [{"role": ..., "content": ...}]
+Prompt = str | list[int] | Conversation
+AnyParams = SamplingParams | Sequence[SamplingParams] | None
+_KINDS = "must be text, token ids or a conversation, or a list of these"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a prompt has to be read with."""
+
+    tokenizer: TextTokenizer
+    limits: Limits
+    end_ids: tuple[int, ...]
+    guides: GuideCompiler
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A prompt and the answers to it."""
+
+    index: int
+    prompt: str | None
+    answers: list[GrowingAnswer]
+    is_told: bool = False  # that it has ended
+
+    @property
+    def is_ended(self) -> bool:
+        return all(answer.is_ended for answer in self.answers)
+
+    def snapshot(self) -> RequestOutput:
+        first = self.answers[0].request
+        outputs = [answer.snapshot() for answer in self.answers]
+        return RequestOutput(
+            first.request_id, self.index, self.prompt, first.prompt_ids.tolist(), outputs, self.is_ended
+        )
+
+
+class Batch:
+    """The prompts of one call. Raises RequestError for the first that cannot be answered."""
+
+    def __init__(self, prompts: Prompt | Sequence[Prompt], params: AnyParams, model: Model, call_id: str) -> None:
+        """call_id: begins the ids of this call's requests."""
+        listed = _listed(prompts)
+        self._asked: list[_Asked] = []
+        for index, (prompt, wanted) in enumerate(zip(listed, _params_of(params, len(listed)), strict=True)):
+            with _naming(f"prompts[{index}]" if len(listed) > 1 else None):
+                self._asked.append(_ask(prompt, wanted, model, index, f"{call_id}.{index}"))
+        self._by_id = {answer.request.request_id: (asked, answer) for asked in self._asked for answer in asked.answers}
+        self._stopping: set[str] = set()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [answer.request for _, answer in self._by_id.values()]
+
+    @property
+    def is_ended(self) -> bool:
+        return all(asked.is_ended for asked in self._asked)
+
+    def take(self, outputs: list[EngineOutput] | None) -> list[str]:
+        """Adds what steps emitted. Returns the requests that the engine may stop: a stop string has ended their text.
+
+        Raises FaserError where a request failed, and where the engine is gone: None.
+        """
+        if outputs is None:
+            raise FaserError("the engine was closed")
+        stopped = []
+        for output in outputs:
+            if output.finish_reason is FinishReason.ERROR:
+                raise FaserError(output.error or "the request failed")
+            _, answer = self._by_id[output.request_id]
+            answer.add(output)
+            if answer.is_stopped and not answer.is_ended and output.request_id not in self._stopping:
+                self._stopping.add(output.request_id)
+                stopped.append(output.request_id)
+        return stopped
+
+    def news(self) -> Iterator[RequestOutput]:
+        """The prompts whose answers have grown or ended since the last call."""
+        for asked in self._asked:
+            is_over = asked.is_ended and not asked.is_told
+            if is_over or any(answer.has_news for answer in asked.answers):
+                asked.is_told = asked.is_ended
+                yield asked.snapshot()
+
+    def results(self) -> list[RequestOutput]:
+        """All answers, in the order of the prompts."""
+        return [asked.snapshot() for asked in self._asked]
+
+
+def is_conversation(prompt: object) -> TypeGuard[Conversation]:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _listed(prompts: object) -> list[Prompt]:
+    """A list of prompts, where one was given too."""
+    if isinstance(prompts, str) or is_conversation(prompts):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError("prompts", prompts, _KINDS)
+    if not prompts:
+        raise RequestError("prompts", prompts, "must hold at least one prompt")
+    return [list(prompts)] if isinstance(prompts[0], int) else list(prompts)
+
+
+def _params_of(params: AnyParams, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError("sampling_params", params, "must be SamplingParams, or a list of them")
+    if len(params) != count:
+        raise RequestError("sampling_params", len(params), f"must be one, or one for each of {count} prompts")
+    return list(params)
+
+
+@contextmanager
+def _naming(where: str | None) -> Iterator[None]:
+    """Errors say which of several prompts they are about."""
+    try:
+        yield
+    except RequestError as error:
+        if where is not None:
+            error.args = (f"{where}: {error}",)
+        raise
+
+
+def _ask(prompt: Prompt, params: SamplingParams, model: Model, index: int, request_id: str) -> _Asked:
+    text, prompt_ids = _read(prompt, model.tokenizer)
+    request = _request(prompt_ids, params, model, request_id)
+    request.validate(model.limits)
+    answers = [
+        GrowingAnswer(
+            nth_sequence(request, number),
+            model.tokenizer,
+            index=number,
+            stop_strings=params.stop,
+            includes_stop=params.include_stop_str_in_output,
+            num_top=params.logprobs,
+        )
+        for number in range(params.n)
+    ]
+    return _Asked(index, text, answers)
+
+
+def _read(prompt: object, tokenizer: TextTokenizer) -> tuple[str | None, list[int]]:
+    """The text of a prompt, and its token ids."""
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode_prompt(prompt)
+    if is_conversation(prompt):
+        try:
+            messages = json.dumps(prompt)
+        except (TypeError, ValueError) as error:
+            raise RequestError("messages", prompt, f"must be plain data: {error}") from None
+        return tokenizer.encode_chat("messages", messages)
+    if isinstance(prompt, list | tuple) and all(type(each) is int for each in prompt):
+        return None, list(prompt)
+    raise RequestError("prompt", prompt, "must be text, token ids or a conversation")
+
+
+def _request(prompt_ids: list[int], params: SamplingParams, model: Model, request_id: str) -> Request:
+    tokenizer, limits = model.tokenizer, model.limits
+    stop_sequences = tokenizer.encode_words("stop", params.stop)
+    return Request(
+        request_id=request_id,
+        prompt_ids=np.array(prompt_ids, np.int64),
+        max_tokens=_max_tokens(params.max_tokens, limits, len(prompt_ids)),
+        sampling=_sampling(params, tokenizer),
+        end_ids=() if params.ignore_eos else model.end_ids,
+        stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
+        max_draft_tokens=params.num_draft_tokens,
+        wants_log_probs=params.logprobs is not None,
+        wants_generation_logits=bool(params.logprobs),
+        wants_stats=True,
+        guide=None if params.guided_decoding is None else _guide(params.guided_decoding, model.guides),
+    )
+
+
+def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
+    """Compiled here, so that what is wrong with it is told before anything runs; the engine finds it compiled."""
+    try:
+        guide = guided.guide()
+        guides.compile(guide)
+    except RequestError as error:
+        error.args = (str(error).replace(GUIDE, "guided_decoding", 1),)
+        raise
+    return guide
+
+
+def _max_tokens(asked: int | None, limits: Limits, num_prompt_tokens: int) -> int:
+    if asked is None:
+        return max(1, limits.max_context - num_prompt_tokens)
+    return fitting_max_tokens(asked, limits, num_prompt_tokens)
+
+
+def _sampling(params: SamplingParams, tokenizer: TextTokenizer) -> EngineSampling:
+    seed = params.seed
+    if seed is None:
+        seed = secrets.randbits(64) if params.temperature > 0 else 0
+    return EngineSampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        min_tokens=params.min_tokens,
+        seed=seed,
+        logit_bias=params.logit_bias,
+        bad_words=tokenizer.encode_words("bad_words", params.bad_words),
+    )

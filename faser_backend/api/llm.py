@@ -1,0 +1,177 @@
+"""`LLM`: an engine in the caller's own process, with the step loop that serves behind Triton.
+
+Calls may come from several threads and event loops at once; their requests share the engine's batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from faser_backend.api.batch import AnyParams, Batch, Conversation, Model, Prompt, is_conversation
+from faser_backend.api.outputs import RequestOutput
+from faser_backend.config import EngineConfig
+from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import RequestOutput as EngineOutput
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.compose import open_engine
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.guides import GuideCompiler
+from faser_backend.serving.prompts import PromptFormat
+from faser_backend.serving.tokenizer import TextTokenizer
+
+Prompts = Prompt | Sequence[Prompt]
+
+
+class LLM:
+    """A loaded engine directory. `close` it, or use it as a context manager; else it ends with the process.
+
+    A prompt is text, a list of token ids, or a conversation [{"role": ..., "content": ...}]; calls take one prompt or
+    a list of them, and SamplingParams for all or one for each. Every call raises RequestError for the first field that
+    is out of range, before anything runs, and FaserError where the engine fails.
+    """
+
+    def __init__(
+        self,
+        engine_dir: str | Path | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """engine_dir: None is the demo pair, built on first use, of which progress tells. chat_template: a file,
+        instead of the checkpoint's. on_step: sees every step, on the engine's thread. options: fields of
+        config.EngineConfig, such as policy, draft, max_num_seqs and num_threads; any number of requests may wait.
+
+        Raises ManifestError, ConfigError or, where the engine cannot be warmed up, FaserError.
+        """
+        config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
+        self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir(progress)
+        self.manifest = EngineManifest.load(self.engine_dir)
+        template = None if chat_template is None else Path(chat_template)
+        prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)
+        tokenizer_file = self.engine_dir / self.manifest.tokenizer.name
+        tokenizer = TextTokenizer.from_file(tokenizer_file, prompts)
+        engine, prepare = open_engine(self.engine_dir, config)
+        if on_step is not None:
+            engine.stepper.observers.append(on_step)
+        guides = GuideCompiler(tokenizer_file, engine.limits.vocab_size, self.manifest.end_ids)
+        self._loop = EngineLoop(engine, prepare=prepare, guides=guides)
+        self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the end of the process at the latest
+        self._model = Model(tokenizer, engine.limits, self.manifest.end_ids, guides)
+        self._call_ids = itertools.count()
+
+    def generate(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
+        """The answers, in the order of the prompts."""
+        batch = self._batch(prompts, sampling_params)
+        for _ in self._run(batch):
+            pass
+        return batch.results()
+
+    def chat(self, messages: Conversation | Sequence[Conversation], params: AnyParams = None) -> list[RequestOutput]:
+        """As generate, of one conversation or a list of them."""
+        return self.generate(_conversations(messages), params)
+
+    def stream(self, prompts: Prompts, sampling_params: AnyParams = None) -> Iterator[RequestOutput]:
+        """Answers as they grow, each time whole; `new_pieces` and `text_diff` of an answer are what is new. Closing the
+        iterator ends the requests."""
+        batch = self._batch(prompts, sampling_params)
+        return (output for _ in self._run(batch) for output in batch.news())
+
+    async def generate_async(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
+        """As generate. Cancelling the task ends its requests."""
+        batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
+        async with contextlib.aclosing(self._run_async(batch)) as steps:
+            async for _ in steps:
+                pass
+        return batch.results()
+
+    async def stream_async(
+        self, prompts: Prompts, sampling_params: AnyParams = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As stream."""
+        batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
+        async with contextlib.aclosing(self._run_async(batch)) as steps:
+            async for _ in steps:
+                for output in batch.news():
+                    yield output
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self._model.limits.max_context
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._model.tokenizer.chat_template is not None
+
+    def close(self) -> None:
+        """Ends the engine's thread and frees what it holds; calls under way fail. A second call changes nothing."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _batch(self, prompts: Prompts, params: AnyParams) -> Batch:
+        if not self._close.alive:
+            raise FaserError("this LLM is closed")
+        return Batch(prompts, params, self._model, f"{next(self._call_ids)}")
+
+    def _run(self, batch: Batch) -> Iterator[None]:
+        """Answers the batch; yields whenever it has grown."""
+        with ExitStack() as stack:
+            subscription = self._loop.subscribe()
+            stack.callback(subscription.close)
+            _submit(batch, subscription)
+            while not batch.is_ended:
+                _take(batch, subscription, subscription.outputs.get())
+                yield
+
+    async def _run_async(self, batch: Batch) -> AsyncGenerator[None, None]:
+        events, outputs = asyncio.get_running_loop(), asyncio.Queue()
+
+        def deliver(batch: list[EngineOutput] | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                events.call_soon_threadsafe(outputs.put_nowait, batch)
+
+        with ExitStack() as stack:
+            subscription = self._loop.subscribe(deliver)
+            stack.callback(subscription.close)
+            _submit(batch, subscription)
+            while not batch.is_ended:
+                _take(batch, subscription, await outputs.get())
+                yield
+
+
+def _submit(batch: Batch, subscription: Subscription) -> None:
+    for request in batch.requests:
+        subscription.submit(request, "")
+
+
+def _take(batch: Batch, subscription: Subscription, outputs: list[EngineOutput] | None) -> None:
+    for request_id in batch.take(outputs):
+        subscription.stop(request_id)
+
+
+def _conversations(messages: object) -> list[Conversation]:
+    listed = [messages] if is_conversation(messages) else messages
+    if not isinstance(listed, list | tuple) or not listed or not all(map(is_conversation, listed)):
+        raise RequestError("messages", messages, 'must be a list of {"role": ..., "content": ...}, or several of them')
+    return list(listed)
+
+
+def _close(loop: EngineLoop, tokenizer: TextTokenizer) -> None:
+    loop.close()
+    tokenizer.close()

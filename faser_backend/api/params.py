@@ -1,0 +1,112 @@
+"""What a caller of the Python API asks for: `SamplingParams`, and in it `GuidedDecodingParams`.
+
+Names are those of vLLM and TensorRT-LLM where they mean the same. Types are checked here, ranges by the engine's own
+`Request.validate`. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from faser_backend.core.errors import RequestError
+from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
+from faser_backend.serving.guides import read_guide
+
+MAX_SEQUENCES = 1024  # answers to one prompt
+MAX_LOGPROBS = 20
+
+
+class _Fields(BaseModel):
+    """Frozen keyword fields. Raises RequestError for the first that is unknown or not of its type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                unknown = f"{type(self).__name__} has no such field"
+                limit = unknown if first["type"] == "extra_forbidden" else _lowered(first["msg"])
+                raise RequestError(where or type(self).__name__, first["input"], limit) from None
+
+
+def _lowered(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+class GuidedDecodingParams(_Fields):
+    """What an answer has to look like: exactly one of the fields.
+
+    json: a JSON schema as a dict or text, or a pydantic model. grammar: GBNF or Lark. json_object: any JSON object.
+    structural_tag: XGrammar's, as JSON text.
+    """
+
+    schema_: dict[str, Any] | str | type[BaseModel] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | None = None
+
+    def guide(self) -> str:
+        """The grammar as the engine's compiler reads it. Raises RequestError."""
+        given = {
+            "json_schema": _schema_text(self.schema_),
+            "regex": self.regex,
+            "ebnf_grammar": self.grammar,
+            "json": "" if self.json_object else None,
+            "structural_tag": self.structural_tag,
+        }
+        kinds = [(kind, text) for kind, text in given.items() if text is not None]
+        if len(kinds) != 1:
+            limit = "give exactly one of json, regex, grammar, json_object and structural_tag"
+            raise RequestError("guided_decoding", self.model_dump(exclude_defaults=True), limit)
+        return read_guide(*kinds[0])
+
+
+def _schema_text(schema: dict[str, Any] | str | type[BaseModel] | None) -> str | None:
+    if schema is None or isinstance(schema, str):
+        return schema
+    if not isinstance(schema, dict):
+        schema = schema.model_json_schema()
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise RequestError("guided_decoding.json", schema, f"is no JSON schema: {error}") from None
+
+
+class SamplingParams(_Fields):
+    """How one prompt is answered. Defaults decode greedily; fields that are left out change nothing."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1  # answers, whose seeds count up from `seed`
+    max_tokens: int | None = 64  # at most what the context holds; None: all of that
+    temperature: float = 0.0  # 0 decodes greedily
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1 are off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: a fresh one, which the output tells
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: Annotated[list[str], Field(max_length=MAX_STOP_SEQUENCES)] = []  # strings, or one
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_SEQUENCES)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] = []
+    logit_bias: dict[int, float] | None = None  # by token id
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # best alternatives beside each token's own
+    guided_decoding: GuidedDecodingParams | None = None
+    num_draft_tokens: int | None = None  # cap on speculation; 0 decodes plainly
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value

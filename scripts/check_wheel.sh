@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Builds the wheel and the source distribution into dist/, checks both with twine, installs the wheel in a new
+# environment and uses it away from the checkout: `faser generate`, `faser serve`, and the server itself over a model
+# repository that the package wrote, as in NVIDIA's container. What it depends on is taken from .venv, not downloaded.
+# --quick: builds into a temporary folder, takes the demo pair's engines from the user's cache, and starts no server.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+unset PYTHONPATH # of whoever works in the checkout
+[ -x "$VENV/bin/twine" ] || ensure_venv dev
+
+work="$(mktemp -d)"
+dist="$ROOT/dist"
+[ "${1:-}" != --quick ] || dist="$work/dist"
+finish() {
+  stop_server
+  rm -rf "$work"
+}
+trap finish EXIT
+
+say "building"
+rm -f "$dist"/faser_backend-*
+"$VENV/bin/python" -m build --no-isolation --outdir "$dist" "$ROOT" >"$work/log" 2>&1 || {
+  tail -n 30 "$work/log" >&2
+  die "neither wheel nor source distribution: the log ends above"
+}
+"$VENV/bin/twine" check --strict "$dist"/faser_backend-*
+
+say "installing in a new environment"
+"$VENV/bin/python" -m venv --without-pip "$work/venv"
+"$VENV/bin/python" -m pip --python "$work/venv/bin/python" install -q --disable-pip-version-check --no-deps --no-index \
+  "$dist"/faser_backend-*.whl
+# The packages of .venv, behind those of the new environment; an editable install's finder is not run from here.
+site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+site "$VENV/bin/python" >"$(site "$work/venv/bin/python")/dependencies.pth"
+
+VENV="$work/venv"
+cd "$work"
+"$VENV/bin/python" - "$work" <<'PY'
+import sys
+import engines, faser_backend, lab, plugins
+from faser_backend.places import data_folder
+
+for module in (engines, faser_backend, lab, plugins):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+assert str(data_folder()).startswith(sys.argv[1]), data_folder()
+PY
+"$VENV/bin/faser" doctor | grep -E "^yes +(model repository|demo pair)" || die "the wheel lacks what it comes with"
+
+[ "${1:-}" = --quick ] || export XDG_CACHE_HOME="$work/cache"
+say "faser generate"
+"$VENV/bin/faser" generate --prompt "def f(x):" --max-tokens 8
+[ "${1:-}" != --quick ] || exit 0
+
+ask() { # PORT MODEL: one request
+  curl -sS --fail --max-time 60 -d '{"text_input": "def f(x):", "max_tokens": 8}' \
+    "http://127.0.0.1:$1/v2/models/$2/generate" | grep -q '"text_output":"def f(x):' || die "$2 did not answer"
+}
+
+say "faser serve"
+start_server "$work/serve.log" --no-decoupled
+ask "$HTTP_PORT" ensemble
+stop_server
+
+say "tritonserver over a model repository that the wheel wrote"
+# Out of the way of `faser serve`: Triton's own program starts, and its Python stub finds what is installed by itself.
+install="$("$VENV/bin/python" - <<'PY'
+import os
+from faser_backend.serving.server import find_triton
+
+found = find_triton()
+os.makedirs("backends/python")
+for file in [*(found.backends / "python").glob("[!_]*"), found.stub]:
+    os.symlink(file, f"backends/python/{file.name}")
+print(found.binary, os.pathsep.join(map(str, found.libraries)))
+PY
+)"
+"$VENV/bin/python" -m faser_backend.serving.model_configs . >/dev/null
+mapfile -t ports < <(free_ports 3)
+env PATH="$VENV/bin:$PATH" LD_LIBRARY_PATH="${install#* }" "${install%% *}" --model-repository=model_repo \
+  --backend-directory=backends --http-port="${ports[0]}" --grpc-port="${ports[1]}" --metrics-port="${ports[2]}" \
+  --http-address=127.0.0.1 --grpc-address=127.0.0.1 --metrics-address=127.0.0.1 --allow-gpu-metrics=false \
+  --backend-config="python,shm-region-prefix-name=$(basename "$work")" >"$work/triton.log" 2>&1 &
+SERVER_PID=$!
+await_server "${ports[0]}" "$work/triton.log"
+ask "${ports[0]}" ensemble

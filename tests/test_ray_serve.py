@@ -1,0 +1,239 @@
+"""Two replicas on Ray Serve (deploy/ray_serve.py), as clients of the one port meet them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from faser_backend.serving.processes import arguments
+from lab.bench.servers import free_ports
+from tests.served import serve as serve_one
+from tests.serving_pair import build_pair
+from tests.triton_clients import metric, wait_for_free_blocks
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+
+import ray
+from pydantic import ValidationError
+from ray import serve
+
+from deploy.ray_serve import Options, app, routed_text
+
+ROOT = Path(__file__).parent.parent
+SERVE_OPTIONS = "--num-threads 1 --policy none --model-name m"
+WHOLE = "vllm:request_success_total", "length"  # requests that ran to their max_tokens
+FIELDS: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
+LONG = {"max_tokens": 900}
+PROMPTS = [f"{word} is said by the {number} of us" for number, word in enumerate(("yes", "no", "def", "caf", "+", "x"))]
+REPLACED_WITHIN_S = 60
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("ray"), max_context=1024)
+
+
+@pytest.fixture(scope="module")
+def cluster(engine_dir: Path) -> Iterator[int]:
+    """The port of two replicas."""
+    [port] = free_ports(1)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        log_to_driver=False,
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(
+            app(Options(engine_dir=engine_dir, serve_options=SERVE_OPTIONS, min_replicas=2, max_replicas=2)),
+            logging_config={"log_level": "WARNING"},
+        )
+        yield port
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def client_of(port: int) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def servers_of(engine_dir: Path) -> dict[int, int]:
+    """Process id -> metrics port of the `faser serve` of each replica."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        command = arguments(int(folder.name))
+        if "--openai-port" in command and str(engine_dir) in command and "serve" in command:
+            found[int(folder.name)] = int(command[command.index("--metrics-port") + 1])
+    return found
+
+
+async def complete(client: openai.AsyncOpenAI, prompt: str, **fields: Any) -> str:
+    answer = await client.completions.create(model="m", prompt=prompt, **{**FIELDS, **fields})
+    return answer.choices[0].text
+
+
+async def follow(client: openai.AsyncOpenAI, prompt: str, has_begun: asyncio.Event, **fields: Any) -> str | None:
+    """The streamed text, or None where an event told that the replica is gone."""
+    text = ""
+    try:
+        async with await client.completions.create(
+            model="m", prompt=prompt, stream=True, **{**FIELDS, **fields}
+        ) as chunks:
+            async for chunk in chunks:
+                has_begun.set()
+                text += chunk.choices[0].text
+    except openai.APIError as error:
+        return None if "the replica is gone" in error.message else error.message
+    return text
+
+
+def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.1)
+
+
+def test_tokens_are_those_of_one_server_and_both_replicas_work(cluster: int, engine_dir: Path):
+    async def texts(port: int) -> list[str]:
+        client = client_of(port)
+        wanted = [complete(client, p, **fields) for p in PROMPTS for fields in ({}, {"temperature": 0.8, "seed": 7})]
+        return await asyncio.gather(*wanted)
+
+    found = asyncio.run(texts(cluster))
+    assert all(metric(port, *WHOLE) > 0 for port in servers_of(engine_dir).values())
+    [port] = free_ports(1)
+    with serve_one("--engine-dir", engine_dir, *SERVE_OPTIONS.split(), "--openai-port", port):
+        assert found == asyncio.run(texts(port))
+    assert len(set(found)) > len(PROMPTS)  # control: prompts and seeds make a difference
+
+
+def test_prompts_that_begin_alike_go_to_one_replica(cluster: int, engine_dir: Path):
+    async def turns() -> None:
+        client, text = client_of(cluster), "A conversation that is told at some length. " * 3
+        for _ in range(6):
+            text += await complete(client, text, max_tokens=8)
+
+    ports = servers_of(engine_dir).values()
+    before = [metric(port, *WHOLE) for port in ports]
+    asyncio.run(turns())
+    wait_until(lambda: sum(metric(port, *WHOLE) for port in ports) == sum(before) + 6, "requests are not counted")
+    assert 6 in [metric(port, *WHOLE) - old for port, old in zip(ports, before, strict=True)]
+
+
+def test_a_client_that_leaves_cancels(cluster: int, engine_dir: Path):
+    async def leave() -> None:
+        client = client_of(cluster)
+        for is_streamed in (True, False):
+            tasks = [
+                asyncio.create_task(
+                    follow(client, p, asyncio.Event(), **LONG) if is_streamed else complete(client, p, **LONG)
+                )
+                for p in PROMPTS
+            ]
+            await asyncio.sleep(0.3)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    ports = servers_of(engine_dir).values()
+    before = sum(metric(port, *WHOLE) for port in ports)
+    asyncio.run(leave())
+    for port in ports:
+        wait_for_free_blocks(port)
+    assert sum(metric(port, *WHOLE) for port in ports) < before + len(PROMPTS)
+
+
+def test_refusals_pass_with_their_status(cluster: int):
+    async def ask() -> None:
+        client = client_of(cluster)
+        with pytest.raises(openai.BadRequestError, match="max_tokens = -1"):
+            await complete(client, "x", max_tokens=-1)
+        with pytest.raises(openai.NotFoundError, match="other"):
+            await client.completions.create(model="other", prompt="x")
+        assert [model.id async for model in client.models.list()] == ["m"]
+
+    asyncio.run(ask())
+
+
+def test_a_killed_replica_loses_no_request_of_the_other_and_is_replaced(cluster: int, engine_dir: Path):
+    before = servers_of(engine_dir)
+    assert len(before) == 2
+    killed, survivor = before
+    whole = metric(before[survivor], *WHOLE)
+
+    async def kill() -> tuple[list[str | None], list[str]]:
+        client = client_of(cluster)
+        begun = [asyncio.Event() for _ in PROMPTS]
+        streams = [
+            asyncio.create_task(follow(client, p, event, **LONG)) for p, event in zip(PROMPTS, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(killed, signal.SIGKILL)
+        behind = await asyncio.gather(*(complete(client, f"{p} later") for p in PROMPTS))
+        return await asyncio.gather(*streams), behind
+
+    streams, behind = asyncio.run(kill())
+    lost, kept = [text for text in streams if text is None], [text for text in streams if text is not None]
+    assert lost and kept  # each replica had some
+    assert len(behind) == len(PROMPTS)  # those that came after the kill were answered
+    wait_until(
+        lambda: metric(before[survivor], *WHOLE) == whole + len(kept) + len(behind), "the survivor lost requests"
+    )
+    wait_until(lambda: len(servers_of(engine_dir)) == 2, "no replacement", timeout_s=REPLACED_WITHIN_S)
+    assert survivor in servers_of(engine_dir) and killed not in servers_of(engine_dir)
+
+    async def again() -> list[str | None]:
+        client = client_of(cluster)
+        return await asyncio.gather(*(follow(client, p, asyncio.Event(), **LONG) for p in PROMPTS))
+
+    [new] = set(servers_of(engine_dir).values()) - set(before.values())
+    wait_until(lambda: _is_ready(new), "the replacement is not ready", timeout_s=REPLACED_WITHIN_S)
+    whole_again = asyncio.run(again())
+    assert [text for text in whole_again if text is None] == []
+    assert all(text in (None, now) for text, now in zip(streams, whole_again, strict=True))  # and the same tokens
+
+
+def _is_ready(metrics_port: int) -> bool:
+    try:
+        return metric(metrics_port, *WHOLE) >= 0
+    except (OSError, AssertionError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"prompt": "abc"}', "abc"),
+        (b'{"prompt": [1, 2]}', "[1, 2]"),
+        (b'{"messages": [{"role": "user", "content": "hi"}]}', '[{"role": "user", "content": "hi"}]'),
+        (b'{"prompt": ""}', "-"),
+        (b"no json", "-"),
+        (b"[" * 100_000, "-"),
+        (b"", "-"),
+    ],
+)
+def test_what_the_router_compares(body: bytes, text: str):
+    assert routed_text(body) == text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [({"max_replica": "2"}, "max_replica"), ({"min_replicas": "3"}, "max_replicas = 1: must be at least"),
+     ({"num_gpus": "-1"}, "num_gpus")],
+)  # fmt: skip
+def test_bad_options_are_named(wrong: dict[str, str], told: str):
+    with pytest.raises(ValidationError, match=told):
+        app(wrong)
