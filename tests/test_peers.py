@@ -37,6 +37,7 @@ META = {
     "device": "a CPU", "num_cores": 2, "load_average": [0.5, 0, 0], "date": "today", "commit": "abc", "seed": 0,
     "python": "3.11", "versions": {"numpy": "1"}, "command": "python -m lab.peers", "asked": "questions",
     "model": "M", "weights": "fp16", "threads": 2, "num_jobs": 16, "note": "A peer.", "left_out": [],
+    "is_profiled": True,
 }  # fmt: skip
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import FaserError
+from faser_backend.serving.profile_store import PROFILE_FILE
 from lab import environment
 from lab.interrupts import terminable
 from lab.options import add_prompt_options, asked_prompts, integers, make_parser
 from lab.peers.contestants import LLAMA_NGRAMS, PIECES, Setting
-from lab.peers.files import ModelFiles, demo_files, model_files, smollm2
+from lab.peers.files import ModelFiles, demo_files, model_files, profile, smollm2
 from lab.peers.measuring import Measuring, Record, Sizing
 from lab.peers.picture import draw
 from lab.peers.report import law, page
@@ -43,6 +44,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the target, for ours")
     parser.add_argument("--jobs", type=int, default=16, help="answers of a load at least, two for each client")
     parser.add_argument("--budget-s", type=float, help="of a piece; loads that would begin later are left out, by name")
+    parser.add_argument(
+        "--profile-s", type=float, default=90.0, help="of `faser profile`, for engines without a profile; 0: never"
+    )
     parser.add_argument("--llama-ngrams", default="simple", help=f"llama.cpp's mode: {', '.join(LLAMA_NGRAMS)}")
     parser.add_argument("--report", action="store_true", help="measure nothing: write page and picture of the record")
     args = parser.parse_args(argv)
@@ -78,6 +82,9 @@ def measure(args: argparse.Namespace, record: Record) -> None:
             continue
         num_slots = max(integers(args.clients))
         setting = Setting(files, weights, Path(), args.threads, num_slots, longest, args.llama_ngrams)
+        for engine_dir in (files.engines[weights], files.heads.get(weights)):
+            if engine_dir is not None and args.profile_s:
+                profile(engine_dir, args.profile_s)
         meta = environment.describe(args.seed) | _circumstances(args, asked, files, weights)
         meta |= {"note": piece.note(), "left_out": []}
         if name in LLAMA:
@@ -114,6 +121,7 @@ def _circumstances(args: argparse.Namespace, asked: PromptSet, files: ModelFiles
         "weights": weights,
         "threads": args.threads,
         "num_jobs": args.jobs,
+        "is_profiled": (files.engines[weights] / PROFILE_FILE).exists(),
     }
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,8 @@ from engines.build import build_engines
 from engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import demo_engine_dir
-from lab.places import ANCHORS, DEMO, PEERS
+from faser_backend.serving.profile_store import PROFILE_FILE
+from lab.places import ANCHORS, DEMO, PEERS, ROOT
 
 STORED = {"fp16": gguf.GGMLQuantizationType.F16, "int8": gguf.GGMLQuantizationType.Q8_0}  # by our name of the format
 FILE_TYPES = {"fp16": gguf.LlamaFileType.MOSTLY_F16, "int8": gguf.LlamaFileType.MOSTLY_Q8_0}
@@ -76,6 +79,18 @@ def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models"
             heads[weights] = _made(folder / f"engine-{source.stem}-{weights}-{head.name}", _builder(path, head))
     checkpoint = _made(folder / f"{source.stem}-checkpoint", lambda part: write_checkpoint(source, part))
     return ModelFiles(source.stem, files, checkpoint, built, heads=heads)
+
+
+def profile(engine_dir: Path, budget_s: float) -> None:
+    """Measures an engine's calls, as `faser profile` does, where nobody has. Raises RuntimeError where that fails."""
+    if (engine_dir / PROFILE_FILE).exists():
+        return
+    command = [sys.executable, "-m", "faser_backend.cli", "profile", str(engine_dir), "--quick"]
+    done = subprocess.run(
+        [*command, "--budget-s", f"{budget_s:g}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"faser profile {engine_dir.name} failed:\n{done.stderr[-2000:]}")
 
 
 def _builder(path: Path, head: Path | None) -> Callable[[Path], object]:
