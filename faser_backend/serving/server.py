@@ -29,11 +29,13 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
+from faser_backend.serving.admin import AdminError, Administration
 from faser_backend.serving.demo_engine import PROJECT_ROOT
-from faser_backend.serving.doors import check_host, random_key, restriction_options
-from faser_backend.serving.draining import DRAIN_FILE, DRAINED_FILE
+from faser_backend.serving.doors import GrpcTls, check_host, random_key, restriction_options
+from faser_backend.serving.draining import DRAIN_FILE, drained_file
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
+from faser_backend.serving.tracing import forward_options
 
 MODEL_REPO = PROJECT_ROOT / "model_repo"
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": PROJECT_ROOT / "model_repo_llmapi"}
@@ -43,6 +45,8 @@ DRAIN_S = 60.0  # for requests in flight
 UNLOAD_S = 4.0  # for the server to end once all is answered; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
 DRAIN_POLL_S = 0.05
+UNLOAD_CALL_S = 2.0
+ENGINE_MODEL = "tensorrt_llm"
 _MODEL_PROCESS = "triton_python_backend_stub"
 
 
@@ -59,6 +63,8 @@ class LaunchOptions:
     parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
     exposes_triton: bool = False  # host may be an address that others reach
     admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
+    also_restricted: tuple[str, ...] = ()  # what else needs that key, see doors.restriction_options
+    grpc_tls: GrpcTls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +200,26 @@ class TritonServer:
         if self.process.poll() is None:
             models = self.model_processes()
             if self._is_ready:
+                self._refuse()
                 with contextlib.suppress(OSError):  # a full disk: then without
                     (self._folder / DRAIN_FILE).touch()
-                    drained = self._folder / DRAINED_FILE
-                    self._wait(DRAIN_S, lambda: drained.exists() or not all(map(is_running, models)), is_hurried)
+                    self._wait(DRAIN_S, lambda: self._is_drained(models), is_hurried)
             self.process.send_signal(signal.SIGTERM)
             self._wait(UNLOAD_S, lambda: False, is_hurried)
         self.kill()
+
+    def _is_drained(self, models: dict[int, str]) -> bool:
+        """Whether every engine has answered all that it had, or a model that could answer has ended."""
+        engines = [pid for pid, model in models.items() if model == ENGINE_MODEL]
+        if not all(is_running(pid) for pid in models.keys() - set(engines)):
+            return True
+        return all(drained_file(self._folder, pid).exists() or not is_running(pid) for pid in engines)
+
+    def _refuse(self) -> None:
+        """`/v2/health/ready` is false from now on; what is in flight goes on."""
+        address = f"{self.options.host}:{self.options.http_port}"
+        with contextlib.suppress(AdminError):  # then it says so later, and the drain is as good
+            Administration(address, self.options.admin_key).unload(ENGINE_MODEL, UNLOAD_CALL_S)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + seconds
@@ -276,7 +295,11 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
         command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
     return [
         *command,
-        *restriction_options(options.admin_key),
+        *restriction_options(options.admin_key, options.also_restricted),
+        *(options.grpc_tls.options() if options.grpc_tls is not None else []),
+        *(forward_options() if "otlp_endpoint" in options.parameters else []),
+        "--model-control-mode=explicit",  # an engine can be replaced while it serves (reload.py)
+        "--load-model=*",
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
