@@ -144,6 +144,7 @@ def serve(
         admin_key=admin_key,
         also_restricted=restricted,
         grpc_tls=tls,
+        has_model_control=admin_key_file is not None,
     )
     door = None
     if openai_port is not None:

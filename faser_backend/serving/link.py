@@ -129,12 +129,13 @@ def remove_stale_sockets(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def socket_id(path: Path) -> int:
-    """What tells one engine's socket at a path from that of the engine that took its place; 0 where there is none."""
+def socket_id(path: Path) -> tuple[int, ...]:
+    """What tells one engine's socket at a path from that of another in its place; empty where there is none."""
     try:
-        return path.stat().st_ino
+        status = path.stat()
     except OSError:
-        return 0
+        return ()
+    return status.st_ino, status.st_mtime_ns
 
 
 class LinkServer:
@@ -163,7 +164,7 @@ class LinkServer:
     @property
     def is_superseded(self) -> bool:
         """Whether another engine listens in this one's place."""
-        return socket_id(self._path) not in (0, self._id)
+        return socket_id(self._path) not in ((), self._id)
 
     def wait_left(self, timeout_s: float) -> None:
         """Waits until every frontend has moved to the engine in this one's place and has its last answer from here."""

@@ -47,6 +47,7 @@ TELL_S = 0.5  # for those who notice that a process is gone to answer their requ
 DRAIN_POLL_S = 0.05
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
+SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract
 _MODEL_PROCESS = "triton_python_backend_stub"
 
 
@@ -65,6 +66,9 @@ class LaunchOptions:
     admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
     also_restricted: tuple[str, ...] = ()  # what else needs that key, see doors.restriction_options
     grpc_tls: GrpcTls | None = None
+    # Models can be loaded and unloaded with the key. Whoever has it may then run code of theirs as this user; and users
+    # of the same machine can read it on Triton's command line: so only where an operator chose a key.
+    has_model_control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ class TritonServer:
         """The engine's own error if the log has one, else the end of the log."""
         self._reader.join(0.5)  # the last lines of a server that has ended
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
-        for line in lines:
+        for line in [] if self._is_ready else lines:  # later an engine may have failed to replace the one that serves
             if re.search("failed to load 'tensorrt_llm'", line) or "TritonModelException" in line:
                 return line.split("TritonModelException: ")[-1].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
@@ -187,7 +191,9 @@ class TritonServer:
         """Process id -> model, of the models that run: each is a process of its own."""
         found = {pid: arguments(pid) for pid in children(self.process.pid)}
         return {
-            pid: Path(command[1]).parts[-3] for pid, command in found.items() if command[0].endswith(_MODEL_PROCESS)
+            pid: Path(command[1]).parts[-3]
+            for pid, command in found.items()
+            if command and command[0].endswith(_MODEL_PROCESS)
         }
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
@@ -200,9 +206,9 @@ class TritonServer:
         if self.process.poll() is None:
             models = self.model_processes()
             if self._is_ready:
-                self._refuse()
                 with contextlib.suppress(OSError):  # a full disk: then without
                     (self._folder / DRAIN_FILE).touch()
+                    self._tell_probes()
                     self._wait(DRAIN_S, lambda: self._is_drained(models), is_hurried)
             self.process.send_signal(signal.SIGTERM)
             self._wait(UNLOAD_S, lambda: False, is_hurried)
@@ -211,15 +217,18 @@ class TritonServer:
     def _is_drained(self, models: dict[int, str]) -> bool:
         """Whether every engine has answered all that it had, or a model that could answer has ended."""
         engines = [pid for pid, model in models.items() if model == ENGINE_MODEL]
-        if not all(is_running(pid) for pid in models.keys() - set(engines)):
+        others = [pid for pid, model in models.items() if model not in (ENGINE_MODEL, *SPARE_MODELS.values())]
+        if not all(map(is_running, others)):
             return True
         return all(drained_file(self._folder, pid).exists() or not is_running(pid) for pid in engines)
 
-    def _refuse(self) -> None:
-        """`/v2/health/ready` is false from now on; what is in flight goes on."""
+    def _tell_probes(self) -> None:
+        """Where models can be unloaded `/v2/health/ready` is false from now on: one that no answer needs goes."""
+        if not self.options.has_model_control or self.options.contract not in SPARE_MODELS:
+            return
         address = f"{self.options.host}:{self.options.http_port}"
-        with contextlib.suppress(AdminError):  # then it says so later, and the drain is as good
-            Administration(address, self.options.admin_key).unload(ENGINE_MODEL, UNLOAD_CALL_S)
+        with contextlib.suppress(AdminError):  # then it says so once all is answered
+            Administration(address, self.options.admin_key).unload(SPARE_MODELS[self.options.contract], UNLOAD_CALL_S)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + seconds
@@ -298,8 +307,7 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
         *restriction_options(options.admin_key, options.also_restricted),
         *(options.grpc_tls.options() if options.grpc_tls is not None else []),
         *(forward_options() if "otlp_endpoint" in options.parameters else []),
-        "--model-control-mode=explicit",  # an engine can be replaced while it serves (reload.py)
-        "--load-model=*",
+        *(["--model-control-mode=explicit", "--load-model=*"] if options.has_model_control else []),
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice

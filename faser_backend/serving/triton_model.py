@@ -83,7 +83,7 @@ class TextModel(ServingModel):
         self._parameters = self._configure(args)
         self._wire = InflightBatcherWire(accumulates_text=self._parameters.boolean("accumulate_tokens") or False)
         self._counters = ComposingCounters(pb_utils, args["model_version"])
-        self._socket, self._socket_id = socket_path(os.getppid()), 0
+        self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._serving = threading.Lock()  # held while a request enters a frontend
         self._is_ready, self._is_closing = threading.Event(), threading.Event()
         self._failure: str | None = None
@@ -116,7 +116,7 @@ class TextModel(ServingModel):
             self._failure = str(error)
         self._is_ready.set()
         while self._failure is None and not self._is_closing.wait(FOLLOW_POLL_S):
-            if socket_id(self._socket) not in (0, self._socket_id):
+            if socket_id(self._socket) not in ((), self._socket_id):
                 self._move()
 
     def _move(self) -> None:
@@ -235,14 +235,14 @@ class _Converter(ConfiguredModel):
     def initialize(self, args: dict[str, str]) -> None:
         self._parameters = self._configure(args)
         self._hello: Hello | None = None
-        self._socket, self._socket_id = socket_path(os.getppid()), 0
+        self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._long_texts = LongTexts(MAX_LONG_TEXTS)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             responder = TritonResponder(request)
             try:
-                if self._hello is None or socket_id(self._socket) not in (0, self._socket_id):
+                if self._hello is None or socket_id(self._socket) not in ((), self._socket_id):
                     self._connect()
                 tensors = self._read(request)
                 self._long_texts.run(tensors, partial(self._answer, tensors, responder))
@@ -250,6 +250,7 @@ class _Converter(ConfiguredModel):
                 responder.fail(str(error), "INVALID_ARG")
 
     def finalize(self) -> None:
+        self._long_texts.drain()
         self._long_texts.close()
 
     def _answer(self, tensors: dict[str, np.ndarray], responder: TritonResponder) -> None:
