@@ -51,7 +51,7 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
     [
         ("llvm", None, "n-grams draft here"),
         ("llvm", EAGLE3, "EAGLE-3 heads draft chains"),
-        ("torch", "llama", "runtime 'torch' verifies chains"),
+        ("tensorrt", "llama", "runtime 'tensorrt' verifies chains"),
     ],
 )
 def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, reason: str) -> None:
