@@ -17,7 +17,7 @@ from engines.graph import GraphBuilder
 from faser_backend.core.model import ModelSpec
 
 DOMAIN = "faser"
-OP_TYPE = "PrunedChunkAttention"
+OP_TYPE, TREE_OP_TYPE = "PrunedChunkAttention", "PrunedTreeAttention"
 PLUGIN_VERSION = "1"
 MAX_CELLS = 63  # of a tree, in graphs of standard ops: the sign stays clear
 
@@ -178,6 +178,9 @@ class PluginAttention(AttentionBody):
         g.input("cu_rows", ("B + 1",), "int32")
         g.input("context_lens", ("B",), "int32")
         g.input("block_table", ("B", "MB"), "int32")
+        self._mask = []
+        if self.has_trees:
+            self._mask = [g.input("trunk_lens", ("B",), "int32"), g.input("ancestors", ("T",))]
 
     def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
         g, spec = self.graph, self.spec
@@ -186,10 +189,11 @@ class PluginAttention(AttentionBody):
             g.op("Reshape", x, g.ints(0, num_heads, spec.head_dim))  # [T, heads, hd]
             for x, num_heads in zip((q, k, v), heads, strict=True)
         ]
-        inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping"]
+        inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping", *self._mask]
         outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
         plugin = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
-        mixed = g.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN, **plugin)[0]  # [T, H, hd]
+        op_type = TREE_OP_TYPE if self.has_trees else OP_TYPE
+        mixed = g.ops(op_type, *inputs, outs=outs, domain=DOMAIN, **plugin)[0]  # [T, H, hd]
         mixed = g.op("Reshape", mixed, g.ints(0, spec.num_heads * spec.head_dim))
         return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
 

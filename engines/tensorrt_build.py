@@ -173,7 +173,5 @@ def _check_options(tensorrt: TensorRt, options: TensorRtOptions) -> None:
             raise CheckpointError(f"compute_capabilities = {target}: must be one of {', '.join(known)}")
     if len(set(options.compute_capabilities)) != len(options.compute_capabilities):
         raise CheckpointError(f"compute_capabilities = {', '.join(options.compute_capabilities)}: names one twice")
-    if options.has_trees and tensorrt.has_plugins:
-        raise CheckpointError(f"trees = True: the attention plugin of {tensorrt.title} has no mask yet")
     if options.split_streams and not (tensorrt.has_plugins and tensorrt.has_profile_streams):
         raise CheckpointError(f"split_streams: {tensorrt.title} cannot build for SM splits")

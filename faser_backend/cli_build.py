@@ -86,7 +86,7 @@ def build(
         str, typer.Option(help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.", show_default="its own choice")
     ] = "",
     trees: Annotated[
-        bool, typer.Option("--trees", help="TensorRT-RTX: engines that verify token trees, for --policy tree:N.")
+        bool, typer.Option("--trees", help=f"{TENSORRT} engines that verify token trees, for --policy tree:N.")
     ] = False,
 ) -> None:
     """Compile a target and a draft checkpoint into an engine directory."""

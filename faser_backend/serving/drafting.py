@@ -64,7 +64,7 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> N
         return
     if not all(map(_has_mask, (models.target, models.draft))):
         able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_trees)
-        remedy = "build with --trees" if RUNTIMES[runtime].is_gathered else f"build for {able}"
+        remedy = "build with --trees" if RUNTIMES[runtime].tensorrt else f"build for {able}"
         raise ConfigError(f"policy = 'tree:N': this engine of {runtime!r} verifies chains; use 'fixed:K', or {remedy}")
 
     most, wanted = min(map(_most_rows, (models.target, models.draft))), getattr(policy, "num_draft_tokens", 0) + 1
