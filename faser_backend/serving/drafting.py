@@ -13,7 +13,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.head import HeadProposer
 from faser_backend.pipeline.joint import JointProposer
@@ -81,9 +81,29 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy, draf
         raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
     if models.draft.spec.reads_target:
         raise ConfigError("policy = 'tree:N': EAGLE-3 heads draft chains; use 'fixed:K'")
-    if not RUNTIMES[runtime].has_trees:
+    if RUNTIMES[runtime].has_trees:
+        return
+    if not all(map(_has_mask, (models.target, models.draft))):
         able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_trees)
-        raise ConfigError(f"policy = 'tree:N': runtime {runtime!r} verifies chains; use 'fixed:K', or build for {able}")
+        remedy = "build with --trees" if RUNTIMES[runtime].tensorrt else f"build for {able}"
+        raise ConfigError(f"policy = 'tree:N': this engine of {runtime!r} verifies chains; use 'fixed:K', or {remedy}")
+
+    most, wanted = min(map(_most_rows, (models.target, models.draft))), getattr(policy, "num_draft_tokens", 0) + 1
+    if wanted > most:
+        raise ConfigError(
+            f"policy = 'tree:{wanted - 1}': the engine verifies at most {most} rows of a sequence; "
+            f"use 'tree:{most - 1}' at most"
+        )
+
+
+def _most_rows(model: ModelEngine) -> int:
+    """With logits, of each sequence of a full batch."""
+    ranges = [bucket.ranges for bucket in model.segments[-1].buckets]
+    return max(each["R"][2] for each in ranges) // max(each["B"][2] for each in ranges)
+
+
+def _has_mask(model: ModelEngine) -> bool:
+    return all("ancestors" in {tensor.name for tensor in segment.inputs} for segment in model.segments)
 
 
 def make_proposer(
