@@ -6,7 +6,6 @@ measured with the arguments named here. The report names what the ladder asks fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import ConfigError
@@ -22,7 +21,7 @@ POLICIES = (
 ORACLE = "oracle"  # knows what will be accepted; no policy that serves, so none that is registered
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
 SIMULATED = ("none", *STATIC, "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser")
-NOT_SIMULATED = {"tree": "trees are not simulated"}
+TREE_ORACLE = "oracle (trees)"  # as the oracle, but a draft token counts if it is among the draft's best few
 MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
 
 
@@ -51,6 +50,8 @@ ABLATIONS = (
     Contestant(WHOLE, "no pipeline", {"pipeline": "serial"}),
     Contestant(FIXED_REFERENCE, "n-grams", {"draft": "ngram"}),
     Contestant(WHOLE, "n-grams", {"draft": "ngram"}),
+    Contestant(FIXED_REFERENCE, "model+ngram", {"draft": "model+ngram"}),
+    Contestant(WHOLE, "model+ngram", {"draft": "model+ngram"}),
     Contestant(FIXED_REFERENCE, "exits on", {"early_exit": "on"}),
     Contestant(FIXED_REFERENCE, "run-ahead", {"pipeline": "run_ahead"}),
     Contestant(FIXED_REFERENCE, "ping-pong", {"pipeline": "ping_pong"}),
@@ -106,13 +107,12 @@ def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> li
 
 
 def choose_contestants(
-    names: list[str] | None, ladder: tuple[str, ...] = POLICIES, reasons: Mapping[str, str] | None = None
+    names: list[str] | None, ladder: tuple[str, ...] = POLICIES
 ) -> tuple[list[Contestant], list[str]]:
     """The ladder with its ablations, or the contestants of these names with the reference before them;
     and what is missing, in words.
 
-    A name is a policy's, or an ablation's as reports show it. reasons: by policy, why it is not on the ladder.
-    Raises ConfigError for a name that nobody knows.
+    A name is a policy's, or an ablation's as reports show it. Raises ConfigError for a name that nobody knows.
     """
     usages = policy_usages()
     if names is not None:
@@ -127,7 +127,7 @@ def choose_contestants(
     for kind, usage in usages.items():
         if kind not in map(_kind, ladder):
             if ":" in usage:
-                missing.append(f"{usage}: {(reasons or {}).get(kind, 'takes an argument; name one with --policies')}")
+                missing.append(f"{usage}: takes an argument; name one with --policies")
             else:
                 known.append(kind)
     ablations = (ablation for ablation in ABLATIONS if ablation.policy in known)
@@ -152,8 +152,13 @@ def _kind(spec: str) -> str:
 def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
     """As choose_contestants, with every fixed length and the oracle, and without those that draft with n-grams: a
     simulated text has none. Raises ConfigError for one of these that the user named."""
-    chosen, missing = choose_contestants(names, SIMULATED, NOT_SIMULATED)
-    others = [each.name for each in chosen if each.options.get("draft") == "ngram"]
+    has_tree_oracle = names is not None and TREE_ORACLE in names
+    if names is not None:
+        names = [name for name in names if name != TREE_ORACLE]
+    chosen, missing = choose_contestants(names, SIMULATED)
+    if has_tree_oracle:
+        chosen.append(Contestant(ORACLE, "trees"))
+    others = [each.name for each in chosen if "ngram" in each.options.get("draft", "")]
     if others and names is not None:
         raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
     chosen = [each for each in chosen if each.name not in others]

@@ -18,6 +18,7 @@ from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.onnx_runtime import OrtHeadRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.registry import parse_policy
 from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import assemble_on, build_engine
@@ -79,15 +80,18 @@ def reference_chain(built: Built, tokens: np.ndarray, num_draft_tokens: int) -> 
 
 
 class ChainChecker:
-    """Compares every chain that an engine verifies with the reference's."""
+    """Compares every chain that an engine verifies with the reference's, look-ups aside."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
-        self.num_equal = self.num_chains = 0
+        self.num_equal = self.num_chains = self.num_look_ups = 0
 
     def observe(self, record: StepRecord) -> None:
         frontier = record.frontier
         for row, sequence in enumerate(record.plan.decodes):
+            if frontier.is_look_up[row]:
+                self.num_look_ups += 1
+                continue
             count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])
             assert count == 0 or num_tokens > 1
             if count:
@@ -115,6 +119,19 @@ def test_every_chain_is_the_reference_s(of_each_runtime: Built, policy: str, opt
     engine.close()
     assert checker.num_chains > 20
     assert checker.num_equal == checker.num_chains
+
+
+def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where n-grams stood in, the head reads later what it has missed; and tokens are those of plain decoding."""
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
+    requests = make_requests(is_greedy=True)
+    engine = open_engine(built, "fixed:3", draft="model+ngram", enable_prefix_reuse=False)
+    checker = ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, requests).tokens
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
+    assert tokens == tokens_of(built, "none", requests)
 
 
 def test_features_of_other_positions_are_noticed(of_each_runtime: Built) -> None:

@@ -19,8 +19,6 @@ from faser_backend.manifest import TensorSpec
 from faser_backend.policy.registry import make_policy, parse_policy
 from faser_backend.policy.tree_choice import child_log_chances, next_level
 from faser_backend.serving.drafting import check_trees
-from lab.simulation.engine import build_sim_engine
-from lab.simulation.worlds import roofline_world
 from tests.forcing import ADMITS_ALL, always
 from tests.harness import drive, guessed, open_fake, request
 from tests.test_sampler_edges import one_row_each
@@ -63,13 +61,6 @@ def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, re
     with pytest.raises(ConfigError, match=f"policy = 'tree:N': .*{reason}"):
         check_trees(runtime, models, parse_policy("tree:4", guessed))
     check_trees(runtime, models, parse_policy("fixed:4", guessed))
-
-
-def test_trees_are_not_simulated() -> None:
-    world = roofline_world("h100", "qwen3-8b/0.6b", max_context=300)
-    config = EngineConfig.from_options(policy="tree:4", max_num_seqs=2)
-    with pytest.raises(ConfigError, match="trees are not simulated"):
-        build_sim_engine(world, config, seed=0, max_output_tokens=10)
 
 
 @pytest.mark.parametrize("fields", [{"mode": PipelineMode.PING_PONG}, {"trim": ADMITS_ALL}, {"pruner": always()}])

@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import MAIN, NUM_SOURCES, Frontier
-from faser_backend.policy.calibration import KINDS, MatchCalibration
+from faser_backend.policy.calibration import KINDS, MatchCalibration, margin_bins
 
 
 class DrafterChoice:
@@ -23,6 +23,9 @@ class DrafterChoice:
         self.calibrations = {
             (source, kind): MatchCalibration(None) for source in range(NUM_SOURCES) for kind in range(len(KINDS))
         }
+        self._version = 0  # of the curves that were read
+        self._chances = np.zeros((0, 0))  # [NUM_SOURCES x kinds, M] by bin of margins
+        self._means = np.zeros(0)  # [kinds] of the draft model's tokens
 
     def takes_look_up(
         self, found: Frontier, num_wanted: np.ndarray, is_sampled: np.ndarray, trim: TrimRule | None
@@ -31,30 +34,32 @@ class DrafterChoice:
 
         num_wanted [B] tokens asked for, is_sampled [B]: not greedy.
         """
+        if not found.num_drafted.any():
+            return np.zeros(num_wanted.shape, np.bool_)
+        assert found.margins is not None and found.sources is not None
         kinds = is_sampled.astype(np.int64)
         row_price = call_price = 0.0
         if trim is not None:
             size = int(np.count_nonzero(num_wanted))
             row_price, call_price = trim.row_price, trim.draft_price(size) / max(size, 1)
+        self._refresh()
+        groups = len(KINDS) * found.sources + kinds
+        survival = self._chances[groups[:, None], margin_bins(found.margins)].cumprod(axis=1)
         columns = np.arange(found.drafted.shape[1])
-        survival = np.cumprod(self._chances(found, kinds), axis=1)
-        worth = np.where(columns < found.num_drafted[:, None], np.maximum(survival - row_price, 0.0), 0.0).sum(axis=1)
-        curves = [self.calibrations[MAIN, kind].curve for kind in range(len(KINDS))]
-        means = np.array([curve.mean_chance for curve in curves])
-        columns = np.arange(int(num_wanted.max(initial=0)))
-        gains = np.maximum(means[:, None] ** (columns + 1) - row_price - call_price, 0.0)  # [kinds, K]
-        models = np.where(columns < num_wanted[:, None], gains[kinds], 0.0).sum(axis=1)
+        worth = ((columns < found.num_drafted[:, None]) * np.maximum(survival - row_price, 0.0)).sum(axis=1)
+        columns = np.arange(int(num_wanted.max()))
+        gains = np.maximum(self._means[:, None] ** (columns + 1) - (row_price + call_price), 0.0)  # [kinds, K]
+        models = ((columns < num_wanted[:, None]) * gains[kinds]).sum(axis=1)
         return (worth > 0.0) & (worth >= models)
 
-    def _chances(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
-        """[B, K] of the draft tokens of look-ups; entries past a chain have no meaning."""
-        assert found.margins is not None and found.sources is not None
-        chances = np.zeros(found.margins.shape)
-        for (source, kind), calibration in self.calibrations.items():
-            rows = np.flatnonzero((found.sources == source) & (kinds == kind))
-            if rows.size:
-                chances[rows] = calibration.curve.chances(found.margins[rows])
-        return chances
+    def _refresh(self) -> None:
+        """Reads the curves where one has changed. A look-up's count has a bin of the margins to itself."""
+        curves = self.calibrations.values()
+        version = sum(calibration.version for calibration in curves)
+        if version != self._version:
+            self._version = version
+            self._chances = np.array([calibration.curve.match_probs for calibration in curves])
+            self._means = np.array([self.calibrations[MAIN, kind].curve.mean_chance for kind in range(len(KINDS))])
 
     def observe(self, source: int, is_sampled: bool, margins: np.ndarray, num_accepted: int, num_tested: int) -> None:
         """Learns what became of one chain with margins [K]."""

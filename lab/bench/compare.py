@@ -146,6 +146,7 @@ MECHANISMS = {
     ("early_exit", "off"): "Early exit",
     ("early_exit", "on"): "Early exit, forced,",
     ("draft", "ngram"): "Drafting by n-grams",
+    ("draft", "model+ngram"): "Drafting by model and n-grams",
     ("pipeline", "serial"): "The pipeline",
     ("pipeline", "run_ahead"): "Running ahead",
     ("pipeline", "ping_pong"): "Ping-pong",

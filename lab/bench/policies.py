@@ -25,7 +25,6 @@ from faser_backend.policy import trim
 from faser_backend.policy.registry import policy_usages
 from faser_backend.policy.speculation import SpeculationPolicy
 from lab import environment
-from lab.contestants import NOT_SIMULATED
 from lab.drive import ClosedLoop, serve_requests
 from lab.options import integers, make_parser
 from lab.simulation.engine import build_sim_engine
@@ -90,8 +89,8 @@ class TimedPolicy:
 
 
 def registered_policies() -> list[str]:
-    """Every registered policy that can be simulated, with an example of its argument where it takes one."""
-    usages = {name: usage for name, usage in policy_usages().items() if name not in NOT_SIMULATED}
+    """Every registered policy of chains, with an example of its argument where it takes one."""
+    usages = {name: usage for name, usage in policy_usages().items() if name != "tree"}
     missing = [usage for name, usage in usages.items() if ":" in usage and name not in EXAMPLES]
     if missing:
         raise SystemExit(f"EXAMPLES of lab/bench/policies.py lacks an argument for {', '.join(missing)}")

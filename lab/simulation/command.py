@@ -189,7 +189,7 @@ def simulate_one(options: SimulateOptions, contestant: Contestant, load: str = "
     """One row; a process of its own may run it."""
     world, trace = options.make_world(options.make_trace())
     config = EngineConfig.from_options(
-        policy="none" if contestant.name == ORACLE else contestant.policy,
+        policy="none" if contestant.policy == ORACLE else contestant.policy,
         max_num_seqs=options.max_num_seqs,
         max_prefill_tokens=options.max_prefill_tokens,
         max_queue_size=0,

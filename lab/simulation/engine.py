@@ -20,12 +20,14 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy, drafts_trees
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
+from faser_backend.policy.tree_choice import MOST_CHILDREN
 from lab.answers import Answer, summarise
-from lab.contestants import ORACLE
+from lab.contestants import ORACLE, TREE_ORACLE
 from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests
 from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes, knowledge_of
 from lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
+from lab.simulation.ranks import demo_ranks
 from lab.steps import StepLog, figures
 from lab.traces import Trace
 
@@ -124,18 +126,23 @@ def build_sim_engine(
     policy: SpeculationPolicy | None = None,
     name: str = "",
 ) -> SimEngine:
-    """policy: instead of the one that config names; name ORACLE: the one that knows the outcomes. Raises ConfigError
-    for what cannot be simulated."""
+    """policy: instead of the one that config names; name ORACLE: the one that knows the outcomes; TREE_ORACLE: the
+    same, whose chains are the best paths through trees. Raises ConfigError for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
-    outcomes = Outcomes(world.process, seed, config.max_num_seqs, max_output_tokens)
-    if name == ORACLE:
+    outcomes = Outcomes(
+        world.process,
+        seed,
+        config.max_num_seqs,
+        max_output_tokens,
+        rank_law=demo_ranks(),
+        num_best=MOST_CHILDREN if name == TREE_ORACLE else 1,
+    )
+    if name in (ORACLE, TREE_ORACLE):
         policy = OraclePolicy(outcomes, world.costs)
     if policy is None:
         splits = [name for name in world.costs.partitions if name != WHOLE]
         policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
-    if drafts_trees(policy):
-        raise ConfigError(f"policy = {config.policy!r}: trees are not simulated; use 'fixed:K'")
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)
     if num_blocks < one_context:

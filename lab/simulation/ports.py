@@ -15,7 +15,7 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import DraftTokens, Proposed, Sampler, Verified
+from faser_backend.core.ports import DraftChildren, DraftTokens, Proposed, Sampler, Verified
 from faser_backend.core.request import SamplingParams
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.phases import Partition
@@ -113,6 +113,9 @@ class SimRunner:
     def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
         return hidden[kept]
 
+    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Takes no time: a few keys and values of a sequence."""
+
     def _call_us(self, segment: int, rows: RowBatch) -> float:
         # Unpadded, the mean context is exact: keys are charged by their sum over the sequences.
         return float(
@@ -173,6 +176,16 @@ class SimSampler:
         tokens, margins = self._outcomes.draft(rows.slots, rows.positions)
         candidates = (tokens[:, None] + np.arange(num_candidates)) % VOCAB_SIZE if num_candidates else None
         return DraftTokens(tokens, margins, candidates)
+
+    def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
+        outcomes, width = self._outcomes, rows.drafted.shape[1]
+        columns = np.arange(width)
+        is_token = columns < rows.num_drafted[:, None]  # [R, D] of the path to each row
+        starts = rows.positions - rows.num_drafted
+        slots = np.broadcast_to(rows.slots[:, None], is_token.shape)
+        came = outcomes.target(slots, starts[:, None] + columns)
+        is_true = ((rows.drafted[rows.sequence] == came) | ~is_token).all(axis=1)
+        return DraftChildren(*outcomes.children(rows.slots, rows.positions, is_true, num_children))
 
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool

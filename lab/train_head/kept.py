@@ -1,6 +1,6 @@
 """What a verification keeps of a draft, through the engine, by category of prompts.
 
-    python -m lab.train_head.kept ENGINE_DIR --prompts question.jsonl [--drafts model,ngram] [--temperatures 0,0.8]
+    python -m lab.train_head.kept ENGINE_DIR --prompts question.jsonl [--drafts model,ngram,model+ngram]
 
 Counts, not times: tokens do not depend on what else the machine does. Prompts go through the chat template.
 """
