@@ -269,6 +269,7 @@ def _write_onnx(
             runtime=written.runtime,
             dtype=written.dtype,
             weight_format=written.weights[name].name,
+            has_trees=written.compiler is not None and written.compiler.has_trees,
         )
         files = graph.write(directory, f"{name}.{len(segments)}")
         segments.append(SegmentSpec(files[0], first, last, graph.inputs, graph.outputs, parts=files[1:]))

@@ -20,34 +20,25 @@ from faser_backend.cli_chat import chat
 from faser_backend.cli_options import (
     Acceptance,
     AcceptanceRule,
-    Admission,
-    ApiKeyFile,
     ChatTemplate,
-    Contract,
     Draft,
     Drafting,
     EarlyExit,
     EarlyExits,
     EngineDir,
-    MaxTextBytes,
-    ModelName,
-    OpenAiHost,
-    OutOfVocab,
     Pipeline,
     PipelineMode,
     Policy,
     Threads,
-    TlsCert,
-    TlsKey,
     parse_integers,
     print_progress,
 )
+from faser_backend.cli_serve import openai, reload, serve
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
 from faser_backend.version import VERSION
 
-DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 app = typer.Typer(
     no_args_is_help=True,
     invoke_without_command=True,
@@ -158,129 +149,8 @@ def generate(
         print(f"\n{report_line(result)}")
 
 
-@app.command()
-def serve(
-    *,
-    engine_dir: EngineDir = None,
-    http_port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Metrics port.")] = 8002,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    expose_triton: Annotated[bool, typer.Option("--expose-triton", help="Let --host be reached by others.")] = False,
-    admin_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key to Triton's administration.", show_default="nobody has it")
-    ] = None,
-    decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
-    policy: Policy = DEFAULT_POLICY,
-    draft: Draft = Drafting.AUTO,
-    acceptance: AcceptanceRule = Acceptance.MATCH,
-    early_exit: EarlyExits = EarlyExit.AUTO,
-    pipeline: PipelineMode = Pipeline.AUTO,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that decode side by side.")] = 32,
-    max_queue_size: Annotated[int, typer.Option(help="Requests that may wait; 0 is unbounded.")] = 256,
-    num_kv_blocks: Annotated[int | None, typer.Option(help="KV blocks.", show_default="from free memory")] = None,
-    prefix_reuse: Annotated[bool, typer.Option(help="Share the KV blocks of equal prompt beginnings.")] = True,
-    admission: Annotated[Admission, typer.Option(help="When waiting requests may start.")] = Admission.MAX_UTILIZATION,
-    num_threads: Threads = None,
-    out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
-    chat_template: ChatTemplate = None,
-    max_text_bytes: MaxTextBytes = None,
-    exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
-    contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
-    openai_port: Annotated[
-        int | None, typer.Option(help="Serve OpenAI's API on this port as well.", show_default=False)
-    ] = None,
-    openai_host: OpenAiHost = "127.0.0.1",
-    model_name: ModelName = None,
-    api_key_file: ApiKeyFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
-) -> None:
-    """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
-    from faser_backend.serving.doors import check_host, random_key, read_admin_key
-    from faser_backend.serving.launch import check_engine, serve_until_signalled
-    from faser_backend.serving.server import LaunchOptions
-
-    check_host(host, is_exposed=expose_triton)
-    admin_key = random_key() if admin_key_file is None else read_admin_key(admin_key_file)
-    if openai_port is not None:
-        from faser_backend.serving.openai.door import check_exposure, check_server, read_keys
-
-        check_server(openai_port, is_decoupled=decoupled, contract=contract.value)
-        check_exposure(openai_host, read_keys(api_key_file))
-    phases = {
-        "policy": policy,
-        "draft": draft.value,
-        "acceptance": acceptance.value,
-        "early_exit": early_exit.value,
-        "pipeline": pipeline.value,
-    }
-    directory = check_engine(engine_dir, EngineConfig.from_options(**phases), chat_template, print_progress)
-    parameters = {
-        "engine_dir": str(directory.resolve()),
-        **phases,
-        "max_num_seqs": str(max_num_seqs),
-        "max_queue_size": str(max_queue_size),
-        "enable_kv_cache_reuse": str(prefix_reuse).lower(),
-        "batch_scheduler_policy": admission.value,
-        "out_of_vocab": out_of_vocab.value,
-        "exclude_input_in_output": str(exclude_input_in_output).lower(),
-    }
-    template_file = None if chat_template is None else chat_template.resolve()
-    optional = {
-        "num_kv_blocks": num_kv_blocks,
-        "num_threads": num_threads,
-        "chat_template": template_file,
-        "max_text_bytes": max_text_bytes,
-    }
-    parameters |= {name: str(value) for name, value in optional.items() if value is not None}
-    options = LaunchOptions(
-        http_port,
-        grpc_port,
-        metrics_port,
-        host,
-        decoupled,
-        contract=contract.value,
-        parameters=parameters,
-        exposes_triton=expose_triton,
-        admin_key=admin_key,
-    )
-    door = None
-    if openai_port is not None:
-        door = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
-        door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
-        door += ["--draft", draft.value]
-        files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
-        given = {"model-name": model_name or (None if engine_dir else DEMO_NAME), "max-text-bytes": max_text_bytes}
-        given |= files
-        door += [f"--{name}={value}" for name, value in given.items() if value is not None]
-    raise typer.Exit(serve_until_signalled(options, shows_log=verbose, door=door))
-
-
-@app.command()
-def openai(
-    *,
-    engine_dir: EngineDir = None,
-    triton: Annotated[str, typer.Option(help="gRPC address of the Triton server.")] = "127.0.0.1:8001",
-    port: Annotated[int, typer.Option(help="Port of the API.")] = 9000,
-    host: OpenAiHost = "127.0.0.1",
-    model_name: ModelName = None,
-    api_key_file: ApiKeyFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    chat_template: ChatTemplate = None,
-    draft: Draft = Drafting.AUTO,
-    max_text_bytes: MaxTextBytes = None,
-) -> None:
-    """Serve OpenAI's API in front of a Triton server that serves the engine directory already."""
-    from faser_backend.serving.demo_engine import demo_engine_dir
-    from faser_backend.serving.openai.door import DoorOptions, run_door
-
-    directory = engine_dir or demo_engine_dir(print_progress)
-    name = model_name or (None if engine_dir else DEMO_NAME)
-    files = (api_key_file, tls_cert, tls_key, chat_template)
-    run_door(DoorOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes))
+for command in (serve, openai, reload):
+    app.command()(command)
 
 
 def _add_lab_commands() -> None:

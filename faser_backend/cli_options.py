@@ -11,6 +11,7 @@ import typer
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.policy.registry import known_policies
+from faser_backend.serving.doors import ALSO_RESTRICTABLE
 
 
 class Contract(Enum):
@@ -32,6 +33,7 @@ class Drafting(Enum):
     AUTO = "auto"
     MODEL = "model"
     NGRAM = "ngram"
+    MODEL_AND_NGRAM = "model+ngram"
 
 
 class EarlyExit(Enum):
@@ -50,6 +52,19 @@ class Pipeline(Enum):
 class OutOfVocab(Enum):
     REJECT = "reject"
     CLAMP = "clamp"
+
+
+ServedText = Annotated[
+    int,
+    typer.Option(
+        "--served-text-tokens", help="Tokens of ended requests that n-grams look up: timing tells of them. 0: none."
+    ),
+]
+
+
+class LogFormat(Enum):
+    TEXT = "text"
+    JSON = "json"
 
 
 EngineDir = Annotated[
@@ -79,6 +94,23 @@ ModelName = Annotated[
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one per line.", show_default=False)]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain, for https.", show_default=False)]
 TlsKey = Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)]
+
+
+OtlpEndpoint = Annotated[
+    str | None, typer.Option(help="OpenTelemetry collector, http://HOST:PORT, for traces.", show_default=False)
+]
+Logs = Annotated[LogFormat, typer.Option("--log-format", help="JSON has an object per line, requests by their ids.")]
+Restrict = Annotated[
+    str, typer.Option(help=f"What else needs the admin key, of {', '.join(ALSO_RESTRICTABLE)}.", show_default="nothing")
+]
+GrpcCert = Annotated[Path | None, typer.Option(help="Certificate chain of Triton's gRPC port.", show_default=False)]
+GrpcKey = Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)]
+GrpcRoot = Annotated[
+    Path | None, typer.Option(help="Root of certificates that gRPC clients must have.", show_default=False)
+]
+AdminKeyFile = Annotated[
+    Path | None, typer.Option(help="File with the key to Triton's administration.", show_default="nobody has it")
+]
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:

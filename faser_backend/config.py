@@ -22,8 +22,11 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = DEFAULT_POLICY  # see policy/registry.py
-    # Who drafts; "auto" is the engine directory's draft model, or n-grams of the text so far where it has none.
-    draft: Literal["auto", "model", "ngram"] = "auto"
+    # Who drafts; "auto" is the engine directory's draft model, or n-grams of the text so far where it has none;
+    # "model+ngram" takes for each request and step the chain of either that promises more.
+    draft: Literal["auto", "model", "ngram", "model+ngram"] = "auto"
+    # Of ended requests, that n-grams look up beside a request's own text: the speed of an answer then tells of others.
+    served_text_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     acceptance: Literal["match", "rejection"] = "match"
     # For ablations: "auto" is what the policy decides.
     early_exit: Literal["auto", "on", "off"] = "auto"
@@ -35,6 +38,11 @@ class EngineConfig(BaseModel):
     enable_prefix_reuse: bool = True
     admission: Literal["max_utilization", "guaranteed_no_evict"] = "max_utilization"
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # None: all cores of the partition
+
+    @property
+    def may_draft_trees(self) -> bool:
+        """What a policy of a file drafts nobody knows before it is loaded."""
+        return self.policy.partition(":")[0] in {"tree", "file"}
 
     @classmethod
     def from_options(cls, **options: object) -> EngineConfig:

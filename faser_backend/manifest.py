@@ -164,17 +164,7 @@ class EngineManifest:
     @classmethod
     def load(cls, directory: Path) -> EngineManifest:
         """Reads and verifies a directory. Raises ManifestError naming the file and the reason."""
-        path = Path(directory) / MANIFEST_FILE
-        try:
-            fields = read_json(path, MAX_MANIFEST_BYTES)
-        except FileError as error:
-            mend = "; build engines into this directory first" if error.is_missing else ""
-            raise ManifestError(f"{error}{mend}") from None
-        version = fields.get("format_version") if isinstance(fields, dict) else None
-        if version != FORMAT_VERSION:
-            raise ManifestError(
-                f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build again"
-            )
+        path, fields = Path(directory) / MANIFEST_FILE, read_manifest_fields(directory)
         try:
             manifest = _manifest_from(fields)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -215,6 +205,22 @@ class EngineManifest:
         for end_id in self.end_ids:
             if not 0 <= end_id < sizes[0]:
                 raise ManifestError(f"{path}: end_ids = {end_id}: must lie in [0, {sizes[0] - 1}]")
+
+
+def read_manifest_fields(directory: Path) -> dict[str, Any]:
+    """What manifest.json says, with nothing verified but its version. Raises ManifestError naming the file."""
+    path = Path(directory) / MANIFEST_FILE
+    try:
+        fields = read_json(path, MAX_MANIFEST_BYTES)
+    except FileError as error:
+        mend = "; build engines into this directory first" if error.is_missing else ""
+        raise ManifestError(f"{error}{mend}") from None
+    version = fields.get("format_version") if isinstance(fields, dict) else None
+    if version != FORMAT_VERSION:
+        raise ManifestError(
+            f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build again"
+        )
+    return fields
 
 
 def file_sha256(path: Path) -> str:

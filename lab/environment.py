@@ -104,7 +104,8 @@ def command_line() -> str:
     program = Path(sys.argv[0]).resolve()
     words = [program.name]
     if program.is_relative_to(ROOT / "lab"):
-        words = ["python", "-m", ".".join(program.relative_to(ROOT).with_suffix("").parts)]
+        module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
+        words = ["python", "-m", module.removesuffix(".__main__")]
     return without_places(shlex.join([*words, *sys.argv[1:]]))
 
 

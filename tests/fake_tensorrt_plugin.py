@@ -21,6 +21,7 @@ class DataType(Enum):
     HALF = 1
     BF16 = 2
     INT32 = 3
+    INT64 = 4
 
 
 class ShapeExpr:

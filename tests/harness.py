@@ -14,9 +14,11 @@ from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.step import Stepper
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import ModelSize, default_cost_model
@@ -67,8 +69,11 @@ def open_fake(
     draft_noise: float = 0.3,
     draft_memory: int = 6,
     has_ngrams: bool = False,
+    has_both: bool = False,
+    served: ServedText | None = None,
 ) -> FakeEngine:
-    """As fake_engine, with all parts. num_layers: of the target's segments. has_ngrams: they draft, no model does."""
+    """As fake_engine, with all parts. num_layers: of the target's segments. has_ngrams: they draft, no model does;
+    has_both: both do."""
     if isinstance(policy, str):
         policy = parse_policy(policy, guessed)
     num_partitions = 1 if lanes is None else 2
@@ -88,9 +93,11 @@ def open_fake(
         partitions[SPLIT] = Partition(targets[1], drafts[1] if drafts else None, lanes)
 
     def make_proposer(times: PhaseTimes, block_tables: np.ndarray) -> Proposer:
+        look_ups = NgramProposer(times, vocab_size, keeps_probs=uses_rejection, served=served)
         if has_ngrams:
-            return NgramProposer(times, vocab_size, keeps_probs=uses_rejection)
-        return ModelProposer(sampler, times, block_tables, keeps_probs=uses_rejection)
+            return look_ups
+        model = ModelProposer(sampler, times, block_tables, keeps_probs=uses_rejection)
+        return JointProposer(model, look_ups, max_prefill_tokens) if has_both else model
 
     limits = Limits(vocab_size, CONTEXT)
     ports = Ports(partitions, sampler, clock, make_proposer, num_blocks, BLOCK, limits)

@@ -42,7 +42,13 @@ class DataType(Enum):
 
 
 def write_rtx_model(
-    source: Path, directory: Path, *, exit_layers: tuple[int, ...] = (), kv_block_size: int = 4, dtype: str = "fp32"
+    source: Path,
+    directory: Path,
+    *,
+    exit_layers: tuple[int, ...] = (),
+    kv_block_size: int = 4,
+    dtype: str = "fp32",
+    has_trees: bool = False,
 ) -> ModelEngine:
     """The graphs of a model's segments in the place of its engines, with the buckets of a build."""
     checkpoint = open_checkpoint(source)
@@ -62,6 +68,7 @@ def write_rtx_model(
             has_exit_scores=last < spec.num_layers,
             runtime="tensorrt_rtx",
             dtype=dtype,
+            has_trees=has_trees,
         )
         path = directory / f"target.{index}.engine"
         path.write_bytes(graph.models[0].SerializeToString())

@@ -35,12 +35,13 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_pair(directory: Path, max_context: int = MAX_CONTEXT) -> Path:
+def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
     """directory/{target,draft} in Hugging Face layout."""
     tokenizer = byte_level_tokenizer()
     for name in ("target", "draft"):
         write_checkpoint(
             directory / name,
+            seed=seed,
             vocab_size=tokenizer.get_vocab_size(),
             max_position_embeddings=max_context,
             eos_token_id=END_ID,
@@ -51,8 +52,8 @@ def write_pair(directory: Path, max_context: int = MAX_CONTEXT) -> Path:
     return directory
 
 
-def build_pair(directory: Path, max_context: int = MAX_CONTEXT) -> Path:
-    """Engine directory of a fresh pair."""
-    pair = write_pair(directory / "pair", max_context)
+def build_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
+    """Engine directory of a fresh pair; the tokenizer is that of every other one."""
+    pair = write_pair(directory / "pair", max_context, seed=seed)
     build_engines(pair / "target", pair / "draft", directory / "engine")
     return directory / "engine"

@@ -14,13 +14,13 @@ from faser_backend.config import EngineConfig
 from lab import environment
 from lab.answers import Answer, Job, add_category_speedups, jobs_of, merge_categories, summarise_categories
 from lab.bench.command import BenchOptions, run_bench
-from lab.bench.peers import llama_body
 from lab.bench.servers import OverTriton
 from lab.bench.side_by_side import measure_loads, tables
 from lab.bench.wire import make_request
 from lab.contestants import Sizing
 from lab.drive import InProcess
 from lab.options import add_prompt_options, asked_prompts
+from lab.peers.llama import llama_body
 from tests import test_prompt_files
 from tests.serving_pair import END_ID
 from tests.test_prompt_files import load

@@ -135,7 +135,7 @@ class TestFirstProducts:
     ) -> None:
         """The earlier way: the building thread runs batches, the loop's thread captures what comes for the second
         time, as its first product."""
-        monkeypatch.setattr("faser_backend.serving.warm_up.capture_menus", lambda *_: None)
+        monkeypatch.setattr("faser_backend.serving.warm_up.capture_menus", lambda *_, **__: None)
         with opened(directory, monkeypatch, has_first_work=False) as each:
             each.warm_up()
             loop = EngineLoop(each.engine)

@@ -22,6 +22,7 @@ from faser_backend.device.cuda.buffers import LogitsBuffer
 from faser_backend.device.cuda.call_shapes import RowMenu
 from faser_backend.device.cuda.memory_plan import NODES_BESIDE_LAYERS, NODES_PER_LAYER
 from faser_backend.device.cuda.noise import TorchNoise
+from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runtime import first_products
 from lab.gpu.nodes import Indexing, call_nodes, draw_nodes
 from lab.gpu.pairs import model_pair
@@ -70,6 +71,8 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
         drawn = choice.draw_draft(scores, rows.inverse_temperature, num_candidates)
         assert (drawn.shape, drawn.dtype, drawn.device) == ((5, 1 + max(num_candidates, 1)), torch.int64, CUDA)
         assert choice.draw(scores).shape == (5, 2)
+        children = choice.draw_children(scores, rows.inverse_temperature, max(num_candidates, 1))
+        assert (children.shape, children.dtype) == ((5, 1 + 2 * max(num_candidates, 1)), torch.int64)
     ((name, grid, arguments),) = launched
     assert name == "perturb_logits_kernel" and grid == (5, -(-VOCAB // noise_kernel.BLOCK_V))
     assert len(arguments) == 8 and arguments[-1] is scores
@@ -140,6 +143,35 @@ def test_graphs_have_no_more_nodes_than_memory_is_planned_for() -> None:
         assert count <= model.spec.num_layers * NODES_PER_LAYER + len(nodes) * NODES_BESIDE_LAYERS
         assert all(name in each for each in nodes for name in ("rotate_heads_kernel", "mm"))
     assert sum(draw_nodes(VOCAB, 8, 0, has_filters=False).values()) <= NODES_BESIDE_LAYERS
+
+
+def test_a_call_of_trees_is_the_call_of_chains_with_a_mask() -> None:
+    """As many nodes; every attention gets the mask, and the launcher takes its shapes and types."""
+    models = model_pair(PAIRS["qwen3-8b/0.6b"], "bf16")
+    assert models.draft is not None
+    masks: list[tuple[Any, ...]] = []
+
+    def on_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if kernel.__name__ == "pruned_chunk_attention_kernel":
+            masks.append(arguments[10:12])
+
+    chains, trees = (RowMenu(64).menu(0, has_trees=True)[index] for index in (4, -11))
+    assert trees == chains._replace(has_trees=True)
+    nodes = [call_nodes(models.draft, 0, bounds, on_launch=on_launch) for bounds in (chains, trees)]
+    assert nodes[0] == nodes[1]
+    assert masks[:28] == [(None, None)] * 28
+    for trunk_lens, ancestors in masks[28:]:
+        assert (tuple(trunk_lens.shape), trunk_lens.dtype) == ((16,), torch.int32)
+        assert (tuple(ancestors.shape), ancestors.dtype) == ((16,), torch.int64)
+
+
+def test_cells_move_within_the_pools_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = CudaKvPool.__new__(CudaKvPool)
+    with faked([], monkeypatch):
+        pool.storage = empty(2, 2, 3, 9, 16, 32, dtype=torch.bfloat16)
+        pool.move(empty(5, dtype=torch.int64), empty(5, dtype=torch.int64))
+        with pytest.raises(RuntimeError):
+            pool.move(empty(5, dtype=torch.int64), empty(4, dtype=torch.int64))
 
 
 class TestBindings:

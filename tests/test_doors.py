@@ -1,16 +1,30 @@
-"""Who may reach Triton's ports and its administration, without a server; test_server.py asks a real one."""
+"""Who may reach Triton's ports and its administration, mostly without a server; test_server.py asks one with models."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.doors import check_host, random_key, read_admin_key, restriction_options
+from faser_backend.serving import server
+from faser_backend.serving.doors import (
+    GRPC_PREFIX,
+    KEY_HEADER,
+    GrpcTls,
+    check_host,
+    random_key,
+    read_admin_key,
+    restriction_options,
+)
+from faser_backend.serving.openai.door import check_way
 from faser_backend.serving.server import LaunchOptions, TritonServer
+from lab.bench.servers import free_ports
 from tests.served import FASER
 
 KEY = "a-key_of-20-letters0"
@@ -76,3 +90,66 @@ def test_a_key_is_never_shown_and_differs_each_time():
     assert LaunchOptions().admin_key != LaunchOptions().admin_key and random_key() not in repr(LaunchOptions())
     assert KEY not in repr(LaunchOptions(admin_key=KEY))
     assert all(option.endswith(f":faser-admin-key={KEY}") for option in restriction_options(KEY))
+
+
+def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate of this machine's loopback that signed itself, and its key."""
+    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+@pytest.fixture
+def small_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers start with one model, which looks for no engine before it is asked."""
+    shutil.copytree(server.MODEL_REPO / "postprocessing", tmp_path / "repository" / "postprocessing")
+    monkeypatch.setattr(server, "REPOSITORIES", {"inflight_batcher": tmp_path / "repository"})
+
+
+def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_doors_need_the_key(
+    small_repository: None, tmp_path: Path
+):
+    (cert, key), (client_cert, client_key) = (make_certificate(tmp_path, name) for name in ("server", "client"))
+    options = LaunchOptions(
+        *free_ports(3),
+        admin_key=KEY,
+        also_restricted=("metadata", "statistics"),
+        grpc_tls=GrpcTls.of(cert, key, client_cert),
+    )
+    with TritonServer(options) as running:
+        running.wait_ready()
+        address = f"127.0.0.1:{options.grpc_port}"
+        files = {"root_certificates": cert, "private_key": client_key, "certificate_chain": client_cert}
+        files = {name: str(path) for name, path in files.items()}
+        with triton.InferenceServerClient(address, ssl=True, **files) as client:
+            assert client.is_server_ready(client_timeout=10)
+            for call in (client.get_server_metadata, client.get_inference_statistics):
+                with pytest.raises(InferenceServerException, match="restricted"):
+                    call()
+            assert client.get_server_metadata({GRPC_PREFIX + KEY_HEADER: KEY}).name == "triton"
+        without = {**files, "private_key": None, "certificate_chain": None}
+        for given in ({"ssl": False}, {"ssl": True, **without}):
+            with (
+                triton.InferenceServerClient(address, **given) as client,
+                pytest.raises(InferenceServerException, match=r"UNAVAILABLE|DEADLINE"),
+            ):
+                client.is_server_ready(client_timeout=5)
+
+
+def test_half_a_pair_of_certificates_and_unknown_doors_are_refused(tmp_path: Path):
+    cert = tmp_path / "cert"
+    with pytest.raises(ConfigError, match=r"^--grpc-tls-cert = .*: no file that can be read"):
+        GrpcTls.of(cert, None, None)
+    cert.touch()
+    for given in ((cert, None, None), (None, cert, None), (None, None, cert)):
+        with pytest.raises(ConfigError, match="--grpc-tls-cert, --grpc-tls-key: both are needed, or none"):
+            GrpcTls.of(*given)
+    assert GrpcTls.of(None, None, None) is None
+    with pytest.raises(ConfigError, match=r"^--restrict = 'health': must be among metadata, inference"):
+        restriction_options(KEY, ("health",))
+    for way in ({"is_encrypted": True, "restricted": ()}, {"is_encrypted": False, "restricted": ("inference",)}):
+        with pytest.raises(ConfigError, match=r"^openai-port = 9000: .*leave"):
+            check_way(9000, **way)
+    check_way(9000, is_encrypted=False, restricted=("metadata",))

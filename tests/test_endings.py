@@ -51,7 +51,7 @@ class Serving:
         begun: set[str] = set()
         while len(begun) < NUM_STREAMS:
             result, error = self.received.get(timeout=20)
-            assert error is None
+            assert error is None, error
             begun.add(result.get_response().id)
 
 

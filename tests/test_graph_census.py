@@ -99,9 +99,26 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
         each.engine.close()
 
 
-def capture_all(each: Opened) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_traffic_of_trees_adds_none_where_their_shapes_were_captured(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """On the whole device and, without lanes at work, on a share. Elsewhere live traffic would capture."""
+    with opened(directory, monkeypatch, policy="tree:5", change=lambda decision: decision, config=CONFIG) as each:
+        capture_all(each, has_trees=is_known)
+        before = each.counts.num_graphs
+        for seed in range(2):
+            drive(each.engine, mixed_requests(seed), seed=seed)
+        assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
+        assert not each.machine.broken
+        loop = cast(Any, each.engine.stepper.partitions[WHOLE].draft_loop)._loop
+        assert (len(loop._chains) == 0) == is_known, "who drafts trees asks no loop"
+        each.engine.close()
+
+
+def capture_all(each: Opened, *, has_trees: bool = False) -> None:
     each.engine.bind_thread()
-    capture_menus(each.engine.stepper.partitions.values(), CONFIG.max_num_seqs)
+    capture_menus(each.engine.stepper.partitions.values(), CONFIG.max_num_seqs, has_trees=has_trees)
 
 
 def random_batches(seed: int, count: int) -> Iterator[RowBatch]:
@@ -130,6 +147,7 @@ def test_shapes_before_and_now() -> None:
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:
     menu = RowMenu(64)
     assert len(menu.menu(0)) == 20 and len(menu.menu(4)) == len(ROW_COUNTS) == 15
+    assert len(menu.menu(0, has_trees=True)) == 35 and menu.menu(4, has_trees=True) == menu.menu(4)
     for count in range(1, MAX_GRAPH_ROWS + 1):
         for num_logits in {0, 1, count}:
             rows = RowBatch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
+from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.policy.calibration import KINDS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost, with_ngrams
@@ -87,10 +89,11 @@ def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path)
         (pair, "auto", ModelProposer),
         (pair, "model", ModelProposer),
         (pair, "ngram", NgramProposer),
+        (pair, "model+ngram", JointProposer),
     ):
         engine = build_engine(directory, config(draft=draft, pipeline="run_ahead"))
         assert type(engine.stepper.proposer) is expected
-        has_model = expected is ModelProposer
+        has_model = expected is not NgramProposer
         assert (engine.stepper.partitions[WHOLE].draft is not None) == has_model
         assert has_model or set(engine.stepper.partitions) == {WHOLE}, "there is nothing to overlap"
         engine.close()
@@ -103,6 +106,7 @@ def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path)
     ("options", "message"),
     [
         ({"draft": "model"}, "draft = 'model': the engine directory has no draft model"),
+        ({"draft": "model+ngram"}, r"draft = 'model\+ngram': the engine directory has no draft model"),
         ({"early_exit": "on"}, "early_exit = 'on': an exit scores the candidates of a draft model"),
     ],
 )
@@ -113,11 +117,35 @@ def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[
         check_engine(alone, config(**options), None, lambda *_: None)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "model+ngram", "early_exit": "on"}, "exits rest beside chains of n-grams; use 'auto'"),
+        ({"served_text_tokens": 9}, "served_text_tokens = 9: the draft model looks nothing up; use draft = 'ngram'"),
+        (
+            {"served_text_tokens": 9, "draft": "ngram", "acceptance": "rejection"},
+            "served_text_tokens = 9 with acceptance = 'rejection': a draft may not know .* use 'match', or 0",
+        ),
+        ({"policy": "tree:4", "draft": "model+ngram"}, "policy = 'tree:N': n-grams draft here"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        build_engine(pair, config(**options))
+    with pytest.raises(ConfigError, match=message):
+        check_engine(pair, config(**options), None, lambda *_: None)
+
+
 def test_options_out_of_range():
-    with pytest.raises(ConfigError, match=r"draft = 'eagle': Input should be 'auto', 'model' or 'ngram'"):
+    with pytest.raises(ConfigError, match=r"served_text_tokens = -1: Input should be greater than or equal to 0"):
+        EngineConfig.from_options(served_text_tokens=-1)
+    with pytest.raises(ConfigError, match=r"'eagle': Input should be 'auto', 'model', 'ngram' or 'model\+ngram'"):
         EngineConfig.from_options(draft="eagle")
     parameters = Parameters({"parameters": {"draft": {"string_value": "ngram"}}})
     assert read_engine_config(parameters).draft == "ngram"
+    both = {"draft": {"string_value": "model+ngram"}, "served_text_tokens": {"string_value": "4096"}}
+    read = read_engine_config(Parameters({"parameters": both}))
+    assert read.draft == "model+ngram" and read.served_text_tokens == 4096
 
 
 def test_a_simulated_ladder_says_that_it_leaves_n_grams_out():
@@ -193,8 +221,8 @@ def test_tokens_are_those_of_plain_decoding(alone: Path, pair: Path):
     plain.close()
     num_accepted = 0
     for policy in POLICIES:
-        for directory, draft in ((alone, "auto"), (pair, "ngram")):
-            engine = build_engine(directory, config(policy, draft=draft))
+        for directory, draft, served in ((alone, "auto", 0), (pair, "ngram", 200), (pair, "model+ngram", 200)):
+            engine = build_engine(directory, config(policy, draft=draft, served_text_tokens=served))
             assert drive(engine, requests, seed=3).tokens == expected, (policy, draft)
             num_accepted += engine.metrics().num_accepted
             engine.close()

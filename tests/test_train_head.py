@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,13 +18,14 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import build_engine
-from lab.train_head import model
-from lab.train_head.begin import feature_layers, frequent_ids, head_spec, new_head, read_target
-from lab.train_head.dialogues import RAREST, WritingOptions, draw
+from lab.train_head import model, torch_writer
+from lab.train_head.begin import TargetTensors, feature_layers, frequent_ids, head_spec, new_head, read_target
+from lab.train_head.conversations import RAREST, WritingOptions, draw
 from lab.train_head.export import head_config, save_head
 from lab.train_head.model import SoftCrossEntropy
 from lab.train_head.run import HeadRun, RunOptions
-from lab.train_head.shards import Corpus, shard_paths
+from lab.train_head.shards import Corpus, Dialogue, shard_paths
+from lab.train_head.torch_writer import TorchWriter
 from lab.train_head.training import STATE_FILE, Trainer, TrainingOptions
 from tests.eagle3_models import NUM_TARGET_LAYERS, ReferenceHead
 from tests.harness import drive
@@ -34,7 +36,7 @@ MAX_ERROR = 1e-4
 NUM_IDS = 60
 WRITING = WritingOptions(num_slots=8, num_threads=1, dialogues_per_shard=8, max_question=40, max_answer=24)
 TRAINING = TrainingOptions(
-    passes=4,
+    passes=6,
     tokens_per_step=256,
     matrix_rate=0.02,
     rate=0.01,
@@ -65,6 +67,7 @@ def run_options(target: Path, root: Path, **changes: Any) -> RunOptions:
         num_kv_heads=4,
         num_threads=1,
         precision="fp32",
+        writer="llvm",
         training=TRAINING,
         writing=WRITING,
     )
@@ -99,22 +102,84 @@ def trainer_on(trained: RunOptions, directory: Path, **changes: Any) -> Trainer:
     )
 
 
-def test_dialogues_are_what_the_target_says_and_makes_of_it(trained: RunOptions) -> None:
+def check_dialogues(target: Path, dialogues: list[Dialogue]) -> None:
     """Against a dense run of transformers: features, last hidden state, best tokens; greedy answers follow these."""
-    corpus, reference = Corpus(trained.work / "dialogues"), reference_model(trained.target)
-    dialogues = [shard[i] for shard in corpus.shards for i in range(len(shard))]
-    assert corpus.num_tokens >= trained.num_tokens
+    reference = reference_model(target)
     assert {dialogue.is_greedy for dialogue in dialogues} == {True, False}
-    for dialogue in dialogues[:12]:
+    for dialogue in dialogues:
         with torch.no_grad():
             made = reference(torch.from_numpy(dialogue.token_ids.astype(np.int64))[None], output_hidden_states=True)
             features = torch.cat([made.hidden_states[layer][0] for layer in (2, 4, 5)], dim=-1).numpy()
+            normed = reference.model.norm(torch.from_numpy(dialogue.hidden).float()).numpy()
         assert np.abs(features - dialogue.features).max() < 0.02
+        assert np.abs(made.hidden_states[-1][0].numpy() - normed).max() < 0.02  # transformers gives it behind the norm
         assert (made.logits[0].argmax(-1).numpy() == dialogue.best_ids).all()
         start = dialogue.answer_start
         assert dialogue.token_ids[start - 1] == 21  # what the template puts before an answer
         if dialogue.is_greedy:
             assert (dialogue.token_ids[start:] == dialogue.best_ids[start - 1 : -1]).all()
+
+
+def written_in_torch(trained: RunOptions, dtype: torch.dtype, num_slots: int = 20) -> list[Dialogue]:
+    options = replace(WRITING, num_slots=num_slots)
+    target, engine_dir = TargetTensors(trained.target), trained.work / "engine"
+    writer = TorchWriter(target, engine_dir, feature_layers(target.spec), options, seed=1, dtype=dtype)
+    dialogues: list[Dialogue] = []
+    while len(dialogues) < 16:
+        dialogues += writer.step()
+    writer.close()
+    return dialogues
+
+
+def test_dialogues_are_what_the_target_says_and_makes_of_it(trained: RunOptions) -> None:
+    corpus = Corpus(trained.work / "dialogues")
+    assert corpus.num_tokens >= trained.num_tokens
+    check_dialogues(trained.target, [shard[i] for shard in corpus.shards for i in range(len(shard))][:12])
+
+
+def test_the_writer_in_torch_writes_the_same(trained: RunOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several cohorts, and conversations that end in the midst of theirs."""
+    monkeypatch.setattr(torch_writer, "COHORT", 7)
+    check_dialogues(trained.target, written_in_torch(trained, torch.float32))
+
+
+def test_the_writer_in_torch_is_as_exact_as_bfloat16(trained: RunOptions) -> None:
+    """Another order of the same tokens is farther off than that."""
+    reference = reference_model(trained.target)
+    for dialogue in written_in_torch(trained, torch.bfloat16)[:6]:
+        tokens = torch.from_numpy(dialogue.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            made, other = (reference(ids, output_hidden_states=True) for ids in (tokens, tokens.flip(1)))
+        features, wrong = (
+            torch.cat([run.hidden_states[layer][0] for layer in (2, 4, 5)], -1).numpy() for run in (made, other)
+        )
+        size = np.linalg.norm(features)
+        assert np.linalg.norm(features - dialogue.features) < 0.05 * size < np.linalg.norm(wrong - dialogue.features)
+        best = made.logits[0].gather(1, torch.from_numpy(dialogue.best_ids.astype(np.int64))[:, None])[:, 0]
+        assert (made.logits[0].amax(-1) - best).max() < 0.04 * made.logits.abs().max()
+
+
+@pytest.mark.parametrize(("is_fast", "kind"), [(True, "torch"), (False, "llvm")])
+def test_torch_writes_where_its_bfloat16_is_fast(
+    trained: RunOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    is_fast: bool,
+    kind: str,
+) -> None:
+    monkeypatch.setattr("lab.train_head.run.has_fast_halves", lambda: is_fast)
+    shutil.copytree(trained.work / "engine", tmp_path / "work" / "engine")
+    HeadRun(run_options(trained.target, tmp_path, num_tokens=1, writer="auto")).write()
+    assert f"8 conversations at once, writer {kind}" in capsys.readouterr().err
+    assert Corpus(tmp_path / "work" / "dialogues").num_tokens
+
+
+def test_the_writer_in_torch_refuses_what_is_no_plain_llama(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "target", attention_bias=True)
+    with pytest.raises(ConfigError, match="target: has_qkv_bias = True: writer torch runs plain Llamas alone"):
+        TorchWriter(TargetTensors(tmp_path / "target"), tmp_path, (), WRITING, seed=0)
 
 
 def test_writing_goes_on_where_it_was_cut_off(trained: RunOptions, tmp_path: Path) -> None:

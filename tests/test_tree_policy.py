@@ -15,6 +15,7 @@ from faser_backend.core.model import EAGLE3
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.runtime import ModelPair
 from faser_backend.device.sampler import NumpySampler
+from faser_backend.manifest import TensorSpec
 from faser_backend.policy.registry import make_policy, parse_policy
 from faser_backend.policy.tree_choice import child_log_chances, next_level
 from faser_backend.serving.drafting import check_trees
@@ -51,12 +52,14 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
     [
         ("llvm", None, "n-grams draft here"),
         ("llvm", EAGLE3, "EAGLE-3 heads draft chains"),
-        ("torch", "llama", "runtime 'torch' verifies chains"),
+        ("tensorrt", "llama", "this engine of 'tensorrt' verifies chains; .* build with --trees"),
+        ("tensorrt_rtx", "llama", "this engine of 'tensorrt_rtx' verifies chains; .* build with --trees"),
     ],
 )
 def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, reason: str) -> None:
-    draft = family and SimpleNamespace(spec=SimpleNamespace(reads_target=family == EAGLE3))
-    models = cast(ModelPair, SimpleNamespace(target=None, draft=draft))
+    segments = [SimpleNamespace(inputs=(TensorSpec("positions", "int64", ("T",)),))]
+    draft = family and SimpleNamespace(spec=SimpleNamespace(reads_target=family == EAGLE3), segments=segments)
+    models = cast(ModelPair, SimpleNamespace(target=draft, draft=draft))
     with pytest.raises(ConfigError, match=f"policy = 'tree:N': .*{reason}"):
         check_trees(runtime, models, parse_policy("tree:4", guessed))
     check_trees(runtime, models, parse_policy("fixed:4", guessed))

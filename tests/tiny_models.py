@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.core.ports import ModelRunner
 
 torch.set_num_threads(1)
 
@@ -92,10 +92,10 @@ def make_rows(
     )
 
 
-def run_all(runner: OrtRunner, rows: RowBatch) -> np.ndarray:
+def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
     """Every segment in order; a copy of the logits [R, vocab_size]."""
     hidden = None
     for segment in range(runner.num_segments):
         hidden = runner.run_segment(segment, rows, hidden)
     assert hidden is not None
-    return hidden.copy()
+    return np.array(hidden)

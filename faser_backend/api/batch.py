@@ -187,7 +187,7 @@ def _request(prompt_ids: list[int], params: SamplingParams, model: Model, reques
     return Request(
         request_id=request_id,
         prompt_ids=np.array(prompt_ids, np.int64),
-        max_tokens=_max_tokens(params.max_tokens, limits, len(prompt_ids)),
+        max_tokens=_max_tokens(params.max_tokens, limits, len(prompt_ids), request_id),
         sampling=_sampling(params, tokenizer),
         end_ids=() if params.ignore_eos else model.end_ids,
         stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
@@ -210,10 +210,10 @@ def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
     return guide
 
 
-def _max_tokens(asked: int | None, limits: Limits, num_prompt_tokens: int) -> int:
+def _max_tokens(asked: int | None, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
     if asked is None:
         return max(1, limits.max_context - num_prompt_tokens)
-    return fitting_max_tokens(asked, limits, num_prompt_tokens)
+    return fitting_max_tokens(asked, limits, num_prompt_tokens, request_id)
 
 
 def _sampling(params: SamplingParams, tokenizer: TextTokenizer) -> EngineSampling:

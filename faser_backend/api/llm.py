@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from faser_backend.core.errors import FaserError, RequestError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import EngineMetrics
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
@@ -113,6 +115,10 @@ class LLM:
     @property
     def has_chat_template(self) -> bool:
         return self._model.tokenizer.chat_template is not None
+
+    def metrics(self) -> EngineMetrics:
+        """Counters of everything since the engine was opened; those of a step under way are not in it yet."""
+        return replace(self._loop.engine.metrics())
 
     def close(self) -> None:
         """Ends the engine's thread and frees what it holds; calls under way fail. A second call changes nothing."""

@@ -55,9 +55,10 @@ def generate_once(
     progress: Progress | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> dict[str, Any]:
-    """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, num_pruned,
-    tokens_per_s, finish_reason, seed, and in words why_no_drafts and why_no_pruning, empty where there were some or
-    could have been. Raises FaserError.
+    """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, both by
+    source as well (accepted tokens behind the end of the answer included), num_pruned, num_rows_verified (anchors
+    included), kept_per_verification (draft tokens), tokens_per_s, finish_reason, seed, and in words why_no_drafts and
+    why_no_pruning, empty where there were some or could have been. Raises FaserError.
     """
     _check_prompt_options(options)
     prompt = _messages_of(options) if options.is_chat else options.prompt
@@ -72,11 +73,18 @@ def generate_once(
         stop=list(options.stop_strings),
         include_stop_str_in_output=True,
     )
+    num_rows: list[int] = []
+
+    def note(record: StepRecord) -> None:
+        num_rows.append(int(record.frontier.num_rows.sum()))
+        if on_step is not None:
+            on_step(record)
+
     with LLM(
         options.engine_dir,
         chat_template=options.chat_template_file,
         progress=progress,
-        on_step=on_step,
+        on_step=note,
         policy=options.policy,
         draft=options.draft,
         acceptance=options.acceptance,
@@ -85,7 +93,7 @@ def generate_once(
         max_num_seqs=1,
         num_threads=options.num_threads,
     ) as llm:
-        result = _run(llm, prompt, params, on_text)
+        result = _run(llm, prompt, params, on_text) | {"num_rows_verified": sum(num_rows)}
     has_profile = (llm.engine_dir / PROFILE_FILE).is_file()
     why_no_drafts = "" if result["num_drafted"] else _why_no_drafts(options, has_profile=has_profile)
     why_no_pruning = "" if result["num_pruned"] else _why_no_pruning(llm.manifest, options, has_profile=has_profile)
@@ -163,12 +171,16 @@ def _run(llm: LLM, prompt: Prompt, params: SamplingParams, on_text: Callable[[st
     assert last is not None  # the last output comes in any case
     answer = last.outputs[0]
     assert answer.stats is not None  # of every answer that has ended
+    metrics = llm.metrics()
     return {
         "token_ids": answer.token_ids,
         "text": answer.text,
         "num_drafted": answer.stats.num_drafted,
         "num_accepted": answer.stats.num_accepted,
+        "num_drafted_by_source": dict(+metrics.num_drafted_by_source),
+        "num_accepted_by_source": dict(+metrics.num_accepted_by_source),
         "num_pruned": answer.stats.num_pruned,
+        "kept_per_verification": round(answer.stats.num_accepted / max(answer.stats.num_steps, 1), 3),
         "tokens_per_s": round(len(answer.token_ids) / seconds, 1),
         "finish_reason": _finish_reason(answer).value,
         "seed": answer.seed,

@@ -33,7 +33,7 @@ class TrimRule:
     """
 
     margin_knots: np.ndarray  # [M] ascending
-    match_logits: np.ndarray  # [M]
+    match_logits: np.ndarray  # [M], or [S, M] by source of chains (core/frontier.py) where there are several
     margin_shares: np.ndarray  # [M]
     offsets: np.ndarray  # [S] by slot, or [1] for all
     verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
@@ -42,6 +42,11 @@ class TrimRule:
     tokens_per_us: float  # what the batch earns per time: turns times into tokens
     row_price: float  # tokens that the time of one more row is worth, about as many rows as usual
     draft_round_us: float = 0.0  # predicted time of drafting at all, beside the calls
+
+    @property
+    def main_logits(self) -> np.ndarray:
+        """[M] of the engine's drafter."""
+        return self.match_logits[0] if self.match_logits.ndim == 2 else self.match_logits
 
     def draft_price(self, num_chains: int) -> float:
         """Of draft_prices; the last one's for more chains than were reckoned with."""

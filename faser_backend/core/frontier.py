@@ -12,6 +12,11 @@ import numpy as np
 from faser_backend.core.ports import DeviceArray
 from faser_backend.core.tree import Tree
 
+# Sources of chains: the engine's drafter, which is its draft model or, where it has none, n-grams of the request's own
+# text; such n-grams beside a model; text that was served before.
+MAIN, NGRAM, SERVED = range(3)
+NUM_SOURCES = 3
+
 
 @dataclass(slots=True, eq=False)
 class Frontier:
@@ -32,6 +37,7 @@ class Frontier:
     draft_probs: np.ndarray | None = None
     is_client: np.ndarray | None = None  # [B] bool, chains that clients brought along; None: no chain
     tree: Tree | None = None  # None: all are chains
+    sources: np.ndarray | None = None  # [B] int64; None: all are MAIN
 
     @classmethod
     def empty(cls, num_sequences: int) -> Frontier:
@@ -50,9 +56,14 @@ class Frontier:
         arrays = (None if array is None else array[index] for array in optional)
         is_client = None if self.is_client is None or not self.is_client[index].any() else self.is_client[index]
         tree = None if self.tree is None else self.tree.take(index)
-        return Frontier(
-            self.drafted[index], self.num_drafted[index], self.num_rows[index], *arrays, is_client=is_client, tree=tree
-        )
+        sources = None if self.sources is None else self.sources[index]
+        counts = self.num_drafted[index], self.num_rows[index]
+        return Frontier(self.drafted[index], *counts, *arrays, is_client=is_client, tree=tree, sources=sources)
+
+    @property
+    def is_look_up(self) -> np.ndarray:
+        """[B] bool, chains that the engine's drafter has not made, and not run."""
+        return np.zeros(self.num_drafted.shape, np.bool_) if self.sources is None else self.sources != MAIN
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from faser_backend.pipeline.step import Stepper
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ def assemble(
         ports.limits.max_context,
         can_reuse=config.enable_prefix_reuse,
     )
+    proposer = ports.make_proposer(PhaseTimes(ports.clock), blocks.block_tables) if policy.is_drafting else None
     scheduler = Scheduler(
         blocks,
         policy,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens,
         never_evicts=config.admission == "guaranteed_no_evict",
+        max_draft_lag=MAX_DRAFT_LAG if proposer is None else proposer.max_lag,
     )
-    proposer = ports.make_proposer(PhaseTimes(ports.clock), blocks.block_tables) if policy.is_drafting else None
     stepper = Stepper(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
     stepper.observers.extend(observers)
     return Engine(

@@ -21,6 +21,7 @@ class RoundCounts(NamedTuple):
     num_pruned: int  # rows that left at an exit
     num_run: int  # of the accepted ones, those up to which the draft holds keys and values
     is_client: bool  # the client's own guess
+    is_look_up: bool  # n-grams made the chain
 
 
 def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
@@ -31,7 +32,7 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
     if acceptance.path is not None:
         tested, run = acceptance.path.num_tested, num_run_by_draft(frontier, acceptance)
     is_client = np.zeros(drafted.shape, np.bool_) if frontier.is_client is None else frontier.is_client
-    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, is_client)
+    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, is_client, frontier.is_look_up)
     return list(map(RoundCounts, *(column.tolist() for column in columns)))
 
 
@@ -39,7 +40,8 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     """Appends tokens (cut in place at the first stop) and advances both KV lengths.
 
     The target has run the anchor and all drafts, the draft all drafts but its last one (of a tree some), and nothing
-    of what a client guessed; of these only the rows of accepted tokens are true, and lie where their positions are.
+    of what a client guessed or n-grams made; of these only the rows of accepted tokens are true, and lie where their
+    positions are.
     """
     old = sequence.num_tokens
     finish = _cut_at_stop(sequence, tokens)
@@ -48,7 +50,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     if counts.is_client:
         sequence.num_client_tested += counts.num_tested
         sequence.num_client_accepted += counts.num_accepted
-    elif counts.num_drafted:
+    elif counts.num_drafted and not counts.is_look_up:
         sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
     sequence.client_draft = ()  # guesses of what came behind the last token, and of nothing later
     stats = sequence.stats

@@ -22,6 +22,7 @@ from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.acceptance import PURPOSE_DRAFT, draw, rank_drawn
+from faser_backend.policy.speculation import MAX_DRAFT_LAG
 from faser_backend.policy.trim import chances, continues
 
 
@@ -31,6 +32,9 @@ class ModelProposer:
     keeps_probs: rejection sampling, which tests against the draft's processed probabilities and draws with noise of
     its own; else the target's noise is shared.
     """
+
+    main_source = "model"
+    max_lag = MAX_DRAFT_LAG
 
     def __init__(
         self,
@@ -124,7 +128,8 @@ class ModelProposer:
         """What the draft knows of a sequence is KV, which the block manager has taken back."""
 
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
-        """What the draft has not seen, the anchor or the last uncommitted token at its end."""
+        """What the draft has not seen, the anchor or the last uncommitted token at its end. Of a chain that
+        n-grams made it has seen nothing."""
         sequences = [chain.batch.sequences[i] for i in active]
         is_behind = chain.num_behind[active] > 0
         fresh = [seq for seq, waits in zip(sequences, is_behind, strict=True) if not waits]
@@ -133,7 +138,9 @@ class ModelProposer:
             return token_range_rows(sequences, starts, [seq.num_tokens for seq in sequences], tables, with_logits=True)
         last = chain.last_tokens(active)
         pieces = [
-            last[row : row + 1] if is_behind[row] else seq.token_ids[seq.draft_len : seq.num_tokens]
+            last[row : row + 1]
+            if is_behind[row] and not chain.is_look_up[active[row]]
+            else np.append(seq.token_ids[seq.draft_len : seq.num_tokens], chain.behind_tokens(active[row]))
             for row, seq in enumerate(sequences)
         ]
         ends = chain.positions[active]
@@ -159,6 +166,7 @@ class Chain:
         behind, num_wanted = proposal.behind, proposal.num_draft_tokens
         self.batch = batch
         self.num_behind = behind.num_drafted  # [B]
+        self.is_look_up = behind.is_look_up  # [B]
         self._trim = proposal.trim
         self._num_wanted = num_wanted
         size, width, old = len(batch), int(num_wanted.max(initial=0)), behind.drafted.shape[1]
@@ -175,6 +183,10 @@ class Chain:
         if self._trim is not None and old and behind.margins is not None:
             is_token = np.arange(old) < self.num_behind[:, None]
             self._survival = np.where(is_token, chances(self._trim, behind.margins, batch.slots), 1.0).prod(axis=1)
+
+    def behind_tokens(self, row: int) -> np.ndarray:
+        """[n] uncommitted tokens that were there before this proposal."""
+        return self._tokens[row, : self.num_behind[row]]
 
     def last_tokens(self, active: np.ndarray) -> np.ndarray:
         return self._tokens[active, self._num_tokens[active] - 1]

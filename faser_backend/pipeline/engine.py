@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.frontier import NUM_SOURCES
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock
@@ -26,6 +27,7 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
+SOURCES = ("model", "ngram", "served", "client")  # of draft tokens; the first NUM_SOURCES by number of the source
 NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 PLAIN = "plain"  # a step that verified no draft tokens and drafted none
 STEP_KINDS = (PLAIN, *(mode.value for mode in PipelineMode))
@@ -59,6 +61,8 @@ class EngineMetrics:
     num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_POSITIONS)
     num_steps_by_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_KINDS, 0))  # that verified
     tokens_per_second: float = 0.0  # the price of time of the last decision, 0 where the policy has none
+    num_drafted_by_source: Counter[str] = field(default_factory=Counter)  # who drafted: SOURCES
+    num_accepted_by_source: Counter[str] = field(default_factory=Counter)
     num_pruned: int = 0  # rows that left verifications at an exit
     num_row_layers: int = 0  # computed in verifications
     num_graphs: int = 0  # captured
@@ -230,12 +234,25 @@ class Engine:
         metrics.num_drafts += int(np.count_nonzero(record.frontier.num_drafted))
         for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
             metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
+        self._count_sources(record)
         metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
         decision = record.plan.decision
         is_plain = not record.frontier.num_drafted.any() and not record.plan.drafts
         metrics.num_steps_by_kind[PLAIN if is_plain else decision.mode.value] += 1
         metrics.tokens_per_second = 1e6 * decision.tokens_per_us
         metrics.num_row_layers += record.verification.num_row_layers
+
+    def _count_sources(self, record: StepRecord) -> None:
+        """By who drafted: the engine's drafter, n-grams beside it, served text, the client."""
+        proposer, frontier = self.stepper.proposer, record.frontier
+        main = "model" if proposer is None else proposer.main_source
+        sources = np.zeros(record.num_tokens.shape, np.int64) if frontier.sources is None else frontier.sources
+        sources = sources if frontier.is_client is None else np.where(frontier.is_client, NUM_SOURCES, sources)
+        metrics = self._metrics
+        for source, name in enumerate((main, *SOURCES[1:])):
+            rows = sources == source
+            metrics.num_drafted_by_source[name] += int(frontier.num_drafted[rows].sum())
+            metrics.num_accepted_by_source[name] += int(record.acceptance.num_accepted[rows].sum())
 
     def metrics(self) -> EngineMetrics:
         """The live snapshot; read it from the step thread, or accept that it is a step old."""

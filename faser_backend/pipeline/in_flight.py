@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.frontier import Acceptance, Frontier
+from faser_backend.core.frontier import MAIN, Acceptance, Frontier
 from faser_backend.core.plan import InFlight
 from faser_backend.core.sequence import Sequence
 from faser_backend.core.tree import Tree
@@ -73,6 +73,7 @@ def stack(first: Frontier, second: Frontier) -> Frontier:
         _stack_optional(first.draft_probs, second.draft_probs, drawn, num_laws),
         np.concatenate(is_client) if has_clients else None,
         _stack_trees(first, second, width),
+        _stack_sources(first, second),
     )
 
 
@@ -86,6 +87,17 @@ def _stack_trees(first: Frontier, second: Frontier, width: int) -> Tree | None:
     ]
     parents = np.concatenate([_padded(tree.parents, width) for tree in trees])
     return Tree(parents, np.concatenate([_padded(tree.draft_cells, width) for tree in trees]))
+
+
+def _stack_sources(first: Frontier, second: Frontier) -> np.ndarray | None:
+    """None where the engine's drafter made them all."""
+    if first.sources is None and second.sources is None:
+        return None
+    known = (each.sources for each in (first, second))
+    sizes = first.num_drafted.size, second.num_drafted.size
+    return np.concatenate(
+        [np.full(size, MAIN) if sources is None else sources for sources, size in zip(known, sizes, strict=True)]
+    )
 
 
 def _is_client(frontier: Frontier) -> np.ndarray:

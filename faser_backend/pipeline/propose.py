@@ -1,7 +1,7 @@
 """Who proposes: the seam between a step and what drafts for it.
 
 A step asks for draft tokens and gets a `Frontier`; whether a model made them or a look at the text so far is not its
-business. Implemented by pipeline/draft.py and pipeline/ngram.py.
+business. Implemented by pipeline/draft.py, pipeline/head.py, pipeline/ngram.py and, of these, pipeline/joint.py.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Proposer(Protocol):
     """Drafts for one batch at a time, on whichever thread the step gives it."""
 
     times: PhaseTimes  # of the draft's lane
+    main_source: str  # what its own chains are called
+    max_lag: int  # tokens of a sequence that it may have to read when it proposes
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
         """Up to num_draft_tokens tokens per sequence, each with its row; maybe none. Where tokens are tested

@@ -1,8 +1,9 @@
 """How likely a draft token is accepted: the traffic's calibrated curve, shifted by what each request turned out to be.
 
 The chance of a draft token of request i with margin m is sigmoid(logit c(m) + offset_i). The curve c is calibrated of
-greedy and of sampled requests apart (policy/calibration.py). The offset has a normal prior and is updated with every
-test, as in online logistic regression: precision += sum p (1 - p), offset += sum (y - p) / precision.
+greedy and of sampled requests apart, and of each source of chains (policy/calibration.py). The offset has a normal
+prior and is updated with every test, as in online logistic regression: precision += sum p (1 - p), offset +=
+sum (y - p) / precision.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from itertools import chain
 
 import numpy as np
 
+from faser_backend.core.frontier import MAIN, NUM_SOURCES
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import KINDS, MarginCounts, MarginCurve, MatchCalibration, sigmoid
 
 OFFSET_STD = 0.6  # of the prior: requests' acceptance differs by 7 to 15 points
 _PRIOR_PRECISION = OFFSET_STD**-2
+_CHAINS_FADE = 0.998  # by chain, of the shares of sources
 _MOST_PRECISION = _PRIOR_PRECISION + 25.0  # about 150 tests: a text may change
 
 
@@ -25,21 +28,42 @@ class AcceptanceModel:
     """Learns from every step's tests. Asked about the sequences that are looked at."""
 
     def __init__(self, margins: Mapping[str, MarginCounts]) -> None:
-        self._calibrations = [MatchCalibration(margins.get(kind)) for kind in KINDS]
+        # By source of chains and kind of request; margins are the engine's drafter's.
+        self._calibrations = [
+            [MatchCalibration(margins.get(kind) if source == MAIN else None) for kind in KINDS]
+            for source in range(NUM_SOURCES)
+        ]
+        self._num_chains = np.array([1.0, 0.0, 0.0])  # by source, of late
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
         self.num_tests = 0
 
     @property
     def version(self) -> tuple[int, ...]:
         """Changes with the curves."""
-        return tuple(calibration.version for calibration in self._calibrations)
+        return tuple(calibration.version for of_source in self._calibrations for calibration in of_source)
 
-    def curve(self, sampled_share: float) -> MarginCurve:
+    @property
+    def source_shares(self) -> np.ndarray:
+        """[NUM_SOURCES] shares of the chains of late, summing to 1."""
+        return self._num_chains / self._num_chains.sum()
+
+    @property
+    def has_look_ups(self) -> bool:
+        """Whether others than the engine's drafter make chains."""
+        return bool(self._num_chains[1:].any())
+
+    def curve(self, sampled_share: float, source: int = MAIN) -> MarginCurve:
         """The chances by margin of a batch in which this share of the requests does not decode greedily."""
-        greedy, sampled = (calibration.curve for calibration in self._calibrations)
+        greedy, sampled = (calibration.curve for calibration in self._calibrations[source])
         if sampled_share in (0.0, 1.0):
             return sampled if sampled_share else greedy
         return greedy.mixed(sampled, sampled_share)
+
+    def match_logits(self, sampled_share: float) -> np.ndarray:
+        """As a TrimRule holds them: [M], or [NUM_SOURCES, M] where look-ups make chains."""
+        sources = range(NUM_SOURCES if self.has_look_ups else 1)
+        found = np.stack([self.curve(sampled_share, source).match_logits for source in sources])
+        return found if self.has_look_ups else found[0]
 
     def offsets(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """[B] what is added to the logits of each request's chances. Forgets the requests that are gone."""
@@ -59,17 +83,24 @@ class AcceptanceModel:
         if not isinstance(rows, slice):
             decodes = [decodes[row] for row in rows]
             margins, num_accepted, num_tested = margins[rows], num_accepted[rows], num_tested[rows]
-        is_sampled = np.array([not each.request.sampling.is_greedy for each in decodes], np.bool_)
-        num_sampled = np.count_nonzero(is_sampled)
-        for kind, calibration in enumerate(self._calibrations):
-            if num_sampled == (len(decodes) if kind else 0):
-                of_kind: np.ndarray | slice = slice(None)
-            elif num_sampled == (0 if kind else len(decodes)):
-                continue
-            else:
-                of_kind = np.flatnonzero(is_sampled == bool(kind))
-            own = decodes if isinstance(of_kind, slice) else [decodes[index] for index in of_kind]
-            self._observe(calibration, own, margins[of_kind], num_accepted[of_kind], num_tested[of_kind])
+        groups = np.array([not each.request.sampling.is_greedy for each in decodes], np.int64)  # kinds
+        if record.frontier.sources is not None:
+            sources = record.frontier.sources[rows]
+            groups += len(KINDS) * sources
+            self._count_chains(sources[record.frontier.num_drafted[rows] > 0])
+        elif self.has_look_ups:
+            self._count_chains(np.zeros(np.count_nonzero(record.frontier.num_drafted[rows]), np.int64))
+        for group in np.unique(groups).tolist():
+            of_group = slice(None) if (groups == group).all() else np.flatnonzero(groups == group)
+            own = decodes if isinstance(of_group, slice) else [decodes[index] for index in of_group]
+            source, kind = divmod(group, len(KINDS))
+            calibration = self._calibrations[source][kind]
+            self._observe(calibration, own, margins[of_group], num_accepted[of_group], num_tested[of_group])
+
+    def _count_chains(self, sources: np.ndarray) -> None:
+        """sources [n] of a step's chains."""
+        self._num_chains *= _CHAINS_FADE**sources.size
+        self._num_chains += np.bincount(sources, minlength=NUM_SOURCES)
 
     def _observe(
         self,

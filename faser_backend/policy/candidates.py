@@ -7,11 +7,13 @@ distribution after each draft token is a convolution. docs/policies.md derives t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from faser_backend.core.decision import PipelineMode, Score
+from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.batch_times import BatchTimes
 from faser_backend.policy.calibration import MarginCurve, sigmoid
 
@@ -27,6 +29,7 @@ _GOES_ON, _HAS_ROW = (
 )  # bool [F, S]
 _SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
 _SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
+_LOOK_PART = 8  # one request in so many drafts in a look among plain rounds
 
 
 class Chains(NamedTuple):
@@ -35,6 +38,14 @@ class Chains(NamedTuple):
     drafting: np.ndarray  # share of the chains that draft token j
     verified: np.ndarray  # share whose row j is verified
     kept: np.ndarray  # chance that tokens 1..j are accepted and row j is there, so that it emits a token
+
+
+def mixed(parts: list[tuple[float, Chains]]) -> Chains:
+    """Returns what a mix of chains comes to, (share, chains) each, the engine's drafter's first: it alone takes draft
+    calls."""
+    drafting = parts[0][0] * parts[0][1].drafting
+    verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
+    return Chains(drafting, np.asarray(verified), np.asarray(kept))
 
 
 class Yield(Protocol):
@@ -177,3 +188,14 @@ def _best(
         num_tokens=float(tokens[where]),
         step_us=float(step_us[where]),
     )
+
+
+def look_lengths(sequences: Sequence[RunningSequence], num_draft_tokens: int) -> list[int]:
+    """Returns the draft tokens [B] of a look among plain rounds: a few requests draft, those whose draft has the least
+    to catch up with, for a look at all of them could cost more than it tells."""
+    able = [index for index, each in enumerate(sequences) if each.request.max_draft_tokens != 0]
+    able.sort(key=lambda index: sequences[index].num_tokens - sequences[index].draft_len)
+    lengths = [0] * len(sequences)
+    for index in able[: max(len(sequences) // _LOOK_PART, 1)]:
+        lengths[index] = num_draft_tokens
+    return lengths

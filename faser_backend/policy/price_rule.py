@@ -23,6 +23,8 @@ from faser_backend.policy.calibration import MarginCurve
 from faser_backend.policy.candidates import (
     Chains,
     ChainTable,
+    look_lengths,
+    mixed,
     ping_pong_score,
     plain_score,
     run_ahead_score,
@@ -47,7 +49,6 @@ OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; se
 LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
 FAR_BEHIND = 0.5  # share of the speed that plain decoding loses, from which on it is not looked at unless saved for
-LOOK_PART = 8  # one request in so many drafts in a look among plain rounds
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 _CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
 
@@ -115,7 +116,7 @@ class PriceRule:
         self._weighed, self._num_decided, self._decision = (size, share), 0, None
         self._corrected_times.clear()
         offsets = self._acceptance.offsets(sequences)
-        chains = self._chain_table(share).of(offsets)
+        chains = self._chains(share, offsets)
         context = self.costs.batch_context([each.num_tokens for each in sequences])
         self._scores = tuple(self._score_all(size, context, chains))
         best = max(self._scores, key=self._speed)
@@ -226,7 +227,7 @@ class PriceRule:
         usual = min(max(round(score.num_rows), 1), times.verify_us.size - 1)
         return TrimRule(
             margin_knots=MarginCurve.margin_knots,
-            match_logits=curve.match_logits,
+            match_logits=self._acceptance.match_logits(self._weighed[1]),
             margin_shares=curve.margin_shares,
             offsets=offsets,
             verify_us=times.verify_us,
@@ -263,13 +264,18 @@ class PriceRule:
             self._corrected_times[key] = self._times.of(size, context, partition).corrected(self._errors)
         return self._corrected_times[key]
 
-    def _chain_table(self, share: float) -> ChainTable:
-        """What chains of such a batch come to; kept until the curves have changed a few times."""
-        key = round(share, 2), *(version // REFITS for version in self._acceptance.version)
+    def _chains(self, share: float, offsets: np.ndarray) -> Chains:
+        """What the chains of all sources come to for requests of these offsets [B]."""
+        shares = enumerate(self._acceptance.source_shares.tolist())
+        return mixed([(each, self._chain_table(share, source).of(offsets)) for source, each in shares if each])
+
+    def _chain_table(self, share: float, source: int) -> ChainTable:
+        """What such chains come to in such a batch; kept until the curves have changed a few times."""
+        key = source, round(share, 2), *(version // REFITS for version in self._acceptance.version)
         if key not in self._tables:
             if len(self._tables) > MOST_TABLES:
                 self._tables.clear()
-            self._tables[key] = ChainTable(self._acceptance.curve(share), self._most)
+            self._tables[key] = ChainTable(self._acceptance.curve(share, source), self._most)
         return self._tables[key]
 
     # -- learning -------------------------------------------------------------------------------
@@ -315,11 +321,12 @@ class PriceRule:
             drafting = self._times.of(lengths.size, self.costs.batch_context(record.num_tokens.tolist()), partition)
             verify_us += times.lanes_us
         else:
-            lengths, drafting = record.frontier.num_drafted, times
+            lengths, drafting = np.where(record.frontier.is_look_up, 0, record.frontier.num_drafted), times
         reading_us = self._target_reading_us(record) + record.draft_prefill_us
         measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
         self._errors.observe(TARGET, partition, float(num_rows.sum()), verify_us, measured_us)
-        if lengths.any() and record.propose_us:
+        knows_who = not plan.drafts or not self._acceptance.has_look_ups
+        if lengths.any() and record.propose_us and knows_who:
             draft_us = drafting.chains_us(lengths, is_trimmed=is_trimmed)
             self._errors.observe(DRAFT, partition, float(np.count_nonzero(lengths)), draft_us, record.propose_us)
 
@@ -335,14 +342,3 @@ class PriceRule:
             TARGET, WHOLE, sum(num_rows), len(num_rows), context, max_rows=max(num_rows), num_logit_rows=0
         )
         return record.prefill_us if record.prefill_us > 0.5 * float(us) else float(us)
-
-
-def look_lengths(sequences: Sequence[RunningSequence], num_draft_tokens: int) -> list[int]:
-    """Returns the draft tokens [B] of a look among plain rounds: a few requests draft, those whose draft has the least
-    to catch up with, for a look at all of them could cost more than it tells."""
-    able = [index for index, each in enumerate(sequences) if each.request.max_draft_tokens != 0]
-    able.sort(key=lambda index: sequences[index].num_tokens - sequences[index].draft_len)
-    lengths = [0] * len(sequences)
-    for index in able[: max(len(sequences) // LOOK_PART, 1)]:
-        lengths[index] = num_draft_tokens
-    return lengths

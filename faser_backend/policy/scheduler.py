@@ -12,10 +12,8 @@ from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import NO_MATCH, BlockManager
-from faser_backend.policy.speculation import SpeculationPolicy
+from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
-# A sequence whose draft lags by more tokens is caught up before it drafts: its rows would pad everyone's first call.
-MAX_DRAFT_LAG = 4
 COMING_STEPS = 32  # ahead, that policies hear of growing batches; an answer of 100 tokens takes 25 to 100 steps
 
 
@@ -33,12 +31,15 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
         never_evicts: bool,
+        max_draft_lag: int = MAX_DRAFT_LAG,
     ) -> None:
+        """max_draft_lag: tokens that the draft may have to read when it drafts; one that lags by more is caught up."""
         self.blocks = blocks
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.never_evicts = never_evicts
+        self.max_draft_lag = max_draft_lag
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -117,7 +118,7 @@ class Scheduler:
     def _catch_up(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Lets the draft read what it has not seen; False where that takes more than what is left for it in a step."""
         lag = sequence.num_tokens - sequence.draft_len
-        if lag <= MAX_DRAFT_LAG:
+        if lag <= self.max_draft_lag:
             return True
         budget = self.max_prefill_tokens - sum(chunk.num_tokens for chunk in plan.draft_prefills)
         num_tokens = min(lag - 1, budget)  # the last token is fed when it drafts

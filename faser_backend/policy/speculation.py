@@ -20,6 +20,8 @@ from faser_backend.policy.early_exit import ExitCalibration
 
 MAX_DRAFT_TOKENS = 32
 MAX_ADAPTIVE_TOKENS = 8  # longest length that an adaptive policy weighs
+# A sequence whose draft lags by more tokens is caught up before it drafts: its rows would pad everyone's first call.
+MAX_DRAFT_LAG = 4
 
 
 class SpeculationPolicy(Protocol):

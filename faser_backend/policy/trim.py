@@ -16,11 +16,15 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.policy.calibration import sigmoid
 
 
-def chances(rule: TrimRule, margins: np.ndarray, slots: np.ndarray) -> np.ndarray:
+def chances(rule: TrimRule, margins: np.ndarray, slots: np.ndarray, sources: np.ndarray | None = None) -> np.ndarray:
     """Returns the chances of acceptance of draft tokens with margins [n] or [n, K], same shape, of requests in
-    slots [n]."""
+    slots [n]. sources [n] of the chains, None for the engine's drafter."""
     offsets = _offsets(rule, slots)
-    scores = np.interp(margins, rule.margin_knots, rule.match_logits)
+    scores = np.interp(margins, rule.margin_knots, rule.main_logits)
+    if sources is not None and rule.match_logits.ndim == 2:
+        for source in np.unique(sources):
+            rows = sources == source
+            scores[rows] = np.interp(margins[rows], rule.margin_knots, rule.match_logits[source])
     return sigmoid(scores + (offsets if margins.ndim == 1 else offsets[:, None]))
 
 
@@ -30,7 +34,7 @@ def expected_gain(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np
 
     The token's own chance is not known yet: averaged over the shares with which margins occurred.
     """
-    worth = survival[:, None] * sigmoid(rule.match_logits + _offsets(rule, slots)[:, None]) - rule.row_price
+    worth = survival[:, None] * sigmoid(rule.main_logits + _offsets(rule, slots)[:, None]) - rule.row_price
     return np.maximum(worth, 0.0) @ rule.margin_shares
 
 
@@ -55,7 +59,7 @@ def admit_by_price(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.
     """[B] rows of each chain to verify, the anchor's included: those that are worth the average price of a row."""
     if frontier.drafted.shape[1] == 0 or frontier.margins is None:
         return frontier.num_rows
-    survival = np.cumprod(chances(rule, frontier.margins, slots), axis=1)  # [B, K]
+    survival = np.cumprod(chances(rule, frontier.margins, slots, frontier.sources), axis=1)  # [B, K]
     return np.minimum(1 + np.count_nonzero(survival >= rule.row_price, axis=1), frontier.num_rows)
 
 
@@ -71,15 +75,17 @@ def admit(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
     if size == 1:
         return _admit_alone(rule, frontier, slots)
     columns = np.arange(width)
-    survival = np.cumprod(chances(rule, frontier.margins, slots), axis=1)
+    survival = np.cumprod(chances(rule, frontier.margins, slots, frontier.sources), axis=1)
     survival = np.where(columns < frontier.num_drafted[:, None], survival, 0)
     order = np.argsort(-survival, axis=None, kind="stable")  # along a chain survival never rises
     ranked, column = survival.reshape(-1)[order], np.tile(columns, size)[order]
     is_allowed = column <= columns[:, None]  # [K, B K]: rows 1..k + 1 of every chain
     tokens = size + np.cumsum(ranked * is_allowed, axis=1)
     num_extra = np.minimum(np.cumsum(is_allowed, axis=1), rule.verify_us.size - 1)
-    num_active = np.count_nonzero(columns[:, None] < frontier.num_drafted, axis=1)  # [K] in each draft call
-    spent_us = rule.draft_round_us + float(_for_counts(rule.draft_us, num_active).sum())
+    num_called = np.where(frontier.is_look_up, 0, frontier.num_drafted)  # look-ups make no draft calls
+    num_active = np.count_nonzero(columns[:, None] < num_called, axis=1)  # [K] in each draft call
+    calls_us = np.where(num_active > 0, _for_counts(rule.draft_us, num_active), 0.0)
+    spent_us = rule.draft_round_us * bool(num_called.any()) + float(calls_us.sum())
     round_us = rule.verify_us[num_extra] + (columns[:, None] + 1) * rule.column_us + spent_us
     best = np.unravel_index(int((tokens / round_us).argmax()), tokens.shape)
     if size / (rule.verify_us[0] + spent_us) >= tokens[best] / round_us[best]:
@@ -93,10 +99,11 @@ def _admit_alone(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.nd
     """`admit` for one chain, whose sets of rows are its prefixes."""
     assert frontier.margins is not None
     length = int(frontier.num_drafted[0])
-    survival = np.cumprod(chances(rule, frontier.margins[:1, :length], slots)[0])
+    survival = np.cumprod(chances(rule, frontier.margins[:1, :length], slots, frontier.sources)[0])
     tokens = np.concatenate([[1.0], 1.0 + np.cumsum(survival)])  # [length + 1] of 1, 2, ... rows
     num_extra = np.arange(length + 1)
-    spent_us = rule.draft_round_us + length * float(rule.draft_us[1])
+    is_called = not frontier.is_look_up[0]
+    spent_us = is_called * (rule.draft_round_us + length * float(rule.draft_us[1]))
     verify_us = rule.verify_us[np.minimum(num_extra, rule.verify_us.size - 1)] + num_extra * rule.column_us
     return np.array([1 + (tokens / (verify_us + spent_us)).argmax()])
 

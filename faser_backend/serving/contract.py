@@ -19,6 +19,7 @@ from faser_backend.core.errors import RequestError
 from faser_backend.core.request import MAX_BAD_TOKENS, MAX_SEED, MAX_STOP_TOKENS, Limits, Request, SamplingParams
 from faser_backend.serving.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.link import Hello
+from faser_backend.serving.log_format import about
 from faser_backend.serving.tensor_values import (
     BAD_WORDS,
     STOP_WORDS,
@@ -162,7 +163,7 @@ def _parse_row(
     request = Request(
         request_id=request_id,
         prompt_ids=prompt_ids,
-        max_tokens=_read_max_tokens(tensors, hello.limits, prompt_ids.size),
+        max_tokens=_read_max_tokens(tensors, hello.limits, prompt_ids.size, request_id),
         sampling=_read_sampling(tensors, hello, tokenizer, meaning),
         end_ids=_read_end_ids(tensors, hello),
         stop_sequences=stop_sequences,
@@ -245,19 +246,20 @@ def _read_draft_ids(tensors: Tensors, limits: Limits) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_max_tokens(tensors: Tensors, limits: Limits, num_prompt_tokens: int) -> int:
+def _read_max_tokens(tensors: Tensors, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
     """What was asked for, or as much as the context holds behind a prompt that fits."""
     value = read_scalar(tensors, "request_output_len", "max_tokens")
     if value is None:
         raise RequestError("max_tokens", None, "is required (request_output_len at the token level)")
-    return fitting_max_tokens(int(value), limits, num_prompt_tokens)
+    return fitting_max_tokens(int(value), limits, num_prompt_tokens, request_id)
 
 
-def fitting_max_tokens(value: int, limits: Limits, num_prompt_tokens: int) -> int:
+def fitting_max_tokens(value: int, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
     """value, or as many as the context holds behind a prompt that fits, which the log then tells."""
     room = limits.max_context - num_prompt_tokens
     if value > room >= 1:
-        _log.warning("max_tokens = %d: %d tokens fit behind the prompt of %d; clamped", value, room, num_prompt_tokens)
+        told = "max_tokens = %d: %d tokens fit behind the prompt of %d; clamped"
+        _log.warning(told, value, room, num_prompt_tokens, extra=about(request_id.partition(".")[0]))
         return room
     return value
 

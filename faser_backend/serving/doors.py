@@ -12,11 +12,13 @@ import re
 import secrets
 import socket
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 
 RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
+ALSO_RESTRICTABLE = ("metadata", "inference", "model-config", "statistics")  # health stays open, for probes
 KEY_HEADER = "faser-admin-key"  # of HTTP; gRPC clients send it as metadata, with the prefix below
 GRPC_PREFIX = "triton-grpc-protocol-"
 MIN_KEY, MAX_KEY = 16, 256  # characters
@@ -67,7 +69,39 @@ def random_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def restriction_options(key: str) -> list[str]:
-    """Options of tritonserver."""
-    rule = f"{','.join(RESTRICTED)}:{KEY_HEADER}={key}"
+def restriction_options(key: str, also: tuple[str, ...] = ()) -> list[str]:
+    """Options of tritonserver. also: of ALSO_RESTRICTABLE. Raises ConfigError for another."""
+    for name in also:
+        if name not in ALSO_RESTRICTABLE:
+            raise ConfigError(f"--restrict = {name!r:.80}: must be among {', '.join(ALSO_RESTRICTABLE)}")
+    rule = f"{','.join((*RESTRICTED, *also))}:{KEY_HEADER}={key}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcTls:
+    """Files by which Triton's gRPC port speaks TLS; with a root certificate, only to clients that have one of its."""
+
+    cert: Path
+    key: Path
+    root: Path | None = None
+
+    @classmethod
+    def of(cls, cert: Path | None, key: Path | None, root: Path | None) -> GrpcTls | None:
+        """None where none is given. Raises ConfigError naming an option that is missing or a file that is not."""
+        given = {"--grpc-tls-cert": cert, "--grpc-tls-key": key, "--grpc-tls-root": root}
+        for name, file in given.items():
+            if file is not None and not (file.is_file() and os.access(file, os.R_OK)):
+                raise ConfigError(f"{name} = {file}: no file that can be read")
+        if cert is None or key is None:
+            if any(given.values()):
+                raise ConfigError("--grpc-tls-cert, --grpc-tls-key: both are needed, or none")
+            return None
+        return cls(cert, key, root)
+
+    def options(self) -> list[str]:
+        """Options of tritonserver."""
+        named = {"server-cert": self.cert, "server-key": self.key}
+        named |= {} if self.root is None else {"root-cert": self.root}
+        mutual = [] if self.root is None else ["--grpc-use-ssl-mutual=true"]
+        return ["--grpc-use-ssl=true", *mutual, *(f"--grpc-{name}={path.resolve()}" for name, path in named.items())]

@@ -1,4 +1,4 @@
-"""Who drafts in an engine: the directory's draft model, or n-grams of the text so far; and what policies know then.
+"""Who drafts in an engine: its draft model, n-grams of the text so far, or both; and what policies know then.
 
 The choice is the configuration's (`draft`) and the manifest's (which models there are), made here and nowhere else.
 """
@@ -13,30 +13,51 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.head import HeadProposer
+from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy, drafts_trees
 from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.profile_store import load_knowledge
 
+BOTH = "model+ngram"
+
 
 def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
     """The models to load: no draft where n-grams draft. Raises ConfigError for what does not go together."""
-    if config.draft == "model" and manifest.draft is None:
-        raise ConfigError("draft = 'model': the engine directory has no draft model; use 'ngram', or build with one")
+    if config.draft in ("model", BOTH) and manifest.draft is None:
+        raise ConfigError(
+            f"draft = {config.draft!r}: the engine directory has no draft model; use 'ngram', or build with one"
+        )
     draft = None if config.draft == "ngram" else manifest.draft
     if draft is None and config.early_exit == "on":
         raise ConfigError(
             "early_exit = 'on': an exit scores the candidates of a draft model, and n-grams draft here; use 'auto'"
         )
+    if config.draft == BOTH and config.early_exit == "on":
+        raise ConfigError(f"early_exit = 'on' with draft = {BOTH!r}: exits rest beside chains of n-grams; use 'auto'")
+    if config.served_text_tokens:
+        _check_served_text(config, has_look_ups=draft is None or config.draft == BOTH)
     if config.early_exit == "on" and config.policy != "none" and not manifest.exit_layers:
         raise ConfigError("early_exit = 'on': the engine has no exits; build it with --exit-layers, then profile it")
     return ModelPair(manifest.target, draft)
+
+
+def _check_served_text(config: EngineConfig, *, has_look_ups: bool) -> None:
+    field = f"served_text_tokens = {config.served_text_tokens}"
+    if not has_look_ups:
+        raise ConfigError(f"{field}: the draft model looks nothing up; use draft = 'ngram' or {BOTH!r}, or 0")
+    if config.acceptance == "rejection":
+        raise ConfigError(
+            f"{field} with acceptance = 'rejection': a draft may not know what a request of the same seed was "
+            "answered; use 'match', or 0"
+        )
 
 
 def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
@@ -52,17 +73,37 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     return Knowledge(with_ngrams(knowledge.costs), margins)
 
 
-def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> None:
+def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy, draft: str = "auto") -> None:
     """Raises ConfigError where the policy asks for trees that nobody here drafts or verifies."""
     if not drafts_trees(policy):
         return
-    if models.draft is None:
+    if models.draft is None or draft == BOTH:
         raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
     if models.draft.spec.reads_target:
         raise ConfigError("policy = 'tree:N': EAGLE-3 heads draft chains; use 'fixed:K'")
-    if not RUNTIMES[runtime].has_trees:
+    if RUNTIMES[runtime].has_trees:
+        return
+    if not all(map(_has_mask, (models.target, models.draft))):
         able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_trees)
-        raise ConfigError(f"policy = 'tree:N': runtime {runtime!r} verifies chains; use 'fixed:K', or build for {able}")
+        remedy = "build with --trees" if RUNTIMES[runtime].tensorrt else f"build for {able}"
+        raise ConfigError(f"policy = 'tree:N': this engine of {runtime!r} verifies chains; use 'fixed:K', or {remedy}")
+
+    most, wanted = min(map(_most_rows, (models.target, models.draft))), getattr(policy, "num_draft_tokens", 0) + 1
+    if wanted > most:
+        raise ConfigError(
+            f"policy = 'tree:{wanted - 1}': the engine verifies at most {most} rows of a sequence; "
+            f"use 'tree:{most - 1}' at most"
+        )
+
+
+def _most_rows(model: ModelEngine) -> int:
+    """With logits, of each sequence of a full batch."""
+    ranges = [bucket.ranges for bucket in model.segments[-1].buckets]
+    return max(each["R"][2] for each in ranges) // max(each["B"][2] for each in ranges)
+
+
+def _has_mask(model: ModelEngine) -> bool:
+    return all("ancestors" in {tensor.name for tensor in segment.inputs} for segment in model.segments)
 
 
 def make_proposer(
@@ -70,7 +111,10 @@ def make_proposer(
 ) -> Proposer:
     """block_tables [max_num_seqs, max_blocks], by slot."""
     keeps_probs = config.acceptance == "rejection"
+    served = ServedText(config.served_text_tokens) if config.served_text_tokens else None
+    look_ups = NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs, served=served)
     if models.draft is None:
-        return NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
+        return look_ups
     proposer = HeadProposer if models.draft.spec.reads_target else ModelProposer
-    return proposer(sampler, times, block_tables, keeps_probs=keeps_probs)
+    model = proposer(sampler, times, block_tables, keeps_probs=keeps_probs)
+    return JointProposer(model, look_ups, config.max_prefill_tokens) if config.draft == BOTH else model

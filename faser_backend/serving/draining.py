@@ -4,13 +4,18 @@ process while Triton's stub waits."""
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 DRAIN_FILE = "faser-drain"  # made by whoever asks
-DRAINED_FILE = "faser-drained"  # made once all has been answered
 POLL_S = 0.1
+
+
+def drained_file(folder: Path, pid: int) -> Path:
+    """What the engine of this process makes once it has answered all. There are two while one replaces another."""
+    return folder / f"faser-drained-{pid}"
 
 
 def drain_when_asked(folder: Path, drain: Callable[[], None]) -> None:
@@ -19,4 +24,4 @@ def drain_when_asked(folder: Path, drain: Callable[[], None]) -> None:
         time.sleep(POLL_S)
     drain()
     with contextlib.suppress(OSError):  # a full disk: whoever asked waits for as long as answers may take
-        (folder / DRAINED_FILE).touch()
+        drained_file(folder, os.getpid()).touch()

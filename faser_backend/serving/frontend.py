@@ -12,14 +12,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import SHUTTING_DOWN, FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello
+from faser_backend.serving.log_format import about
 from faser_backend.serving.long_texts import LongTexts
+from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
 from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import merge
@@ -44,12 +46,14 @@ class _Exchange:
     sending_ns: int = 0
     is_ending: bool = False  # a cancel is under way in the engine
     is_failed: bool = False
+    life: RequestLife | None = None  # where somebody listens
 
 
 class Frontend:
     """Serves the requests of one model until `close`. Thread-safe.
 
     on_answered: called with the times of every request that was answered without an error, on the sender thread.
+    listeners: are told of every request that has ended, refused ones too; on any of the frontend's threads.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Frontend:
         is_decoupled: bool,
         wire: Wire | None = None,
         on_answered: Callable[[Answered], None] = lambda answered: None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._wire: Wire = wire or InflightBatcherWire()
         self._link = link
@@ -68,6 +73,7 @@ class Frontend:
         self._tokenizer = tokenizer
         self._is_decoupled = is_decoupled
         self._on_answered = on_answered
+        self._listeners = listeners
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._live: dict[str, _Exchange] = {}  # by request id of the engine
@@ -81,36 +87,45 @@ class Frontend:
         for thread in self._threads:
             thread.start()
 
-    def handle(self, tensors: Tensors, client_id: str, responder: Responder) -> None:
-        """Starts one request, or executes a stop request. Every failure is answered here, never raised."""
-        received_ns = time.perf_counter_ns()
-        try:
-            self._long_texts.run(tensors, lambda: self._start(tensors, client_id, responder, received_ns))
-        except FaserError as error:
-            self._refuse(None, responder, error)
+    def handle(
+        self, tensors: Tensors, client_id: str, responder: Responder, context: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts one request, or executes a stop request. Every failure is answered here, never raised.
 
-    def _start(self, tensors: Tensors, client_id: str, responder: Responder, received_ns: int) -> None:
+        context: the client's trace headers.
+        """
+        request_id = f"{os.getpid()}-{next(self._numbers)}"
+        life = RequestLife(request_id, time.perf_counter_ns(), client_id, context or {})
+        try:
+            self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
+        except FaserError as error:
+            self._refuse(None, life, responder, error)
+
+    def _start(self, tensors: Tensors, life: RequestLife, responder: Responder) -> None:
         exchange: _Exchange | None = None
         try:
             if is_stop_request(tensors):
-                self._stop(client_id, responder)
+                self._stop(life.client_id, responder)
                 return
-            request_id = f"{os.getpid()}-{next(self._numbers)}"
             parsed = self._wire.parse(
-                tensors, request_id, self._hello, self._tokenizer, is_decoupled=self._is_decoupled
+                tensors, life.request_id, self._hello, self._tokenizer, is_decoupled=self._is_decoupled
             )
             requested = responder.requested_outputs
             replies = {one.request.request_id: self._wire.reply(one, requested, self._tokenizer) for one in parsed}
-            exchange = _Exchange(responder, replies, received_ns, time.perf_counter_ns(), open_ids=set(replies))
+            life.parsed_ns = time.perf_counter_ns()
+            exchange = _Exchange(responder, replies, life.received_ns, life.parsed_ns, open_ids=set(replies))
+            if self._listeners:
+                life.sequences = {one.request.request_id: SequenceLife.of(one.request) for one in parsed}
+                exchange.life = life
             with self._lock:
                 self._live.update(dict.fromkeys(replies, exchange))
             for one in parsed:
-                self._link.submit(one.request, client_id)
+                self._link.submit(one.request, life.client_id)
             exchange.submitted_ns = time.perf_counter_ns()
             if exchange.is_failed:  # by a refusal of its first sequences, while the others were still on their way
                 self._cancel(list(replies))
         except Exception as error:
-            self._refuse(exchange, responder, error)
+            self._refuse(exchange, life, responder, error)
 
     @property
     def num_live(self) -> int:
@@ -137,19 +152,34 @@ class Frontend:
         self._link.stop_client(client_id)
         self._wire.acknowledge_stop(responder)
 
-    def _refuse(self, exchange: _Exchange | None, responder: Responder, error: Exception) -> None:
-        if exchange is not None:
-            self._abandon(exchange)
+    def _refuse(self, exchange: _Exchange | None, life: RequestLife, responder: Responder, error: Exception) -> None:
         if isinstance(error, FaserError):
             message = str(error)
-            responder.fail(message, _code_of(message, default="INVALID_ARG"))
+            code = _code_of(message, default="INVALID_ARG")
         else:
-            _log.exception("a request could not be taken")
-            responder.fail(f"internal error: {type(error).__name__}: {error}", "INTERNAL")
+            _log.exception("a request could not be taken", extra=about(life.request_id))
+            message, code = f"internal error: {type(error).__name__}: {error}", "INTERNAL"
+        if exchange is not None:
+            self._abandon(exchange, message)
+        else:
+            self._tell(life, message)
+        responder.fail(message, code)
 
-    def _abandon(self, exchange: _Exchange) -> None:
+    def _tell(self, life: RequestLife | None, error: str = "") -> None:
+        """The listeners hear of a request that has ended, once."""
+        if life is None or life.ended_ns:
+            return
+        life.ended_ns, life.error = time.perf_counter_ns(), error
+        for listener in self._listeners:
+            try:
+                listener(life)
+            except Exception:  # whoever listens, the request is answered
+                _log.exception("a request could not be told of", extra=about(life.request_id))
+
+    def _abandon(self, exchange: _Exchange, error: str) -> None:
         """Forgets a request that is answered with an error; what of it still runs is cancelled."""
         exchange.is_failed = True
+        self._tell(exchange.life, error)
         with self._lock:
             left = [request_id for request_id in exchange.open_ids if self._live.pop(request_id, None) is not None]
             self._stopping.difference_update(left)
@@ -181,6 +211,8 @@ class Frontend:
             if exchange is not None:
                 start_ns = time.perf_counter_ns()
                 exchange.replies[output.request_id].add(output)
+                if exchange.life is not None:
+                    exchange.life.sequences[output.request_id].add(output, start_ns)
                 exchange.postprocessing_ns += time.perf_counter_ns() - start_ns
                 touched[output.request_id] = output
         for request_id, output in touched.items():
@@ -189,9 +221,9 @@ class Frontend:
                 continue
             try:
                 self._respond(request_id, exchange, output)
-            except Exception:  # the client may be gone; nobody else must notice
-                _log.exception("a response could not be sent")
-                self._abandon(exchange)
+            except Exception as error:  # the client may be gone; nobody else must notice
+                _log.exception("a response could not be sent", extra=about(request_id))
+                self._abandon(exchange, f"a response could not be sent: {error}")
 
     def _respond(self, request_id: str, exchange: _Exchange, last: RequestOutput) -> None:
         reply = exchange.replies[request_id]
@@ -211,12 +243,10 @@ class Frontend:
             self._stopping.discard(request_id)
             exchange.open_ids.discard(request_id)
         if last.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
-            self._abandon(exchange)
-            if last.finish_reason is FinishReason.CANCELLED:
-                exchange.responder.fail("Request cancelled", "CANCELLED")
-            else:
-                message = last.error or "the request failed"
-                exchange.responder.fail(message, _code_of(message, default="INTERNAL"))
+            is_cancelled = last.finish_reason is FinishReason.CANCELLED
+            message = "Request cancelled" if is_cancelled else last.error or "the request failed"
+            self._abandon(exchange, message)
+            exchange.responder.fail(message, "CANCELLED" if is_cancelled else _code_of(message, default="INTERNAL"))
             return
         exchange.ended_ns = time.perf_counter_ns()
         is_last = not exchange.open_ids
@@ -226,6 +256,7 @@ class Frontend:
             self._send(exchange, list(exchange.replies.values()), is_final=True)
         if is_last:
             self._on_answered(_times_of(exchange, last))
+            self._tell(exchange.life)
 
     def _send(self, exchange: _Exchange, replies: list[Answering], *, is_final: bool) -> None:
         """One response that tells what is new in the replies, of which several are merged."""
@@ -241,6 +272,7 @@ class Frontend:
         with self._lock:
             exchanges, self._live = set(self._live.values()), {}
         for exchange in exchanges:
+            self._tell(exchange.life, message)
             try:
                 exchange.responder.fail(message, "UNAVAILABLE")
             except Exception:  # the others must be told all the same

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.door_process import DoorProcess
 from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
+from faser_backend.serving.log_format import line_teller
 from faser_backend.serving.model_configs import CONTRACTS
-from faser_backend.serving.processes import is_running
 from faser_backend.serving.prompts import read_template
 from faser_backend.serving.server import TELL_S, LaunchOptions, TritonServer
 
@@ -44,15 +43,19 @@ def check_engine(
     drafts_apart = models.draft is not None and not models.draft.spec.reads_target
     split = WHOLE if drafts_apart and manifest.runtime_spec.has_lanes else None  # which splits there are, devices know
     policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
-    check_trees(manifest.runtime, models, policy)
+    check_trees(manifest.runtime, models, policy, config.draft)
     return directory
 
 
-def serve_until_signalled(options: LaunchOptions, *, shows_log: bool, door: list[str] | None = None) -> int:
+def serve_until_signalled(
+    options: LaunchOptions, *, shows_log: bool, log_format: str = "text", door: list[str] | None = None
+) -> int:
     """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
 
+    log_format: of what it says on stderr.
     door: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
     """
+    tell = line_teller(log_format, "serve")
     is_signalled = threading.Event()
     signals: list[int] = []
 
@@ -63,7 +66,7 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool, door: list
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     with TritonServer(options, shows_log=shows_log) as server, contextlib.ExitStack() as stack:
-        print(f"starting Triton Inference Server, log in {server.log_file}", file=sys.stderr)
+        tell("INFO", f"starting Triton Inference Server, log in {server.log_file}")
         server.wait_ready(should_stop=is_signalled.is_set)
         front = None
         if door is not None and not is_signalled.is_set():
@@ -76,12 +79,12 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool, door: list
                 + (f"; {front.first_line}" if front is not None else ""),
                 flush=True,
             )
-        models = server.model_processes()
+        models = set(server.model_processes().values())
         while not is_signalled.wait(WATCH_S):
             if front is not None and front.process.poll() is not None:
-                print(f"error: the OpenAI front end ended with status {front.process.returncode}", file=sys.stderr)
+                tell("ERROR", f"the OpenAI front end ended with status {front.process.returncode}")
                 return 1
-            gone = [model for pid, model in models.items() if not is_running(pid)]
+            gone = sorted(models.difference(server.model_processes().values()))  # a replaced engine's process may end
             if server.process.poll() is None and not gone:
                 continue
             if gone:
@@ -91,9 +94,9 @@ def serve_until_signalled(options: LaunchOptions, *, shows_log: bool, door: list
                 server.kill()
             else:
                 reason = f"the server ended by itself: {server.failure_reason()}"
-            print(f"error: {reason}", file=sys.stderr)
+            tell("ERROR", reason)
             return 1
-        print("draining; a second signal ends at once", file=sys.stderr)
+        tell("INFO", "draining; a second signal ends at once")
         if front is not None:
             front.stop(is_hurried=lambda: len(signals) > 1)
         server.stop(is_hurried=lambda: len(signals) > 1)

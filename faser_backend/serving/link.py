@@ -30,6 +30,7 @@ from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tensor_values import MIN_TEXT_BYTES
 
 _log = logging.getLogger(__name__)
+LEAVE_POLL_S = 0.02
 CLOSE_S = 1.0  # for a frontend to take what it is sent last
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_CALL_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and all that may come with it
@@ -128,27 +129,58 @@ def remove_stale_sockets(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def socket_id(path: Path) -> tuple[int, ...]:
+    """What tells one engine's socket at a path from that of another in its place; empty where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_mtime_ns
+
+
 class LinkServer:
-    """Accepts frontends and gives each a subscription of its own."""
+    """Accepts frontends and gives each a subscription of its own.
+
+    The socket takes the place of that of an engine before this one, whose frontends then move here.
+    """
 
     def __init__(self, loop: EngineLoop, hello: Hello, path: Path) -> None:
         self._loop = loop
         self._hello = hello
         self._path = path
         self._served: list[tuple[Subscription, threading.Thread]] = []
+        self._lock = threading.Lock()
+        self._num_linked = 0  # frontends
         remove_stale_sockets(path.parent)
-        path.unlink(missing_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
+        self._listener.bind(str(fresh))
         self._listener.listen(16)
+        self._id = socket_id(fresh)
+        fresh.replace(path)
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another engine listens in this one's place."""
+        return socket_id(self._path) not in ((), self._id)
+
+    def wait_left(self, timeout_s: float) -> None:
+        """Waits until every frontend has moved to the engine in this one's place and has its last answer from here."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._num_linked and time.monotonic() < deadline_s:
+            time.sleep(LEAVE_POLL_S)
+        if self._num_linked:
+            _log.warning("%d frontends are still here after %.0f s; they are hung up on", self._num_linked, timeout_s)
 
     def close(self) -> None:
         """Takes no more frontends; those that are there are sent what there is for them."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        if not self.is_superseded:
+            self._path.unlink(missing_ok=True)
         for subscription, writer in self._served:
             subscription.close()
             writer.join(CLOSE_S)
@@ -166,8 +198,13 @@ class LinkServer:
                 for target in (self._read, self._write)
             )
             self._served.append((subscription, writer))
+            self._count_linked(1)
             reader.start()
             writer.start()
+
+    def _count_linked(self, change: int) -> None:
+        with self._lock:
+            self._num_linked += change
 
     def _read(self, frames: FrameSocket, subscription: Subscription) -> None:
         try:
@@ -181,6 +218,7 @@ class LinkServer:
         except OSError:
             pass
         frames.close()
+        self._count_linked(-1)
         subscription.close()  # the frontend is gone: its requests give back their blocks
 
     def _execute(self, subscription: Subscription, call: Call) -> None:

@@ -23,9 +23,10 @@ BATCH_SIZE_KEY, DECOUPLED_KEY = "triton_max_batch_size", "decoupled_mode"
 # Parameters whose name differs from the key that fills them, as in TensorRT-LLM's files.
 _RENAMED = {"gpt_model_path": "engine_dir", "gpt_model_type": "batching_strategy"}
 _ENGINE_KEYS = (
-    "policy draft acceptance early_exit pipeline max_num_seqs max_prefill_tokens num_threads num_kv_blocks "
-    "max_tokens_in_paged_kv_cache enable_kv_cache_reuse batch_scheduler_policy max_queue_size exclude_input_in_output "
-    "add_special_tokens chat_template max_text_bytes out_of_vocab cancellation_check_period_ms stats_check_period_ms"
+    "policy draft served_text_tokens acceptance early_exit pipeline max_num_seqs max_prefill_tokens num_threads "
+    "num_kv_blocks max_tokens_in_paged_kv_cache enable_kv_cache_reuse batch_scheduler_policy max_queue_size "
+    "exclude_input_in_output add_special_tokens chat_template max_text_bytes out_of_vocab "
+    "cancellation_check_period_ms stats_check_period_ms"
 )
 # Accepted for configurations that were written for TensorRT-LLM, and of no effect here (docs/serving.md).
 _ENGINE_KEYS_WITHOUT_EFFECT = (
@@ -40,7 +41,8 @@ _ENGINE_KEYS_WITHOUT_EFFECT = (
     "multi_block_mode cuda_graph_mode cuda_graph_cache_size speculative_decoding_fast_logits guided_decoding_backend "
     "xgrammar_tokenizer_info_path"
 )
-_CONVERTER_KEYS = "tokenizer_dir max_queue_delay_microseconds max_queue_size"
+_TELLING_KEYS = "log_format otlp_endpoint"  # of models that answer requests
+_CONVERTER_KEYS = "log_format tokenizer_dir max_queue_delay_microseconds max_queue_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ INFLIGHT_BATCHER = (
         "TextModel",
         tensors.TEXT_INPUTS,
         tensors.TEXT_OUTPUTS,
-        _names(BATCH_SIZE_KEY, DECOUPLED_KEY, "logits_datatype"),
+        _names(BATCH_SIZE_KEY, DECOUPLED_KEY, _TELLING_KEYS, "logits_datatype"),
     ),
     ModelConfig(
         "tensorrt_llm",
@@ -75,7 +77,12 @@ INFLIGHT_BATCHER = (
         tensors.TOKEN_INPUTS,
         tensors.TOKEN_OUTPUTS,
         _names(
-            "gpt_model_path gpt_model_type", BATCH_SIZE_KEY, DECOUPLED_KEY, _ENGINE_KEYS, _ENGINE_KEYS_WITHOUT_EFFECT
+            "gpt_model_path gpt_model_type",
+            BATCH_SIZE_KEY,
+            DECOUPLED_KEY,
+            _ENGINE_KEYS,
+            _TELLING_KEYS,
+            _ENGINE_KEYS_WITHOUT_EFFECT,
         ),
     ),
     ModelConfig(
@@ -87,6 +94,7 @@ INFLIGHT_BATCHER = (
         _names(
             BATCH_SIZE_KEY,
             DECOUPLED_KEY,
+            _TELLING_KEYS,
             "accumulate_tokens bls_instance_count tensorrt_llm_model_name tensorrt_llm_draft_model_name",
             "multimodal_encoders_name logits_datatype prompt_embedding_table_data_type",
         ),
@@ -124,6 +132,7 @@ LLMAPI = (
             "gpt_model_path gpt_model_type",
             DECOUPLED_KEY,
             _ENGINE_KEYS,
+            _TELLING_KEYS,
             "max_beam_width executor_worker_path",
             "kv_cache_free_gpu_mem_fraction enable_chunked_context normalize_log_probs gpu_device_ids tokenizer_dir",
         ),

@@ -14,9 +14,12 @@ from typing import Literal
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 
+LOG_FORMATS = ("text", "json")
 _UNSET = re.compile(r"\$\{\w+\}")
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-ENGINE_INTEGERS = ("max_num_seqs", "max_queue_size", "max_prefill_tokens", "num_kv_blocks", "num_threads")
+ENGINE_INTEGERS = (
+    "max_num_seqs", "max_queue_size", "max_prefill_tokens", "num_kv_blocks", "num_threads", "served_text_tokens"
+)  # fmt: skip
 ENGINE_STRINGS = ("policy", "draft", "acceptance", "early_exit", "pipeline")
 
 
@@ -94,6 +97,14 @@ def read_serving_options(parameters: Parameters) -> ServingOptions:
         cancellation_period_s=min(cancellation_ms, 100) / 1e3,
         metrics_period_s=stats_ms / 1e3,
     )
+
+
+def read_log_format(parameters: Parameters) -> str:
+    """Raises ConfigError naming the parameter."""
+    log_format = parameters.text("log_format") or "text"
+    if log_format not in LOG_FORMATS:
+        raise ConfigError(f"parameter log_format = {log_format!r}: must be one of {', '.join(LOG_FORMATS)}")
+    return log_format
 
 
 def _check_model_type(model_type: str | None) -> None:

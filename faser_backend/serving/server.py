@@ -30,10 +30,12 @@ from pathlib import Path
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
 from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
-from faser_backend.serving.doors import check_host, random_key, restriction_options
-from faser_backend.serving.draining import DRAIN_FILE, DRAINED_FILE
+from faser_backend.serving.admin import AdminError, Administration
+from faser_backend.serving.doors import GrpcTls, check_host, random_key, restriction_options
+from faser_backend.serving.draining import DRAIN_FILE, drained_file
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
+from faser_backend.serving.tracing import forward_options
 
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -42,6 +44,9 @@ DRAIN_S = 60.0  # for requests in flight
 UNLOAD_S = 4.0  # for the server to end once all is answered; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
 DRAIN_POLL_S = 0.05
+UNLOAD_CALL_S = 2.0
+ENGINE_MODEL = "tensorrt_llm"
+SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract
 _MODEL_PROCESS = "triton_python_backend_stub"
 
 
@@ -58,6 +63,11 @@ class LaunchOptions:
     parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
     exposes_triton: bool = False  # host may be an address that others reach
     admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
+    also_restricted: tuple[str, ...] = ()  # what else needs that key, see doors.restriction_options
+    grpc_tls: GrpcTls | None = None
+    # Models can be loaded and unloaded with the key. Whoever has it may then run code of theirs as this user; and users
+    # of the same machine can read it on Triton's command line: so only where an operator chose a key.
+    has_model_control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +181,7 @@ class TritonServer:
         """The engine's own error if the log has one, else the end of the log."""
         self._reader.join(0.5)  # the last lines of a server that has ended
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
-        for line in lines:
+        for line in [] if self._is_ready else lines:  # later an engine may have failed to replace the one that serves
             if re.search("failed to load 'tensorrt_llm'", line) or "TritonModelException" in line:
                 return line.split("TritonModelException: ")[-1].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
@@ -180,7 +190,9 @@ class TritonServer:
         """Process id -> model, of the models that run: each is a process of its own."""
         found = {pid: arguments(pid) for pid in children(self.process.pid)}
         return {
-            pid: Path(command[1]).parts[-3] for pid, command in found.items() if command[0].endswith(_MODEL_PROCESS)
+            pid: Path(command[1]).parts[-3]
+            for pid, command in found.items()
+            if command and command[0].endswith(_MODEL_PROCESS)
         }
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
@@ -195,11 +207,27 @@ class TritonServer:
             if self._is_ready:
                 with contextlib.suppress(OSError):  # a full disk: then without
                     (self._folder / DRAIN_FILE).touch()
-                    drained = self._folder / DRAINED_FILE
-                    self._wait(DRAIN_S, lambda: drained.exists() or not all(map(is_running, models)), is_hurried)
+                    self._tell_probes()
+                    self._wait(DRAIN_S, lambda: self._is_drained(models), is_hurried)
             self.process.send_signal(signal.SIGTERM)
             self._wait(UNLOAD_S, lambda: False, is_hurried)
         self.kill()
+
+    def _is_drained(self, models: dict[int, str]) -> bool:
+        """Whether every engine has answered all that it had, or a model that could answer has ended."""
+        engines = [pid for pid, model in models.items() if model == ENGINE_MODEL]
+        others = [pid for pid, model in models.items() if model not in (ENGINE_MODEL, *SPARE_MODELS.values())]
+        if not all(map(is_running, others)):
+            return True
+        return all(drained_file(self._folder, pid).exists() or not is_running(pid) for pid in engines)
+
+    def _tell_probes(self) -> None:
+        """Where models can be unloaded `/v2/health/ready` is false from now on: one that no answer needs goes."""
+        if not self.options.has_model_control or self.options.contract not in SPARE_MODELS:
+            return
+        address = f"{self.options.host}:{self.options.http_port}"
+        with contextlib.suppress(AdminError):  # then it says so once all is answered
+            Administration(address, self.options.admin_key).unload(SPARE_MODELS[self.options.contract], UNLOAD_CALL_S)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + seconds
@@ -275,7 +303,10 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
         command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
     return [
         *command,
-        *restriction_options(options.admin_key),
+        *restriction_options(options.admin_key, options.also_restricted),
+        *(options.grpc_tls.options() if options.grpc_tls is not None else []),
+        *(forward_options() if "otlp_endpoint" in options.parameters else []),
+        *(["--model-control-mode=explicit", "--load-model=*"] if options.has_model_control else []),
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice

@@ -6,13 +6,9 @@ decoupled and in unary mode alike, so `execute` returns at once and requests run
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
-import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,163 +21,129 @@ from faser_backend.serving.composing_counters import ComposingCounters
 from faser_backend.serving.converters import postprocess, preprocess
 from faser_backend.serving.draining import drain_when_asked
 from faser_backend.serving.frontend import Frontend
-from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_path
+from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.serving.llmapi import LlmApiWire
+from faser_backend.serving.log_format import log_request
 from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.metrics import MetricReporter
-from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
 from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
-from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
-from faser_backend.serving.tensors import refuse_undeclared
+from faser_backend.serving.request_life import Listener
 from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.serving.tracing import Tracing, context_of
 from faser_backend.serving.triton_io import NamedArray
+from faser_backend.serving.triton_process import ConfiguredModel, TritonResponder, parameters_of
 from faser_backend.serving.wire import InflightBatcherWire, Wire
 
 _log = logging.getLogger(__name__)
 MAX_LONG_TEXTS = 256  # that wait for a converter
 TELL_S = 0.5  # for the requests of a broken engine to be answered
+FOLLOW_POLL_S = 0.1  # between two looks for a new engine
+MOVE_S = 60.0  # for frontends to have their last answers from an engine that another one replaces
+RETIRE_S = 5.0  # for Triton to turn to an engine that says it is ready: until then requests come to the old one
 ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: the engine is up by then
-_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-
-class TritonResponder:
-    """One request's response sender (wire.Responder).
-
-    The server frees a request's state with its last response and does not check: a cancellation
-    poll that meets it crashes the whole server. The lock keeps the two apart.
-    """
-
-    def __init__(self, request: Any) -> None:
-        self.requested_outputs = request.requested_output_names()
-        self._sender = request.get_response_sender()
-        self._lock = threading.Lock()
-        self._is_done = False
-
-    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None:
-        tensors = [pb_utils.Tensor(name, array) for name, array in arrays]
-        self._send(pb_utils.InferenceResponse(tensors), is_final)
-
-    def fail(self, message: str, code: str) -> None:
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-        self._send(pb_utils.InferenceResponse(error=error), is_final=True)
-
-    def is_cancelled(self) -> bool:
-        with self._lock:
-            return not self._is_done and self._sender.is_cancelled()
-
-    def _send(self, response: Any, is_final: bool) -> None:
-        with self._lock:
-            if not self._is_done:
-                self._is_done = is_final
-                self._sender.send(response, flags=_FINAL if is_final else 0)
-
-
-class ConfiguredModel:
-    """What all models share: their parameters decide about batches and, but for converters, streaming.
-
-    `faser serve` has written both into the configuration; a server that was started otherwise asks here.
-    """
-
-    @staticmethod
-    def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        config = auto_complete_model_config.as_dict()
-        parameters = Parameters(config)
-        if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
-            auto_complete_model_config.set_max_batch_size(read_batch_size(parameters.text(BATCH_SIZE_KEY)))
-        if DECOUPLED_KEY in config["parameters"] and "model_transaction_policy" not in config:
-            is_decoupled = _engines_parameters(config, parameters).boolean(DECOUPLED_KEY)
-            auto_complete_model_config.set_model_transaction_policy({"decoupled": is_decoupled is not False})
-        return auto_complete_model_config
-
-    def _configure(self, args: dict[str, str]) -> Parameters:
-        """Reads what every model needs of its configuration, and makes this process one that ends with the server."""
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        threading.Thread(target=_exit_with_server, args=(os.getppid(),), name="parent-watch", daemon=True).start()
-        config = json.loads(args["model_config"])
-        self._name = args["model_name"]
-        self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-        if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
-            raise pb_utils.TritonModelException(
-                f"{self._name}: no max_batch_size. Start tritonserver without --disable-auto-complete-config, or write "
-                "max_batch_size and model_transaction_policy into config.pbtxt"
-            )
-        return Parameters(config)
-
-    def _read(self, request: Any) -> dict[str, np.ndarray]:
-        """The tensors of a request. Raises RequestError for an input that this model does not declare."""
-        parameters = request.parameters()
-        if parameters:
-            refuse_undeclared(list(json.loads(parameters)), self._name)
-        return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-
-
-def _engines_parameters(config: dict[str, Any], parameters: Parameters) -> Parameters:
-    """`ensemble` has no transaction policy of its own in NVIDIA's templates: it follows tensorrt_llm beside it."""
-    if config["name"] != "ensemble" or parameters.text(DECOUPLED_KEY) is not None:
-        return parameters
-    beside = Path(pb_utils.get_model_dir()).parents[1] / "tensorrt_llm" / "config.pbtxt"
-    text = beside.read_text() if beside.is_file() else ""
-    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', text)
-    return Parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else parameters
 
 
 class ServingModel(ConfiguredModel):
-    """A model whose frontend answers requests."""
+    """A model whose frontend answers requests, and tells of them where traces or a log in JSON are wanted."""
 
     _frontend: Frontend
+    _tracing: Tracing | None = None
+
+    def _open_listeners(self, parameters: Parameters, hello: Hello) -> list[Listener]:
+        """Raises ConfigError."""
+        listeners: list[Listener] = [log_request] if self._log_format == "json" else []
+        endpoint = parameters.text("otlp_endpoint")
+        if endpoint is not None and self._tracing is None:
+            self._tracing = Tracing(endpoint, hello.tokenizer_file.parent.name)
+        return [*listeners, self._tracing.tell] if self._tracing is not None else listeners
 
     def _serve(self, requests: list[Any]) -> None:
         for request in requests:
             responder = TritonResponder(request)
             try:
-                tensors = self._read(request)
+                parameters = parameters_of(request)
+                tensors = self._read(request, parameters)
             except FaserError as error:
                 responder.fail(str(error), "INVALID_ARG")
             else:
-                self._frontend.handle(tensors, request.request_id(), responder)
+                self._frontend.handle(tensors, request.request_id(), responder, context_of(parameters))
+
+    def _close_tracing(self) -> None:
+        if self._tracing is not None:
+            self._tracing.close()
 
 
 class TextModel(ServingModel):
-    """`ensemble` and `tensorrt_llm_bls`: text in, text out, by the engine in model `tensorrt_llm`."""
+    """`ensemble` and `tensorrt_llm_bls`: text in, text out, by the engine in model `tensorrt_llm`.
+
+    Where that is loaded anew, requests from then on go to the new engine, and the old one answers what it has.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
-        parameters = self._configure(args)
-        self._wire = InflightBatcherWire(accumulates_text=parameters.boolean("accumulate_tokens") or False)
+        self._parameters = self._configure(args)
+        self._wire = InflightBatcherWire(accumulates_text=self._parameters.boolean("accumulate_tokens") or False)
         self._counters = ComposingCounters(pb_utils, args["model_version"])
-        self._is_ready = threading.Event()
+        self._socket, self._socket_id = socket_path(os.getppid()), ()
+        self._serving = threading.Lock()  # held while a request enters a frontend
+        self._is_ready, self._is_closing = threading.Event(), threading.Event()
         self._failure: str | None = None
-        threading.Thread(target=self._connect, name="connect", daemon=True).start()
+        self._follower = threading.Thread(target=self._follow_engine, name="connect", daemon=True)
+        self._follower.start()
 
     def execute(self, requests: list[Any]) -> None:
         self._is_ready.wait()
         if self._failure is None:
-            self._serve(requests)
+            with self._serving:
+                self._serve(requests)
             return
         for request in requests:
             TritonResponder(request).fail(self._failure, "UNAVAILABLE")
 
     def finalize(self) -> None:
+        self._is_closing.set()
         if self._is_ready.is_set() and self._failure is None:
+            self._follower.join(ENGINE_TIMEOUT_S)
             self._frontend.drain()
             self._frontend.close()
         self._counters.close()
+        self._close_tracing()
 
-    def _connect(self) -> None:
+    def _follow_engine(self) -> None:
         # Not in `initialize`: Triton may load models one by one, and `tensorrt_llm` may come last.
         try:
-            link = SocketLink(socket_path(os.getppid()), ENGINE_TIMEOUT_S)
-            tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, link.hello.prompts)
-            self._frontend = Frontend(
-                link,
-                link.hello,
-                tokenizer,
-                is_decoupled=self._is_decoupled,
-                wire=self._wire,
-                on_answered=self._counters.count,
-            )
+            self._frontend = self._connect()
         except (FaserError, OSError, EOFError) as error:
             self._failure = str(error)
         self._is_ready.set()
+        while self._failure is None and not self._is_closing.wait(FOLLOW_POLL_S):
+            if socket_id(self._socket) not in ((), self._socket_id):
+                self._move()
+
+    def _move(self) -> None:
+        try:
+            fresh = self._connect()
+        except (FaserError, OSError, EOFError) as error:
+            _log.warning("the new engine cannot be reached yet: %s", error)
+            return
+        with self._serving:
+            old, self._frontend = self._frontend, fresh
+        old.drain()
+        old.close()
+
+    def _connect(self) -> Frontend:
+        before = socket_id(self._socket)  # should a new engine come meanwhile, it is seen
+        link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
+        self._socket_id = before or socket_id(self._socket)  # the first engine of all came while the link waited
+        tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, link.hello.prompts)
+        return Frontend(
+            link,
+            link.hello,
+            tokenizer,
+            is_decoupled=self._is_decoupled,
+            wire=self._wire,
+            on_answered=self._counters.count,
+            listeners=self._open_listeners(self._parameters, link.hello),
+        )
 
 
 class EngineModel(ServingModel):
@@ -198,32 +160,63 @@ class EngineModel(ServingModel):
         try:
             options = read_serving_options(parameters)
             self._host = EngineHost(options, read_engine_config(parameters), self._reporter, on_stopped=_end_soon)
+            listeners = self._open_listeners(parameters, self._host.hello)
         except FaserError as error:
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None
         hello: Hello = self._host.hello
-        self._server = LinkServer(self._host.loop, hello, socket_path(os.getppid()))
         self._frontend = Frontend(
-            self._host.loop.subscribe(), hello, self._host.tokenizer, is_decoupled=self._is_decoupled, wire=self.wire
+            self._host.loop.subscribe(),
+            hello,
+            self._host.tokenizer,
+            is_decoupled=self._is_decoupled,
+            wire=self.wire,
+            listeners=listeners,
         )
+        self._server = LinkServer(self._host.loop, hello, socket_path(os.getppid()))
         launch_folder = Path(args["model_repository"]).parents[1]
         threading.Thread(target=drain_when_asked, args=(launch_folder, self._drain), name="drain", daemon=True).start()
+        self._is_finalizing, self._retiring, self._is_retired = threading.Event(), threading.Lock(), False
+        threading.Thread(target=self._retire_when_replaced, name="retire", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
         self._serve(requests)
 
     def finalize(self) -> None:
         # Triton unloads a decoupled model without waiting for its answers, and the engine beside its frontends.
-        self._drain()
-        self._server.close()
-        self._frontend.close()
-        self._host.close()
-        self._reporter.close()
+        self._is_finalizing.set()
+        self._retire()
+
+    def _retire_when_replaced(self) -> None:
+        # Not in `finalize` alone: a client's open stream keeps Triton from calling that, and with it both engines here.
+        while not self._is_finalizing.wait(FOLLOW_POLL_S):
+            if self._server.is_superseded:
+                _log.info("another engine takes this one's place; what it has begun it answers")
+                self._is_finalizing.wait(RETIRE_S)
+                self._retire()
+                return
+
+    def _retire(self) -> None:
+        """Answers what there is, and gives back what the engine holds."""
+        with self._retiring:
+            if self._is_retired:
+                return
+            if self._server.is_superseded:
+                self._server.wait_left(MOVE_S)
+            self._drain()
+            self._server.close()
+            self._frontend.close()
+            self._host.close()
+            self._reporter.close()
+            self._close_tracing()
+            self._is_retired = True
+            del self._host
 
     def _drain(self) -> None:
-        self._host.loop.refuse()
-        self._host.loop.drain()
-        self._frontend.drain()
+        if not self._is_retired:
+            self._host.loop.refuse()
+            self._host.loop.drain()
+            self._frontend.drain()
 
 
 class LlmApiModel(EngineModel):
@@ -242,13 +235,14 @@ class _Converter(ConfiguredModel):
     def initialize(self, args: dict[str, str]) -> None:
         self._parameters = self._configure(args)
         self._hello: Hello | None = None
+        self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._long_texts = LongTexts(MAX_LONG_TEXTS)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             responder = TritonResponder(request)
             try:
-                if self._hello is None:
+                if self._hello is None or socket_id(self._socket) not in ((), self._socket_id):
                     self._connect()
                 tensors = self._read(request)
                 self._long_texts.run(tensors, partial(self._answer, tensors, responder))
@@ -256,6 +250,7 @@ class _Converter(ConfiguredModel):
                 responder.fail(str(error), "INVALID_ARG")
 
     def finalize(self) -> None:
+        self._long_texts.drain()
         self._long_texts.close()
 
     def _answer(self, tensors: dict[str, np.ndarray], responder: TritonResponder) -> None:
@@ -268,7 +263,9 @@ class _Converter(ConfiguredModel):
             responder.fail(f"internal error: {type(error).__name__}: {error}", "INTERNAL")
 
     def _connect(self) -> None:
-        link = SocketLink(socket_path(os.getppid()), ENGINE_TIMEOUT_S)
+        before = socket_id(self._socket)
+        link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
+        self._socket_id = before or socket_id(self._socket)
         prompts = link.hello.prompts
         adds_special_tokens = self._parameters.boolean("add_special_tokens")
         if adds_special_tokens is not None:
@@ -300,16 +297,3 @@ class PostprocessingModel(_Converter):
 def _end_soon() -> None:
     # A broken engine that stays looks alive to whoever supervises.
     threading.Timer(TELL_S, os._exit, (1,)).start()
-
-
-def _exit_with_server(server_pid: int) -> None:
-    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine. The thread of
-    # the server that started it ends before the server does, and must not take it along: only then can the kernel
-    # watch, which needs no turn of the interpreter.
-    is_watched = False
-    while os.getppid() == server_pid:
-        if not is_watched and is_child_of_main_thread(server_pid):
-            die_with_parent()
-            is_watched = True
-        time.sleep(PARENT_POLL_S)
-    os._exit(1)

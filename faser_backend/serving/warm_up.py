@@ -19,6 +19,7 @@ from faser_backend.core.request import FinishReason, Limits, Request, SamplingPa
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.early_exit import NUM_CANDIDATES
+from faser_backend.policy.speculation import drafts_trees
 
 _log = logging.getLogger(__name__)
 NUM_TOKENS = 24  # of every answer: a few rounds of each policy, for the second call of a shape captures it
@@ -31,7 +32,8 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     error."""
     start = time.perf_counter()
     engine.bind_thread()
-    capture_menus(engine.stepper.partitions.values(), max_num_seqs)
+    has_trees = drafts_trees(engine.stepper.scheduler.policy)
+    capture_menus(engine.stepper.partitions.values(), max_num_seqs, has_trees=has_trees)
     captured_s = time.perf_counter() - start
     observers = engine.stepper.observers[:]
     engine.stepper.observers.clear()
@@ -61,8 +63,14 @@ class HasMenu(Protocol):
     capture_menu: Callable[..., None]
 
 
-def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
-    """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them."""
+def capture_menus(partitions: Iterable[Partition], max_num_seqs: int, *, has_trees: bool = False) -> None:
+    """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them.
+
+    has_trees: the policy drafts trees. Then no draft loop captures: which nodes come next is chosen on the host, by
+    chances along whole paths, so that every level of a tree is a call of the draft and a wait for it.
+    """
+    if has_trees:
+        _log.info("policy drafts trees: level by level, each a call of the draft from the host; no draft loop")
     for partition in partitions:
         lanes: Any = partition.lanes
         on_target = lanes.on_target if lanes is not None else _here
@@ -70,10 +78,10 @@ def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
         num_candidates = NUM_CANDIDATES if partition.target.exits else 0
         target, draft, loop = partition.target, partition.draft, partition.draft_loop
         if isinstance(target, HasMenu):
-            on_target(lambda target=target, count=num_candidates: target.capture_menu(count))
+            on_target(lambda target=target, count=num_candidates: target.capture_menu(count, has_trees=has_trees))
         if isinstance(draft, HasMenu):
-            on_draft(lambda draft=draft: draft.capture_menu(0))
-        if isinstance(loop, HasMenu):
+            on_draft(lambda draft=draft: draft.capture_menu(0, has_trees=has_trees))
+        if isinstance(loop, HasMenu) and not has_trees:
             on_draft(lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count))
 
 

@@ -36,19 +36,19 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """A server in a process of its own, ready when `health` answers."""
+    """A server in a process of its own, ready when `health` answers. options: more of Popen's."""
 
-    def __init__(self, command: list[str], health: str, log: Path) -> None:
+    def __init__(self, command: list[str], health: str, log: Path, **options: Any) -> None:
         self.health, self._log = health, log
         with log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, **options)
 
     def log_tail(self) -> str:
         return self._log.read_text()[-4000:]
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Raises RuntimeError with the log's end if it does not come up."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended at once:\n{self.log_tail()}")
@@ -57,7 +57,7 @@ class ServerProcess:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
-        raise RuntimeError(f"not ready within {START_TIMEOUT_S:.0f} s:\n{self.log_tail()}")
+        raise RuntimeError(f"not ready within {timeout_s:.0f} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -1,8 +1,7 @@
-"""Serving speed side by side: policies of ours, engine directories, or programs of others.
+"""Serving speed side by side: policies of ours, or engine directories. Beside programs of others: lab.peers.
 
     python scripts/bench_serving.py                             # policies, in this process and through Triton
     python -m lab.bench.side_by_side engines ENGINE_DIR...      # one model on several runtimes or formats
-    python -m lab.bench.side_by_side peers                      # llama.cpp's server and transformers
 
 For each temperature and number of clients the contestants take turns over the same jobs, and the whole round is
 repeated. Writes NAME.json and NAME.md; tables show medians over repeats.
@@ -16,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,10 @@ from lab import drive, environment
 from lab.answers import Answer, Job, category_rows, jobs_of
 from lab.bench import servers
 from lab.bench.measure import Served, measure
-from lab.bench.peers import LlamaServer, TransformersPeer
 from lab.bench.servers import OverTriton
 from lab.drive import InProcess
 from lab.options import LOOPS, add_prompt_options, asked_prompts, integers, make_parser
-from lab.places import ANCHORS, DEMO
+from lab.peers.llama import LlamaServer, llama_version
 from lab.prompts import Prompt, PromptSet
 from lab.tables import Column, markdown_table, write_results
 
@@ -162,15 +159,14 @@ def _served(stack: ExitStack, engine_dir: Path, policies: list[str], options: li
     return {policy: partial(over.run, policy) for policy in policies}
 
 
-def _llama(
-    stack: ExitStack, args: argparse.Namespace, prompts: PromptSet, target: Path, *, draft: Path | None, num_draft: int
-) -> Run:
+def _llama(stack: ExitStack, args: argparse.Namespace, prompts: PromptSet, target: Path) -> Run:
     """llama.cpp's own server, with room for the longest request of every client."""
     longest = max(len(prompt.token_ids) for prompt in prompts.prompts) + args.max_tokens
     num_slots = max(integers(args.clients))
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-bench-")))
-    room: dict[str, Any] = {"num_slots": num_slots, "slot_context": longest, "threads": args.threads}
-    server = LlamaServer(ANCHORS / "llama-server", target, draft, num_draft, log=folder / "llama.log", **room)
+    server = LlamaServer(
+        target, num_slots=num_slots, slot_context=longest, threads=args.threads, log=folder / "llama.log"
+    )
     stack.callback(server.stop)
     return server.run
 
@@ -230,9 +226,7 @@ def engines_main(argv: list[str] | None = None) -> None:
     asked = asked_prompts(args, args.engine_dirs[0])
     options = ["--num-threads", str(args.threads), *args.serve_options.split()]
     with ExitStack() as stack:
-        contestants = {
-            f"llama.cpp {path.stem}": _llama(stack, args, asked, path, draft=None, num_draft=0) for path in args.llama
-        }
+        contestants = {f"llama.cpp {path.stem}": _llama(stack, args, asked, path) for path in args.llama}
         for engine_dir in args.engine_dirs:
             ours = _served(stack, engine_dir, args.policies.split(","), options)
             contestants |= {f"{engine_dir.name} {policy}": run for policy, run in ours.items()}
@@ -241,55 +235,9 @@ def engines_main(argv: list[str] | None = None) -> None:
     notes = [f"Through Triton, {args.threads} threads, prefix reuse off: {'; '.join(engines)}."]
     if args.llama:
         notes.append(
-            f"llama.cpp ({_llama_version()}) through its own HTTP server, prompt cache off, given our token ids."
+            f"llama.cpp ({llama_version()}) through its own HTTP server, prompt cache off, given our token ids."
         )
     _written(args, "Engines side by side", asked, notes, rows, threads=args.threads, engines=engines)
-
-
-def peers_main(argv: list[str] | None = None) -> None:
-    """This server beside other people's programs: same pair, prompts, lengths and machine, taking turns.
-
-    llama.cpp's server with and without its own draft at every load, transformers' generate, plain and assisted, with
-    one client. Ours is measured end to end through Triton. `scripts/anchors/build_llama.sh` makes the binary and the
-    GGUF files. Peers that are not installed are named in the report.
-    """
-    parser = _parser(
-        peers_main.__doc__, "engine-dir", policies="none,fixed:4", clients="1,4,16", temperatures="0,0.8", threads=2,
-        jobs_per_client=4, max_tokens=100, name="peers",
-    )  # fmt: skip
-    parser.add_argument("--pair", type=Path, default=DEMO)
-    parser.add_argument("--llama-draft", type=int, default=3, help="draft tokens of llama.cpp")
-    args = parser.parse_args(argv)
-    engine_dir = args.engine_dir or demo_engine_dir()
-    asked = asked_prompts(args, engine_dir)
-    contestants: dict[str, Run] = {}
-    alone = {"transformers plain": None, "transformers assisted": args.pair / "draft"}
-    missing = ["vLLM, TensorRT-LLM (they need a GPU)"]
-    with ExitStack() as stack:
-        if (ANCHORS / "llama-server").exists():
-            target, draft = ANCHORS / "target.gguf", ANCHORS / "draft.gguf"
-            for name, model in (("llama.cpp plain", None), (f"llama.cpp draft {args.llama_draft}", draft)):
-                contestants[name] = _llama(stack, args, asked, target, draft=model, num_draft=args.llama_draft)
-        else:
-            missing.append("llama.cpp (scripts/anchors/build_llama.sh)")
-        if find_spec("transformers") and find_spec("torch"):
-            for name, folder in alone.items():
-                contestants[name] = TransformersPeer(args.pair / "target", folder, args.threads).run
-        else:
-            missing.append("transformers (pip install -e .[dev])")
-        ours = _served(stack, engine_dir, args.policies.split(","), args.serve_options.split())
-        contestants |= {f"faser {policy}": run for policy, run in ours.items()}
-        rows = measure_loads(contestants, OWN_SERVERS, args, asked.prompts, alone=list(alone))
-    versions = environment.installed_versions(("transformers", "torch"))
-    served = f" (`faser serve {args.serve_options}`)" if args.serve_options else ""
-    notes = [
-        f"Peers: llama.cpp ({_llama_version()}) through its own HTTP server, transformers {versions['transformers']} "
-        f"on torch {versions['torch']} in process, {args.threads} threads each; ours through Triton{served}. fp32 "
-        "weights everywhere, prompt caches off. Peers are sent the token ids that our text models make of the same "
-        "prompts or messages. When sampling, answers of peers differ by right: they draw other noise.",
-        f"Not measured: {', '.join(missing)}.",
-    ]
-    _written(args, "Beside other programs", asked, notes, rows, peers=versions)
 
 
 def described(engine_dir: Path) -> str:
@@ -297,12 +245,7 @@ def described(engine_dir: Path) -> str:
     return f"`{engine_dir.name}`: runtime {manifest.runtime}, weights {manifest.target.weight_format.title}"
 
 
-def _llama_version() -> str:
-    path = ANCHORS / "llama-version"
-    return path.read_text().strip() if path.exists() else "not built"
-
-
-MAINS = {"serving": serving_main, "engines": engines_main, "peers": peers_main}
+MAINS = {"serving": serving_main, "engines": engines_main}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in MAINS:

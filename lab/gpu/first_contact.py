@@ -57,7 +57,7 @@ def run(context: Context) -> Result:
         answers: dict[str, dict[str, list[int]]] = {}
         for name, config in _configs(context).items():
             check(f"served, {name}", lambda name=name, config=config: _serve(engine_dir, name, config, answers, found))
-        check("overlapped answers are those of steps in turn", lambda: _compare(answers, exact=not context.is_cuda))
+        check("answers of all are those of chains in turn", lambda: _compare(answers, exact=not context.is_cuda))
         check("steps beside their floors", lambda: _time_steps(context, stack, found))
     return found
 
@@ -133,9 +133,10 @@ def _build(context: Context, engine_dir: Path) -> None:
 def _configs(context: Context) -> dict[str, EngineConfig]:
     limits = {"max_num_seqs": 4, "num_kv_blocks": 320}
     modes = ("serial", "ping_pong") if context.is_tiny else ("serial", "ping_pong", "run_ahead")
-    return {
+    found = {
         mode: EngineConfig.from_options(policy="fixed:4", pipeline=mode, early_exit="off", **limits) for mode in modes
     }
+    return {**found, "trees": EngineConfig.from_options(policy="tree:6", **limits)}
 
 
 class _Silent:

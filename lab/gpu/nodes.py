@@ -195,7 +195,8 @@ def _weights(model: ModelEngine) -> ModelTensors:
 def _tensors(model: ModelEngine, index: int, bounds: CallBounds) -> dict[str, torch.Tensor]:
     spec, segment = model.spec, model.segments[index]
     with Indexing():
-        tensors = dict(InputBlock(filled_inputs(segment, packs_tables=True), bounds, CUDA).tensors)
+        filled = filled_inputs(segment, packs_tables=True, has_trees=bounds.has_trees)
+        tensors = dict(InputBlock(filled, bounds, CUDA).tensors)
     for layer in range(segment.first_layer, segment.last_layer):
         for name in (f"k_pool.{layer}", f"v_pool.{layer}"):
             tensors[name] = _empty(spec.num_kv_heads, 64, KV_BLOCK_SIZE, spec.head_dim, dtype=DTYPE)

@@ -23,6 +23,7 @@ from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.model_call import run_model
+from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
@@ -125,7 +126,10 @@ def _check(context: Context, found: Result, row: dict[str, Any], engine_dir: Pat
             begin(f"run {name}")
             logits = forced_logits(runtime, model, reference.prompts, reference.texts)
             row[name] = compare_logits(logits, reference.logits[name], TIES[row["dtype"]])
-    for policy, temperature in (("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8)):
+    runs = [("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8)]
+    if RUNTIMES[found["runtime"]].has_trees:
+        runs.append(("tree:6", 0.0))
+    for policy, temperature in runs:
         begin(f"engine, {policy}, temperature {temperature:g}")
         expected = reference.texts
         if temperature:

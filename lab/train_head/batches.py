@@ -19,7 +19,7 @@ class Batch:
     """B dialogues of up to n tokens, padded behind; features and hidden as in Dialogue."""
 
     token_ids: Tensor  # [B, n] int64
-    best_ids: Tensor  # [B, n] int64, -1 where the next token is not the answer's
+    best_ids: Tensor  # [B, n] int64, -1 where the next token does not count
     features: Tensor  # [B, n, F * d]
     hidden: Tensor  # [B, n, d]
 
@@ -41,17 +41,18 @@ def plan_batches(index: list[tuple[int, int, int]], tokens_per_step: int, seed: 
 
 
 def load_batch(corpus: Corpus, wanted: list[tuple[int, int]]) -> Batch:
-    return collate([corpus.shards[shard][dialogue] for shard, dialogue in wanted])
+    return collate([corpus.shards[shard][dialogue] for shard, dialogue in wanted], has_questions=True)
 
 
-def collate(dialogues: Sequence[Dialogue]) -> Batch:
+def collate(dialogues: Sequence[Dialogue], *, has_questions: bool = False) -> Batch:
+    """has_questions: what the target would say behind a question's tokens counts too, as it wrote them itself."""
     size, longest = len(dialogues), max(dialogue.num_tokens for dialogue in dialogues)
     token_ids = np.zeros((size, longest), np.int64)
     best_ids = np.full((size, longest), -1, np.int64)
     features = np.zeros((size, longest, dialogues[0].features.shape[1]), np.float16)
     hidden = np.zeros((size, longest, dialogues[0].hidden.shape[1]), np.float16)
     for row, dialogue in enumerate(dialogues):
-        n, first = dialogue.num_tokens, dialogue.answer_start - 1
+        n, first = dialogue.num_tokens, (dialogue.question_start if has_questions else dialogue.answer_start) - 1
         token_ids[row, :n] = dialogue.token_ids
         best_ids[row, first:n] = dialogue.best_ids[first:]
         features[row, :n], hidden[row, :n] = dialogue.features, dialogue.hidden

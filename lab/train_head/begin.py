@@ -20,6 +20,32 @@ NUM_FEATURES = 3
 SPREAD = 0.02  # deviation of what is not taken from the target
 
 
+class TargetTensors:
+    """A target's weights in torch, read when asked for: float32, matrices [outputs, inputs]."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        checkpoint = open_checkpoint(path)
+        self.spec = read_spec(checkpoint)
+        self._weights = ModelWeights(checkpoint, self.spec)
+
+    def __getitem__(self, name: str) -> Tensor:
+        array = np.asarray(self._weights[name]).astype(np.float32)
+        is_matrix = self._weights.sources[name].is_transposed
+        return torch.from_numpy(np.ascontiguousarray(array.T if is_matrix else array))
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[vocab_size, hidden_size]; the embedding where the target has no other."""
+        return self["lm_head" if "lm_head" in self._weights else "embedding"]
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """By name, but for experts."""
+        prefix = f"layers.{index}."
+        names = [name for name in self._weights if name.startswith(prefix) and ".expert" not in name]
+        return {name.removeprefix(prefix): self[name] for name in names}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetParts:
     """Of a target: what training reads. Matrices are [outputs, inputs], float32."""
@@ -33,28 +59,9 @@ class TargetParts:
 
 def read_target(path: Path) -> TargetParts:
     """Raises CheckpointError."""
-    checkpoint = open_checkpoint(path)
-    spec = read_spec(checkpoint)
-    weights = ModelWeights(checkpoint, spec)
-
-    def tensor(name: str) -> Tensor:
-        array = np.asarray(weights[name]).astype(np.float32)
-        is_matrix = weights.sources[name].is_transposed
-        return torch.from_numpy(np.ascontiguousarray(array.T if is_matrix else array))
-
-    prefix = f"layers.{spec.num_layers - 1}."
-    embedding = tensor("embedding")
-    return TargetParts(
-        spec,
-        embedding,
-        tensor("norm"),
-        tensor("lm_head") if "lm_head" in weights else embedding,
-        {
-            name.removeprefix(prefix): tensor(name)
-            for name in weights
-            if name.startswith(prefix) and ".expert" not in name
-        },
-    )
+    tensors = TargetTensors(path)
+    last = tensors.layer(tensors.spec.num_layers - 1)
+    return TargetParts(tensors.spec, tensors["embedding"], tensors["norm"], tensors.lm_head, last)
 
 
 def feature_layers(spec: ModelSpec) -> tuple[int, ...]:

@@ -18,6 +18,12 @@ class Stage(StrEnum):
     SAVE = "save"
 
 
+class WriterKind(StrEnum):
+    AUTO = "auto"
+    LLVM = "llvm"
+    TORCH = "torch"
+
+
 class Precision(StrEnum):
     BF16 = "bf16"
     FP32 = "fp32"
@@ -48,7 +54,12 @@ def train_head(
     matrix_rate: Annotated[float, typer.Option(help="Learning rate of the layer's matrices (Muon).")] = 2e-3,
     rate: Annotated[float, typer.Option(help="Learning rate of the rest (AdamW).")] = 5e-4,
     decay_share: Annotated[float, typer.Option(help="Share of the steps in which rates fall to zero.")] = 0.5,
-    num_slots: Annotated[int, typer.Option(help="Conversations that are written side by side.")] = 64,
+    writer: Annotated[
+        WriterKind, typer.Option(help="What runs the target: torch where its bfloat16 is fast, or runtime llvm.")
+    ] = WriterKind.AUTO,
+    num_slots: Annotated[
+        int, typer.Option(help="Conversations that are written side by side.", show_default="64 or 256")
+    ] = 0,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
     device: Annotated[str, typer.Option(help="Of training: cpu, cuda, or auto.")] = "auto",
     precision: Annotated[Precision, typer.Option(help="Of products in training.")] = Precision.BF16,
@@ -57,7 +68,7 @@ def train_head(
     """Train an EAGLE-3 head for a target, on conversations that the target writes itself."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("train-head needs torch: pip install 'faser-backend[train]'")
-    from lab.train_head.dialogues import WritingOptions
+    from lab.train_head.conversations import WritingOptions
     from lab.train_head.run import HeadRun, RunOptions
     from lab.train_head.training import TrainingOptions
 
@@ -82,6 +93,7 @@ def train_head(
         num_threads=num_threads,
         device=device,
         precision=precision.value,
+        writer=writer.value,
         training=training,
         writing=WritingOptions(seed=seed, num_slots=num_slots, num_threads=num_threads),
     )

@@ -45,8 +45,8 @@ class Attention(nn.Module):
 
         earlier: keys and values of the steps before, [B, H, n, head_dim]; this step's are added.
         """
-        q = _rotated(self._split(self.q_proj(both), self._num_heads), cos, sin)
-        k = _rotated(self._split(self.k_proj(both), self._num_kv_heads), cos, sin)
+        q = rotated(self._split(self.q_proj(both), self._num_heads), cos, sin)
+        k = rotated(self._split(self.k_proj(both), self._num_kv_heads), cos, sin)
         v = self._split(self.v_proj(both), self._num_kv_heads)
         shared = self._num_heads // self._num_kv_heads
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
@@ -133,7 +133,7 @@ class Head(nn.Module):
         return self._tables
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, heads, n, head_dim] turned by tables [n, head_dim / 2]; halves are paired, as Llama has it."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -12,6 +12,8 @@ from lab.train_head.batches import Batch
 from lab.train_head.begin import TargetParts
 from lab.train_head.model import Head, SoftCrossEntropy
 
+STRIP = 128  # rows whose probabilities are at hand in float32 at once
+
 
 class Objective:
     """Of one target. `token_ids` [num_ids] are the target's ids of a head's logits, `place` [vocab_size] the reverse
@@ -40,33 +42,40 @@ class Objective:
         out, as published.
         """
         best = batch.best_ids.to(self._device)
-        place = torch.where(best >= 0, self.place[best.clamp(min=0)], -1)  # [B, n]
+        is_known = (best >= 0) & (self.place[best.clamp(min=0)] >= 0)  # [B, n]
+        row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known one among the known
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            wanted = self._wanted(batch.hidden.to(self._device))
+            wanted = self._wanted(batch.hidden.to(self._device)[is_known])
             embedded = embedding(batch.token_ids.to(self._device), self.table)
             chains = head.chains(embedded, batch.features.to(self._device, embedded.dtype), chain_length)
         matrix, bias = head.lm_head.weight.to(self._dtype), None
         if 0 < num_columns < matrix.shape[0]:
-            columns, bias = _columns(wanted[place >= 0], num_columns, seed)
-            matrix, wanted = matrix[columns], wanted[..., columns]
+            columns, bias = _columns(wanted, num_columns, seed)
+            matrix, wanted = matrix[columns], wanted[:, columns]
             wanted = wanted / wanted.sum(-1, keepdim=True, dtype=torch.float32).to(self._dtype)
-        total, first, n = torch.zeros((), device=self._device), 0.0, place.shape[1]
+        total, first, n = torch.zeros((), device=self._device), 0.0, best.shape[1]
         for step, hidden in enumerate(chains, 1):
-            is_known = pad(place[:, step:], (0, min(step, n)), value=-1) >= 0
-            rows, places = is_known.nonzero(as_tuple=True)
+            rows, places = pad(is_known[:, step:], (0, min(step, n)), value=False).nonzero(as_tuple=True)
             if rows.numel():
                 own = hidden[rows, places].to(self._dtype)
-                loss = SoftCrossEntropy.apply(own, matrix, wanted[rows, places + step], bias)
+                loss = SoftCrossEntropy.apply(own, matrix, wanted[row_of[rows, places + step]], bias)
                 total = total + step_decay ** (step - 1) * loss
                 first = first or float(loss.detach())
         return total, first
 
     @torch.no_grad()
     def _wanted(self, hidden: Tensor) -> Tensor:
-        """The target's probabilities over the ids that the head knows, [B, n, num_ids]."""
+        """The target's probabilities over the ids that the head knows, [R, num_ids], of hidden [R, hidden_size]."""
         x = hidden.float()
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self._norm
-        return linear(normed, self.rows).float().softmax(-1).to(self._dtype)
+        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self._norm).to(self._dtype)
+        wanted, rows = (
+            torch.empty(x.shape[0], self.rows.shape[0], device=x.device, dtype=self._dtype),
+            self.rows.to(self._dtype),
+        )
+        for first in range(0, x.shape[0], STRIP):
+            own = slice(first, first + STRIP)
+            wanted[own] = linear(normed[own], rows).float().softmax(-1)
+        return wanted
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,12 +19,14 @@ from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import MANIFEST_FILE
-from lab.train_head.begin import TargetParts, feature_layers, frequent_ids, head_spec, read_target
+from lab.train_head.begin import TargetParts, TargetTensors, feature_layers, frequent_ids, head_spec, read_target
+from lab.train_head.conversations import WritingOptions
 from lab.train_head.curve import draw_curve
-from lab.train_head.dialogues import WritingOptions, write_dialogues
+from lab.train_head.dialogues import LlvmWriter, Writer, write_dialogues
 from lab.train_head.export import head_config, save_head
 from lab.train_head.measure import Agreement
 from lab.train_head.shards import HELD_OUT_SHARDS, Corpus
+from lab.train_head.torch_writer import TorchWriter, has_fast_halves, variant_of
 from lab.train_head.training import STATE_FILE, Trainer, TrainingOptions
 
 DEFAULT_NUM_IDS = 8192
@@ -45,9 +47,10 @@ class RunOptions:
     num_ids: int | None = None
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
-    num_threads: int | None = None  # of training
+    num_threads: int | None = None
     device: str = "auto"
     precision: str = "bf16"
+    writer: str = "auto"  # or llvm, torch
     training: TrainingOptions = field(default_factory=TrainingOptions)
     writing: WritingOptions = field(default_factory=WritingOptions)
 
@@ -71,21 +74,36 @@ class HeadRun:
         if not (engine_dir / MANIFEST_FILE).exists():
             self._console.print(f"building the target's engine in {engine_dir}")
             build_engines(options.target, None, engine_dir, runtime="llvm")
-        layers = feature_layers(self.target.spec)
         with self._bar("writing, tokens", options.num_tokens) as bar:
             write_dialogues(
-                engine_dir,
+                lambda seed: self._writer(engine_dir, seed),
                 self._dialogues,
-                layers,
                 num_tokens=options.num_tokens,
-                options=options.writing,
+                dialogues_per_shard=options.writing.dialogues_per_shard,
                 on_tokens=lambda total: bar.update(bar.task_ids[0], completed=min(total, options.num_tokens)),
             )
+
+    def _writer(self, engine_dir: Path, seed: int) -> Writer:
+        """The one that was asked for; else the one in torch where it is the faster one and knows the target."""
+        options, spec, kind = self._options, self.target.spec, self._options.writer
+        torch.set_num_threads(self._num_threads)
+        if kind == "auto":
+            kind = "torch" if variant_of(spec) is None and has_fast_halves() else "llvm"
+        default = {"llvm": 64, "torch": 256}[kind]
+        writing = replace(options.writing, num_slots=options.writing.num_slots or default)
+        self._console.print(f"{writing.num_slots} conversations at once, writer {kind}")
+        if kind == "torch":
+            return TorchWriter(TargetTensors(options.target), engine_dir, feature_layers(spec), writing, seed=seed)
+        return LlvmWriter(engine_dir, feature_layers(spec), writing, seed)
+
+    @property
+    def _num_threads(self) -> int:
+        return self._options.num_threads or len(os.sched_getaffinity(0))
 
     def train(self) -> None:
         """Goes on with a plan that was cut off, or begins one over the data that there are."""
         options = self._options
-        torch.set_num_threads(options.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(self._num_threads)
         trainer = self._trainer()
         if trainer.is_done:
             trainer.go_on(self._frequent_ids(trainer.corpus), new_alone=options.has_new_data_alone)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# llama.cpp's server and GGUF files of the demo pair, into build/anchors, for `python -m lab.bench.side_by_side peers`.
+# llama.cpp's server and GGUF files of the demo pair, into build/anchors, for `python -m lab.peers`.
 # Its sources come with the source package of llama-cpp-python on PyPI. Needs cmake and a C++ compiler.
 # `bash scripts/anchors/build_llama.sh [PAIR_DIR]`; JOBS=n compiles with n processes.
 set -euo pipefail

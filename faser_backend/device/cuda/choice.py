@@ -121,18 +121,29 @@ def draw_draft(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, n
     """As `draw`, with margins and the ids of the num_candidates largest: packed [R, 1 + max(C, 1)] int64.
 
     inverse_temperature: [R], None where all rows are greedy. -inf counts as the lowest number, so that ids are
-    distinct. Rounds of argmax, because they alone say where ties go.
+    distinct.
     """
-    best, token = scores.max(dim=1, keepdim=True)
-    ids, rest, second = [token], scores.clamp(min=_LOWEST), None
-    for _ in range(max(num_candidates - 1, 1)):
-        rest.scatter_(1, ids[-1], -torch.inf)
-        value, index = rest.max(dim=1, keepdim=True)
-        second = value if second is None else second
-        ids.append(index)
-    assert second is not None
+    values, ids = _largest(scores, max(num_candidates, 2))
+    best, second = values[0], values[1]
     leads = best - second if inverse_temperature is None else (best - second) / inverse_temperature[:, None]
     return _packed(best, leads.clamp(max=MAX_MARGIN), ids[: max(num_candidates, 1)])
+
+
+def draw_children(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, num_children: int) -> torch.Tensor:
+    """The num_children largest of each row of scores [R, V], packed [R, 1 + 2 C] int64 for `unpacked_children`: the
+    best score, ids, and scores times temperature. inverse_temperature and ids: as in `draw_draft`."""
+    values, ids = _largest(scores, num_children)
+    found = scores.gather(1, torch.cat(ids, dim=1))
+    if inverse_temperature is not None:
+        found = found / inverse_temperature[:, None]
+    return _packed(values[0], torch.zeros_like(values[0]), [*ids, found.double().view(torch.int64)])
+
+
+def unpacked_children(packed: np.ndarray) -> tuple[HostDraws, np.ndarray]:
+    """packed: [R, 1 + 2 C] int64. Draws without margins, and scores [R, C] float32."""
+    num_children = packed.shape[1] // 2
+    scores = packed[:, 1 + num_children :].copy().view(np.float64).astype(np.float32)
+    return unpacked_draws(packed[:, : 1 + num_children]), scores
 
 
 def unpacked_draws(packed: np.ndarray) -> HostDraws:
@@ -141,7 +152,20 @@ def unpacked_draws(packed: np.ndarray) -> HostDraws:
     return HostDraws(numbers[:, 0], numbers[:, 1], packed[:, 1:])
 
 
-def _packed(best: torch.Tensor, margins: torch.Tensor, ids: list[torch.Tensor]) -> torch.Tensor:
-    """Both numbers of a row in one word, its ids in one each: a single tensor is a single copy to the host."""
+def _largest(scores: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The largest of each row of scores [R, V], falling: values and ids, count of [R, 1] each; past the first value
+    -inf counts as the lowest number. Rounds of argmax, because they alone say where ties go."""
+    value, token = scores.max(dim=1, keepdim=True)
+    values, ids, rest = [value], [token], scores.clamp(min=_LOWEST) if count > 1 else scores
+    while len(ids) < count:
+        rest.scatter_(1, ids[-1], -torch.inf)
+        value, token = rest.max(dim=1, keepdim=True)
+        values.append(value)
+        ids.append(token)
+    return values, ids
+
+
+def _packed(best: torch.Tensor, margins: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
+    """Both numbers of a row in one word, words [R, any] behind it: a single tensor is a single copy to the host."""
     numbers = torch.cat([best, margins], dim=1).view(torch.int64)
-    return torch.cat([numbers, *ids], dim=1)
+    return torch.cat([numbers, *words], dim=1)

@@ -70,21 +70,24 @@ def plan_memory(
     num_partitions: int,
     max_num_seqs: int,
     max_prefill_tokens: int,
+    has_trees: bool = False,
     unloaded_bytes: int,
 ) -> MemoryPlan:
     """The plan of an engine of runtime torch; models: the target, then the draft if there is one.
 
     dtype: of the manifest. num_partitions: the whole device and its splits that are opened, each with runners of all
-    models. unloaded_bytes: of weights that are still to be loaded.
+    models. has_trees: calls with rows of trees are captured, too. unloaded_bytes: of weights that are still to be
+    loaded.
     """
     specs = [model.spec for model in models]
     size = ELEMENT_BYTES[dtype]
     vocab = max(spec.vocab_size for spec in specs)
-    inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_partitions
+    inputs = sum(_input_bytes(model, size, kv_block_size, has_trees) for model in models) * num_partitions
     largest = max(MAX_GRAPH_ROWS, max_prefill_tokens)
     activations = sum(activation_bytes(spec, MAX_GRAPH_ROWS, size) for spec in specs) * num_partitions
     chunks = max(activation_bytes(spec, largest, size) for spec in specs) if largest > MAX_GRAPH_ROWS else 0
-    nodes = num_partitions * (sum(_graph_nodes(model) for model in models) + _chain_nodes(specs[1:], max_num_seqs))
+    nodes = sum(_graph_nodes(model, has_trees) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
+    nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, of its lanes' threads and of the one that steps
     lines = (
         PlanLine("weights", unloaded_bytes),
@@ -113,22 +116,21 @@ def sampler_bytes(vocab_size: int, num_lanes: int) -> int:
     return num_lanes * vocab_size * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)
 
 
-def _menu_rows() -> int:
-    """Rows of all calls of a segment that are captured."""
-    return sum(ROW_COUNTS) + sum(count for count in ROW_COUNTS if count >= PROMPT_ROWS)
+def _menu(has_trees: bool) -> list[int]:
+    """Rows of every call of a segment that is captured, scores at exits aside."""
+    return [*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS), *(ROW_COUNTS if has_trees else ())]
 
 
-def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
+def _input_bytes(model: ModelEngine, size: int, kv_block_size: int, has_trees: bool) -> int:
     """Block tables above all, which are as wide as any context needs; and hidden states between segments."""
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
     cuts = (len(model.segments) - 1) * model.spec.hidden_size * size * sum(ROW_COUNTS)
-    return len(model.segments) * _menu_rows() * per_row + cuts
+    return len(model.segments) * sum(_menu(has_trees)) * per_row + cuts
 
 
-def _graph_nodes(model: ModelEngine) -> int:
-    num_shapes = len(ROW_COUNTS) + sum(count >= PROMPT_ROWS for count in ROW_COUNTS)
-    return num_shapes * (model.spec.num_layers * NODES_PER_LAYER + NODES_BESIDE_LAYERS * len(model.segments))
+def _graph_nodes(model: ModelEngine, has_trees: bool) -> int:
+    return len(_menu(has_trees)) * (model.spec.num_layers * NODES_PER_LAYER + NODES_BESIDE_LAYERS * len(model.segments))
 
 
 def _chain_nodes(drafts: Sequence[ModelSpec], max_num_seqs: int) -> int:

@@ -111,12 +111,20 @@ class CudaRunner:
         compact_rows(hidden, self._staging.upload_array(kept), out)
         return out
 
-    def capture_menu(self, num_candidates: int) -> None:
+    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """See core.ports.TreeRunner. Queued behind the call that wrote the cells."""
+        every, size = np.arange(sources.size), self.pool.kv_block_size
+        cells = np.stack([sources, targets])  # [2, n]
+        flat = block_tables[every, cells // size] * size + cells % size
+        old, new = self._staging.upload_array(flat.reshape(-1)).view(2, -1)
+        self.pool.move(old, new)
+
+    def capture_menu(self, num_candidates: int, *, has_trees: bool = False) -> None:
         """Captures every call that is known beforehand, on the current stream. num_candidates: of exit scores, if any
-        may be asked for. Calls of nobody's rows: pools stay as they are."""
+        may be asked for. has_trees: rows of trees may come. Calls of nobody's rows: pools stay as they are."""
         for index in range(self.num_segments):
             counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
-            for bounds in (bounds for count in counts for bounds in self.shapes.menu(count)):
+            for bounds in (bounds for count in counts for bounds in self.shapes.menu(count, has_trees=has_trees)):
                 call = self._calls[index].get(bounds)
                 call.inputs.fill_idle()
                 call.launch()
@@ -130,7 +138,9 @@ class CudaRunner:
         inputs of its own.
         """
         num_sequences = bounds.num_sequences
-        wanted = {tensor.name: tensor for index in range(self.num_segments) for tensor in self._filled_inputs(index)}
+        wanted = {
+            tensor.name: tensor for index in range(self.num_segments) for tensor in self._filled_inputs(index, bounds)
+        }
         inputs = InputBlock(wanted.values(), bounds, self._device)
         nothing = np.zeros(num_sequences, np.int64)
         idle = RowBatch(nothing, np.arange(num_sequences + 1), nothing, nothing[:, None], np.arange(num_sequences))
@@ -200,15 +210,16 @@ class CudaRunner:
         )
 
     def _open_call(self, index: int, bounds: CallBounds, store: TensorStore, *, captures: bool) -> _Call:
-        inputs = InputBlock(self._filled_inputs(index), bounds, self._device)
+        inputs = InputBlock(self._filled_inputs(index, bounds), bounds, self._device)
         tensors = self._tensors(index, bounds, inputs, store)
         launch = self._programs[index].prepare(tensors, bounds)
         if captures:
             launch = RepeatedLaunch(launch, self.capturer, f"segment {index} with {bounds}")
         return _Call(inputs, tensors, launch)
 
-    def _filled_inputs(self, index: int) -> list[TensorSpec]:
-        return filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
+    def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
+        packs_tables = self._programs[index].packs_tables
+        return filled_inputs(self._segments[index], packs_tables=packs_tables, has_trees=bounds.has_trees)
 
     def _tensors(
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore

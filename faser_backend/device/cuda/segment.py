@@ -32,6 +32,7 @@ class CallBounds(NamedTuple):
     num_blocks: int  # MB, columns of the block table, rounded up
     num_logit_rows: int  # R, rounded up; 0 = none wanted
     num_candidates: int  # C; 0 = no exit scores
+    has_trees: bool = False  # a mask says what rows see; False too where a program always has one
 
 
 class SegmentProgram(Protocol):
@@ -108,7 +109,8 @@ def call_bounds(
 
 def clipped(needed: CallBounds, rounded: CallBounds, limits: CallBounds) -> CallBounds:
     """`rounded`, but not past `limits` where `needed` is not; a program refuses what needs more."""
-    return CallBounds(*(max(need, min(up, limit)) for need, up, limit in zip(needed, rounded, limits, strict=True)))
+    sizes = zip(needed, rounded, limits, strict=True)
+    return CallBounds._make(max(need, min(up, limit)) for need, up, limit in sizes)
 
 
 def _multiple(count: int, step: int) -> int:

@@ -48,10 +48,15 @@ class ShareRunner:
         with self.share.current():
             return self.runner.take_rows(hidden, kept)
 
-    def capture_menu(self, num_candidates: int) -> None:
+    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """See core.ports.TreeRunner."""
+        with self.share.current():
+            self.runner.move_cells(block_tables, sources, targets)
+
+    def capture_menu(self, num_candidates: int, *, has_trees: bool = False) -> None:
         """See CudaRunner."""
         with self.share.current():
-            self.runner.capture_menu(num_candidates)
+            self.runner.capture_menu(num_candidates, has_trees=has_trees)
 
     def loop(self, make: Callable[[Any], DraftLoop]) -> ShareDraftLoop:
         """A draft loop over the runner, on the share; make: given the runner itself."""

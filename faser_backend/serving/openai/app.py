@@ -29,6 +29,7 @@ from faser_backend.serving.openai.sampling import Generation, Guide, format_guid
 from faser_backend.serving.openai.tools import form_of, tool_guide
 from faser_backend.serving.openai.triton_client import TokenClient
 from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.serving.tracing import context_of
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY_BYTES = 4 << 20
@@ -209,6 +210,9 @@ class Generated:
         self._is_streamed, self._has_done = is_streamed, has_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        if trace := context_of(dict(given)):
+            self._client = self._client.carrying(trace)
         await _while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

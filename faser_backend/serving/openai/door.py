@@ -100,6 +100,14 @@ def check_server(port: int, *, is_decoupled: bool, contract: str) -> None:
         raise ConfigError(f"openai-port = {port}: asks the models of contract inflight_batcher, not of {contract}")
 
 
+def check_way(port: int, *, is_encrypted: bool, restricted: tuple[str, ...]) -> None:
+    """Raises ConfigError where the server would not hear the door, which asks over gRPC, in the clear, with no key."""
+    if is_encrypted:
+        raise ConfigError(f"openai-port = {port}: asks Triton's gRPC port in the clear: leave out --grpc-tls-cert")
+    if "inference" in restricted:
+        raise ConfigError(f"openai-port = {port}: has no admin key: leave inference out of --restrict")
+
+
 def read_keys(file: Path | None) -> list[str]:
     """Raises ConfigError naming the file."""
     if file is None:

@@ -6,6 +6,7 @@ A stream of its own per request, because Triton tells a model that its client we
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,13 @@ class TokenClient:
         """url: HOST:PORT of Triton's gRPC endpoint."""
         self._client = triton.InferenceServerClient(url)
         self._vocab_size = vocab_size
+        self._headers: dict[str, str] = {}
+
+    def carrying(self, headers: dict[str, str]) -> TokenClient:
+        """The same connection, for a request with these headers of its client's trace."""
+        carrier = copy.copy(self)
+        carrier._headers = headers
+        return carrier
 
     async def is_ready(self) -> bool:
         try:
@@ -66,10 +74,10 @@ class TokenClient:
     async def generate(self, wanted: Generation) -> AsyncGenerator[Tokens, None]:
         """Yields what comes, until the sequence ends. Closing the iterator cancels the request in the engine.
 
-        Raises ApiError.
+        The client's trace headers go along. Raises ApiError.
         """
         is_ended = False
-        call: Any = self._client.stream_infer(_only(self._request(wanted)))
+        call: Any = self._client.stream_infer(_only(self._request(wanted)), headers=self._headers or None)
         try:
             async for result, error in call:
                 if error is not None:

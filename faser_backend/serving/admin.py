@@ -1,0 +1,66 @@
+"""Triton's administration over HTTP: configurations of models, and their loading and unloading with the admin key."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import urllib.error
+import urllib.request
+from typing import Any
+
+from faser_backend.core.errors import FaserError
+from faser_backend.serving.doors import KEY_HEADER
+
+_RAISED = re.compile(r"TritonModelException: (.*?)(?:\n\nAt:|;?\n|$)", re.DOTALL)
+
+
+class AdminError(FaserError):
+    """The server refuses, or cannot be reached."""
+
+
+class Administration:
+    """Asks one server. Every method raises AdminError."""
+
+    def __init__(self, address: str, key: str) -> None:
+        """address: HOST:PORT of Triton's HTTP port."""
+        self._address, self._key = address, key
+
+    def config(self, model: str) -> dict[str, Any]:
+        """The configuration that a model was loaded with."""
+        return json.loads(self._ask(f"/v2/models/{model}/config", 10.0))
+
+    def load(self, model: str, config: dict[str, Any], timeout_s: float) -> None:
+        """Loads a model with this configuration. One that is loaded answers until the new one can, and then what it has
+        begun; where the new one cannot be loaded, it stays."""
+        self._ask(f"/v2/repository/models/{model}/load", timeout_s, {"parameters": {"config": json.dumps(config)}})
+
+    def unload(self, model: str, timeout_s: float) -> None:
+        """The model is not ready from now on; what it has begun it answers."""
+        self._ask(f"/v2/repository/models/{model}/unload", timeout_s, {})
+
+    def _ask(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{self._address}{path}", data, {KEY_HEADER: self._key})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a key is for this server alone
+        try:
+            with opener.open(request, timeout=timeout_s) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            raise AdminError(_reason(error)) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise AdminError(f"{self._address}: Triton's HTTP port does not answer ({reason})") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What a model raised, else what Triton says."""
+    text = error.read().decode(errors="replace")
+    try:
+        told = str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        told = text.strip() or f"status {error.code}"
+    if error.code == 403:
+        return f"the server refuses: its admin key is another ({told})"
+    raised = _RAISED.search(told)
+    return raised[1].strip() if raised else told

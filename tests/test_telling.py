@@ -1,0 +1,134 @@
+"""Spans and lines of a log, of requests that never were: no server, no collector."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.serving.log_format import JsonFormatter, about, line_teller, log_request
+from faser_backend.serving.request_life import MAX_ROUNDS, RequestLife, SequenceLife
+from faser_backend.serving.tracing import Tracing, check_endpoint, context_of
+
+MS = 1_000_000
+
+
+def life_of(num_sequences: int = 1, num_rounds: int = 3, **fields: Any) -> RequestLife:
+    """Two tokens a round, of which the first come 10 ms after the request and the last at its end."""
+    life = RequestLife("7-0", 0, ended_ns=100 * MS, **fields)
+    for index in range(num_sequences):
+        request_id = f"7-0.{index}"
+        sequence = life.sequences[request_id] = SequenceLife(request_id, num_prompt_tokens=5, max_tokens=900)
+        for number in range(num_rounds):
+            sequence.add(RequestOutput(request_id, [1, 2]), (10 + number) * MS)
+        stats = RequestStats(1 * MS, 4 * MS, 10 * MS, 90 * MS, num_drafted=8, num_accepted=6, num_preemptions=1)
+        sequence.add(RequestOutput(request_id, [3], finish_reason=FinishReason.END_ID, stats=stats), 90 * MS)
+    return life
+
+
+def spans_of(life: RequestLife) -> list[Any]:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("http://127.0.0.1:1", "tiny", processor=SimpleSpanProcessor(exporter))
+    tracing.tell(life)
+    tracing.close()
+    return list(exporter.get_finished_spans())
+
+
+def test_phases_of_each_sequence_lie_within_the_request():
+    *phases, whole = spans_of(life_of(2))
+    assert [span.name for span in phases] == ["queue", "prefill", "decode"] * 2
+    assert [span.attributes["faser.sequence"] for span in phases] == [0, 0, 0, 1, 1, 1]
+    lengths_ms = [(span.end_time - span.start_time) / MS for span in (*phases[:3], whole)]
+    assert lengths_ms == [3, 6, 80, 100]
+    assert all(whole.start_time <= span.start_time <= span.end_time <= whole.end_time for span in phases)
+    assert all(span.parent.span_id == whole.context.span_id for span in phases)
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 14 and whole.attributes["gen_ai.request.choice.count"] == 2
+    assert whole.attributes["faser.drafted_tokens"] == 16 and whole.attributes["faser.preemptions"] == 2
+    assert whole.attributes["gen_ai.response.finish_reasons"] == ("end_id", "end_id") and whole.status.is_unset
+
+
+def test_rounds_are_told_one_by_one_up_to_a_bound():
+    for num_rounds in (2, MAX_ROUNDS + 30):
+        decode = spans_of(life_of(num_rounds=num_rounds))[2]
+        assert len(decode.events) == min(num_rounds + 1, MAX_ROUNDS)
+        assert [event.attributes["faser.output_tokens"] for event in decode.events[:2]] == [2, 2]
+
+
+def test_a_request_that_ended_early_has_the_phases_that_it_had():
+    refused = RequestLife("7-1", 0, ended_ns=MS, error="max_tokens = 0: must lie in [1, 9]")
+    [span] = spans_of(refused)
+    assert not span.status.is_ok and span.status.description == refused.error
+    waiting = life_of()
+    for sequence in waiting.sequences.values():
+        sequence.stats = RequestStats(arrival_ns=1 * MS, first_scheduled_ns=4 * MS)
+    assert [span.name for span in spans_of(waiting)] == ["queue", "text_completion tiny"]
+
+
+def test_the_clients_trace_goes_on_unless_it_makes_no_sense():
+    given = {"Traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "max_tokens": 3}
+    context = context_of(given)
+    assert context == {"traceparent": given["Traceparent"]}
+    assert {f"{span.context.trace_id:x}" for span in spans_of(life_of(context=context))} == {"a" * 32}
+    assert spans_of(life_of(context={"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"})) == [], "it is not sampled"
+    *_, whole = spans_of(life_of(context={"traceparent": "nonsense"}))
+    assert whole.parent is None
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://x:1", "http://", "http://x:1?a=b", ""])
+def test_an_endpoint_that_is_none_is_refused(url: str):
+    with pytest.raises(ConfigError, match=r"^--otlp-endpoint = .*must be http://HOST:PORT"):
+        check_endpoint(url)
+    assert check_endpoint("http://127.0.0.1:4318/") == "http://127.0.0.1:4318"
+
+
+def test_without_the_extra_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install 'faser-backend\[tracing\]'"):
+        check_endpoint("http://127.0.0.1:4318")
+
+
+def test_nothing_of_opentelemetry_is_loaded_unless_it_is_wanted():
+    program = (
+        "import sys; from faser_backend.serving import frontend; from faser_backend.serving.openai import app; "
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.strip() == "[]"
+
+
+def test_lines_are_objects_with_the_id_of_their_request(caplog: pytest.LogCaptureFixture):
+    formatter, log = JsonFormatter("ensemble"), logging.getLogger("faser.test")
+    caplog.set_level(logging.INFO)
+    log_request(life_of(client_id="mine"))
+    log_request(RequestLife("7-1", 0, ended_ns=MS, error="no"))
+    try:
+        raise ValueError("größe\nin two lines")
+    except ValueError:
+        log.exception("a %s failed", "response", extra=about("7-2"))
+    log.info("of no request")
+    texts = [formatter.format(record) for record in caplog.records]
+    assert not any("\n" in text for text in texts)
+    ended, failed, error, other = map(json.loads, texts)
+    assert ended["request_id"] == "7-0" and ended["client_id"] == "mine" and ended["num_output_tokens"] == 7
+    assert ended["duration_ms"] == 100 and ended["finish_reasons"] == ["end_id"] and ended["level"] == "INFO"
+    assert failed["request_id"] == "7-1" and failed["error"] == "no" and failed["level"] == "WARNING"
+    assert error["message"] == "a response failed" and "größe\nin two lines" in error["traceback"]
+    assert "request_id" not in other and other["process"] == "ensemble"
+
+
+def test_lines_of_the_command_are_as_they_were_unless_json_is_wanted(capsys: pytest.CaptureFixture[str]):
+    for log_format in ("text", "json"):
+        tell = line_teller(log_format, "serve")
+        tell("INFO", "draining")
+        tell("ERROR", "gone")
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
+    assert (first, second) == ("draining", "error: gone")
+    assert json.loads(third)["message"] == "draining" and json.loads(fourth)["level"] == "ERROR"
