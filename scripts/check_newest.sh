@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$ROOT"
 unset PYTHONPATH
 
-TESTS=(test_house test_cli test_cli_chat test_llm test_examples test_onnx_runtime test_llvm_engine test_structured_output
-  test_chat test_text_stream test_gguf_tokenizer test_files)
+TESTS=(test_cli test_cli_chat test_llm test_examples test_onnx_runtime test_structured_output test_chat test_text_stream
+  test_gguf_tokenizer test_files)
 
 VENV="$ROOT/build/newest"
 rm -rf "$VENV"
@@ -24,7 +24,8 @@ from importlib.metadata import requires, version
 for requirement in requires("faser-backend") or []:
     if "extra ==" not in requirement or 'extra == "test"' in requirement:
         wanted = requirement.partition(";")[0].strip()
-        print(f"{version(re.match(r'[\w.-]+', wanted)[0]):>12}  {wanted}")
+        name = re.match(r"[\w.-]+", wanted)[0]
+        print(f"{version(name):>12}  {wanted}")
 PY
 export OMP_NUM_THREADS=1
 TESTS=("${TESTS[@]/#/tests/}")

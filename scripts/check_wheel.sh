@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel and the source distribution into dist/, checks both with twine, installs the wheel in a new
-# environment and uses it away from the checkout: `faser generate`, the Python API, `faser serve`, and the server itself over
-# a model repository that the package wrote, as in NVIDIA's container. What it depends on is taken from .venv, not downloaded.
+# environment and uses it away from the checkout: `faser generate`, the Python API, `faser serve`, and the server itself
+# over a model repository that the package wrote, as in NVIDIA's container. What it depends on is taken from .venv.
 # --quick: builds into a temporary folder, takes the demo pair's engines from the user's cache, and starts no server.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
