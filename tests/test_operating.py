@@ -193,6 +193,13 @@ def in_the_background(count: int, work: Any) -> list[Any]:
     return [thread, found]
 
 
+def wait_for_active(server: Operated, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while metric(server.metrics, "nv_trt_llm_request_metrics", "active") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def is_ready(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5):
@@ -203,18 +210,21 @@ def is_ready(port: int) -> bool:
 
 def test_engines_change_without_losing_a_request(server: Operated, engines: tuple[Path, Path], key_file: Path, run):
     before = server.tokens(LONG), server.text(LONG)
-    under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text)]
-    deadline = time.monotonic() + 20
-    while metric(server.metrics, "nv_trt_llm_request_metrics", "active") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text) * 2]
+    wait_for_active(server, 4)
     reload = ["reload", "--http", f"127.0.0.1:{server.http}", "--admin-key-file", key_file]
     status, out, err = run(*reload, "--engine-dir", engines[1])
     assert status == 0 and str(engines[1]) in out, err
     after = server.tokens(40), server.text(40)
-    for (thread, found), expected in zip(under_way, before, strict=True):
+    for (thread, found), expected in zip(under_way, before * 2, strict=True):
         thread.join(60)
         assert found == [expected]
+    changed = next(line["time"] for line in server.lines() if "takes this one's place" in line["message"])
+    deadline, ended = time.monotonic() + 10, []
+    while len(ended) < 6:  # two alone, four while engines changed
+        assert time.monotonic() < deadline
+        ended = [line["time"] for line in server.lines() if line.get("num_output_tokens") == LONG]
+    assert max(ended) > changed, "nothing was under way when the engine changed"
     assert after[0] != before[0][:40] and after[1] != before[1][: len(after[1])]
     _, printed, _ = run("generate", "--engine-dir", engines[1], "--prompt-ids", "5,6,7", "--max-tokens", 8, "--json")
     want = json.loads(printed)["token_ids"]
@@ -244,11 +254,9 @@ def test_engines_that_cannot_be_served_leave_those_that_are(
 
 def test_a_drain_is_not_ready_and_answers_what_is_under_way(server: Operated):
     under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text)]
-    deadline = time.monotonic() + 20
-    while metric(server.metrics, "nv_trt_llm_request_metrics", "active") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_active(server, 2)
     assert is_ready(server.http)
+    deadline = time.monotonic() + 20
     server.process.send_signal(signal.SIGTERM)
     while is_ready(server.http):
         assert time.monotonic() < deadline
