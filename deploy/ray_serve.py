@@ -42,7 +42,9 @@ PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aw
 ROUTED_CHARACTERS = 8192  # of a prompt: what the router compares and remembers
 DRAIN_S = 75.0  # a little longer than `faser serve` gives to requests in flight
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
-NUM_TRIES = 2  # of a request whose answer has not begun
+MAX_UNHEALTHY = 3  # as Serve counts
+NUM_TRIES = 5  # of a request whose answer has not begun
+RETRY_S = 0.25  # between them: the router learns of a replica that has ended a little later than its requests do
 PASSED_HEADERS = ("accept", "authorization", "content-type")
 RETURNED_HEADERS = ("cache-control", "content-type", "retry-after")
 
@@ -59,6 +61,7 @@ class Options(BaseModel):
     target_ongoing_requests: float = Field(default=16, gt=0)  # of a replica, waiting or running; more adds replicas
     max_ongoing_requests: int = Field(default=64, ge=1)  # of a replica; more wait at the ingress
     max_queued_requests: int = Field(default=256, ge=0)  # at the ingress; one more is answered with 429
+    num_ingresses: int = Field(default=1, ge=1)  # every request passes through one of them
     num_cpus: float = Field(default=1, gt=0)  # of a replica, as Ray counts them
     num_gpus: float = Field(default=0, ge=0)
     is_prefix_aware: bool = True  # prompts that begin alike go to the same replica, whose KV blocks they share
@@ -113,6 +116,7 @@ class Replica:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
         )
+        self._num_unhealthy = 0
         self._watch = asyncio.create_task(self._end_with_child())
 
     async def answer(self, call: Call) -> AsyncIterator[Head | bytes]:
@@ -125,15 +129,23 @@ class Replica:
                 yield chunk
 
     async def check_health(self) -> None:
-        """Raises where Triton's model is not ready: Serve then sends no more requests and starts another replica."""
-        async with self._session.get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as health:
-            health.raise_for_status()
+        """Raises where Triton's model is not ready; ends the replica where that was so MAX_UNHEALTHY times running.
+
+        Serve would drain it first, for as long as requests that nobody answers may take."""
+        limit = aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)
+        try:
+            async with self._session.get(f"{self._url}/health", timeout=limit) as health:
+                health.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError):
+            self._num_unhealthy += 1
+            if self._num_unhealthy == MAX_UNHEALTHY:
+                _end(f"faser serve was not ready {MAX_UNHEALTHY} times running")
+            raise
+        self._num_unhealthy = 0
 
     async def _end_with_child(self) -> None:
         """A replica without a server would answer with errors until its health is asked for: it ends at once."""
-        status = await asyncio.to_thread(self._process.wait)
-        print(f"faser serve ended with status {status}; so does its replica", file=sys.stderr, flush=True)
-        os._exit(1)
+        _end(f"faser serve ended with status {await asyncio.to_thread(self._process.wait)}")
 
     def __del__(self) -> None:
         """Serve calls it once the requests in flight have ended."""
@@ -143,6 +155,12 @@ class Replica:
             self._process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(DRAIN_S)
+
+
+def _end(reason: str) -> None:
+    """Ends this process, and with it its child; Serve starts another replica."""
+    print(f"{reason}; the replica ends", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class Ingress:
@@ -158,7 +176,8 @@ class Ingress:
         headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         call = Call(request.method, path, headers, body, routed_text(body))
-        for _ in range(NUM_TRIES):
+        for attempt in range(NUM_TRIES):
+            await asyncio.sleep(RETRY_S * attempt)
             pieces: DeploymentResponseGenerator = self._replicas.answer.remote(call)
             try:
                 head = await anext(pieces)
@@ -187,14 +206,21 @@ async def _rest(pieces: DeploymentResponseGenerator, head: Head) -> AsyncIterato
 def routed_text(body: bytes) -> str:
     """How the prompt or the conversation of a body begins: what requests share that share KV blocks. Never empty; of a
     body that the door will refuse it may be anything."""
+    text = ""
     with suppress(ValueError, RecursionError):
         fields = json.loads(body)
         if isinstance(fields, dict):
-            found = fields.get("messages") or fields.get("prompt") or fields.get("input")
-            if found:
-                text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-                return text[:ROUTED_CHARACTERS]
-    return "-"
+            text = _text_of(fields.get("messages") or fields.get("prompt") or fields.get("input"))
+    return text[:ROUTED_CHARACTERS] or "-"
+
+
+def _text_of(value: Any) -> str:
+    """What is said, without the JSON around it, in which all conversations are alike."""
+    if isinstance(value, dict):
+        value = value.get("content") or value.get("text")
+    if isinstance(value, list):
+        return "\n".join(map(_text_of, value))
+    return "" if value is None else str(value)
 
 
 def free_ports(count: int) -> list[int]:
@@ -238,6 +264,7 @@ def app(options: Options | dict[str, str]) -> serve.Application:
     num_answers = options.max_replicas * options.max_ongoing_requests + options.max_queued_requests
     ingress = serve.deployment(
         Ingress,
+        num_replicas=options.num_ingresses,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=num_answers + 1,  # one more is refused by it
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from faser_backend.serving.processes import arguments
+from faser_backend.serving.processes import arguments, children
 from lab.bench.servers import free_ports
 from tests.served import serve as serve_one
 from tests.serving_pair import build_pair
@@ -29,16 +31,24 @@ from deploy.ray_serve import Options, app, routed_text
 
 ROOT = Path(__file__).parent.parent
 SERVE_OPTIONS = "--num-threads 1 --policy none --model-name m"
-WHOLE = "vllm:request_success_total", "length"  # requests that ran to their max_tokens
+FINISHED = "vllm:request_success_total"  # by reason
+WHOLE = FINISHED, "length"  # requests that ran to their max_tokens
 FIELDS: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
-LONG = {"max_tokens": 900}
+LONG = {"max_tokens": 2000}
 PROMPTS = [f"{word} is said by the {number} of us" for number, word in enumerate(("yes", "no", "def", "caf", "+", "x"))]
-REPLACED_WITHIN_S = 60
+# Unlike one another, and so long that the router, which gives such a prompt to the replica that was told least, goes to
+# and fro between the two.
+UNLIKE = [letter * 400 for letter in "abcdefgh"]
+REPLACED_WITHIN_S = 100
 
 
 @pytest.fixture(scope="module")
 def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("ray"), max_context=1024)
+    return build_pair(tmp_path_factory.mktemp("ray"), max_context=4096)
+
+
+def options(engine_dir: Path, **more: Any) -> Options:
+    return Options(engine_dir=engine_dir, serve_options=SERVE_OPTIONS, min_replicas=2, max_replicas=2, **more)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,7 @@ def cluster(engine_dir: Path) -> Iterator[int]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(
-            app(Options(engine_dir=engine_dir, serve_options=SERVE_OPTIONS, min_replicas=2, max_replicas=2)),
+            app(options(engine_dir)),
             logging_config={"log_level": "WARNING"},
         )
         yield port
@@ -172,15 +182,16 @@ def test_a_killed_replica_loses_no_request_of_the_other_and_is_replaced(cluster:
     before = servers_of(engine_dir)
     assert len(before) == 2
     killed, survivor = before
+    cut_short = [metric(before[survivor], FINISHED, reason) for reason in ("cancelled", "error")]
     whole = metric(before[survivor], *WHOLE)
 
     async def kill() -> tuple[list[str | None], list[str]]:
         client = client_of(cluster)
-        begun = [asyncio.Event() for _ in PROMPTS]
-        streams = [
-            asyncio.create_task(follow(client, p, event, **LONG)) for p, event in zip(PROMPTS, begun, strict=True)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
+        streams = []
+        for prompt in UNLIKE:
+            has_begun = asyncio.Event()
+            streams.append(asyncio.create_task(follow(client, prompt, has_begun, **LONG)))
+            await has_begun.wait()
         os.kill(killed, signal.SIGKILL)
         behind = await asyncio.gather(*(complete(client, f"{p} later") for p in PROMPTS))
         return await asyncio.gather(*streams), behind
@@ -189,21 +200,64 @@ def test_a_killed_replica_loses_no_request_of_the_other_and_is_replaced(cluster:
     lost, kept = [text for text in streams if text is None], [text for text in streams if text is not None]
     assert lost and kept  # each replica had some
     assert len(behind) == len(PROMPTS)  # those that came after the kill were answered
-    wait_until(
-        lambda: metric(before[survivor], *WHOLE) == whole + len(kept) + len(behind), "the survivor lost requests"
-    )
+    time.sleep(1)  # counters follow what was answered
+    assert [metric(before[survivor], FINISHED, reason) for reason in ("cancelled", "error")] == cut_short
+    assert metric(before[survivor], *WHOLE) >= whole + len(behind) + 1
     wait_until(lambda: len(servers_of(engine_dir)) == 2, "no replacement", timeout_s=REPLACED_WITHIN_S)
     assert survivor in servers_of(engine_dir) and killed not in servers_of(engine_dir)
 
     async def again() -> list[str | None]:
         client = client_of(cluster)
-        return await asyncio.gather(*(follow(client, p, asyncio.Event(), **LONG) for p in PROMPTS))
+        return await asyncio.gather(*(follow(client, p, asyncio.Event(), **LONG) for p in UNLIKE))
 
     [new] = set(servers_of(engine_dir).values()) - set(before.values())
     wait_until(lambda: _is_ready(new), "the replacement is not ready", timeout_s=REPLACED_WITHIN_S)
     whole_again = asyncio.run(again())
     assert [text for text in whole_again if text is None] == []
     assert all(text in (None, now) for text, now in zip(streams, whole_again, strict=True))  # and the same tokens
+
+
+def test_an_update_loses_no_request(cluster: int, engine_dir: Path):
+    """Serve replaces every replica: the old ones answer what they have, and end."""
+    before = servers_of(engine_dir)
+
+    async def ask(is_over: threading.Event) -> tuple[list[str | None], int]:
+        client, num_answered = client_of(cluster), 0
+        streams = [asyncio.create_task(follow(client, p, asyncio.Event(), **LONG)) for p in PROMPTS]
+        while not is_over.is_set():
+            await complete(client, f"number {num_answered}")
+            num_answered += 1
+        return await asyncio.gather(*streams), num_answered
+
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: asyncio.run(ask(is_over)))
+        time.sleep(0.3)
+        try:
+            serve.run(app(options(engine_dir, max_queued_requests=300)), logging_config={"log_level": "WARNING"})
+        finally:
+            is_over.set()
+        streams, num_answered = asked.result()
+    assert None not in streams and len(set(streams)) == len(PROMPTS) and num_answered > 10
+    wait_until(lambda: len(servers_of(engine_dir)) == 2, "old servers are left")
+    assert not set(before) & set(servers_of(engine_dir))
+
+
+def test_a_server_that_hangs_is_replaced_and_its_requests_are_answered(cluster: int, engine_dir: Path):
+    before = servers_of(engine_dir)
+    hung = min(before)
+    [triton] = [pid for pid in children(hung) if arguments(pid)[0].endswith("tritonserver")]
+    os.kill(triton, signal.SIGSTOP)
+
+    async def ask() -> list[str]:
+        client = client_of(cluster)
+        return await asyncio.gather(*(complete(client, f"{p} while one hangs") for p in PROMPTS))
+
+    assert len(asyncio.run(ask())) == len(PROMPTS)
+    wait_until(lambda: hung not in servers_of(engine_dir), "it is still there", timeout_s=REPLACED_WITHIN_S)
+    wait_until(lambda: len(servers_of(engine_dir)) == 2, "no replacement", timeout_s=REPLACED_WITHIN_S)
+    [new] = set(servers_of(engine_dir).values()) - set(before.values())
+    wait_until(lambda: _is_ready(new), "the replacement is not ready", timeout_s=REPLACED_WITHIN_S)
 
 
 def _is_ready(metrics_port: int) -> bool:
@@ -217,8 +271,10 @@ def _is_ready(metrics_port: int) -> bool:
     ("body", "text"),
     [
         (b'{"prompt": "abc"}', "abc"),
-        (b'{"prompt": [1, 2]}', "[1, 2]"),
-        (b'{"messages": [{"role": "user", "content": "hi"}]}', '[{"role": "user", "content": "hi"}]'),
+        (b'{"prompt": [1, 2]}', "1\n2"),
+        (b'{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}', "be\nhi"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}', "hi"),
+        (b'{"messages": [{"role": "assistant", "content": null}, 3]}', "\n3"),
         (b'{"prompt": ""}', "-"),
         (b"no json", "-"),
         (b"[" * 100_000, "-"),

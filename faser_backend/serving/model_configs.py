@@ -8,8 +8,8 @@ outside of parameters (max_batch_size and the transaction policy) is a parameter
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,6 +222,8 @@ def write_repositories(root: Path) -> list[Path]:
 if __name__ == "__main__":
     from faser_backend.places import data_folder
 
-    folder = Path(sys.argv[1]) if sys.argv[1:] else data_folder()
+    parser = argparse.ArgumentParser(description="Writes the model repositories.")
+    parser.add_argument("folder", type=Path, nargs="?", default=data_folder(), help="default: where the package's lie")
+    folder = parser.parse_args().folder
     for path in write_repositories(folder):
         print(path.relative_to(folder))
