@@ -54,6 +54,15 @@ def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: i
     )
 
 
+def test_graphs_of_trees_are_planned_for_where_a_policy_may_draft_them() -> None:
+    without, with_trees = (planned(pair_of("qwen3-8b/0.6b"), has_trees=each) for each in (False, True))
+    names = {"inputs of captured calls", "graphs (allowance)"}
+    for old, new in zip(without.lines, with_trees.lines, strict=True):
+        assert (new.num_bytes > old.num_bytes) == (old.what in names), old.what
+    policies = {"tree:4": True, "file:mine.py": True, "fixed:4": False, "faser": False}
+    assert {name: EngineConfig(policy=name).may_draft_trees for name in policies} == policies
+
+
 @pytest.mark.parametrize(
     ("name", "halved", "weights_gib", "most_gib", "fewest_tokens"),
     [

@@ -43,6 +43,7 @@ CALLS = {
     "decoding": MENU.of_decode(1, 1),
     "verification": MENU.of_decode(40, 1),
     "large verification": MENU.of_decode(256, 1),
+    "verification of trees": MENU.of_decode(40, 1)._replace(has_trees=True),
     "prompt": CallBounds(256, 256, 256, 64, 0, 0),
 }
 
