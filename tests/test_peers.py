@@ -249,3 +249,14 @@ def test_what_cannot_be_measured_is_named_with_the_reason(tmp_path: Path, monkey
     command.measure(command.parse(["--only", "llama-int8,vllm"]), record)
     assert record.missing == {"llama-int8": "M has no int8 weights", "vllm": "not installed: x"}
     assert Record.load(record.path).missing == record.missing
+
+
+def test_an_interrupted_measurement_leaves_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def measure(args: object, record: Record) -> None:
+        record.add("llama", (0.0, 1), META, [row("ours", 1, 2, 3), row("llama.cpp", 4, 5, 6)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", measure)
+    assert command.main(["--output", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert "| greedy | 1 | llama.cpp |" in (tmp_path / "peers.md").read_text()
