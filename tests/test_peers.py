@@ -104,7 +104,7 @@ def test_the_page_says_first_where_we_lose(tmp_path: Path):
     # Repeat by repeat 99 / 199, 120 / 200 and 121 / 201: the best of ours, not the plain one.
     assert losing.count("| greedy | 1 | llama.cpp | int8 | 200 | 120 | `ours, n-grams` | 0.60x | 0.50 to 0.60 |") == 1
     assert "At no load that was measured." in winning.split("##")[0]
-    assert "- vLLM for CPUs: not installed: bash scripts/peers/install.sh vllm" in winning
+    assert "- vLLM for CPUs (`vllm`): not installed: bash scripts/peers/install.sh vllm" in winning
     assert "No time was left for: greedy with 16." in winning
     won = page(record_of(tmp_path / "won.json", 100))
     losing, winning = won.split("## Where ours is as fast or faster")
@@ -116,7 +116,7 @@ def test_answers_that_differ_are_counted_under_greedy_alone(tmp_path: Path):
     record = Record(tmp_path / "peers.json")
     for temperature in (0.0, 0.8):
         record.add("llama", (temperature, 1), META, [row("ours", 1, 2, 3), row("llama.cpp", 1, 2, 3, different=7)])
-    greedy, sampled = page(record).split("## llama.cpp, fp16")[1].split("T = 0.8:")
+    greedy, sampled = page(record).split("## llama.cpp, fp16 weights")[1].split("T = 0.8:")
     assert "`llama.cpp`" in greedy and greedy.rstrip().endswith("| 7 |") and sampled.rstrip().endswith("|  |")
 
 
@@ -249,3 +249,14 @@ def test_what_cannot_be_measured_is_named_with_the_reason(tmp_path: Path, monkey
     command.measure(command.parse(["--only", "llama-int8,vllm"]), record)
     assert record.missing == {"llama-int8": "M has no int8 weights", "vllm": "not installed: x"}
     assert Record.load(record.path).missing == record.missing
+
+
+def test_an_interrupted_measurement_leaves_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def measure(args: object, record: Record) -> None:
+        record.add("llama", (0.0, 1), META, [row("ours", 1, 2, 3), row("llama.cpp", 4, 5, 6)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", measure)
+    assert command.main(["--output", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert "| greedy | 1 | llama.cpp |" in (tmp_path / "peers.md").read_text()

@@ -12,6 +12,7 @@ is measured again takes its old one's place, and from it the page NAME.md and th
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +127,20 @@ def _circumstances(args: argparse.Namespace, asked: PromptSet, files: ModelFiles
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Returns the exit status: 130 where it was interrupted, with what was measured until then written."""
     args = parse(argv)
+    status = 0
     try:
         if args.prompts is not None and not args.report:
             read_prompts(args.prompts)  # a bad file is told before anything is built
         record = Record.load(args.output / f"{args.name}.json")
         if not args.report:
-            with terminable():
-                measure(args, record)
+            try:
+                with terminable():
+                    measure(args, record)
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                status = 130
         text = page(record)
     except (FaserError, RuntimeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
@@ -142,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     stem.with_name(f"{stem.name}.md").write_text(text)
     pictures = draw(record, stem)
     print(f"wrote {', '.join(str(path) for path in (record.path, stem.with_name(f'{stem.name}.md'), *pictures))}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

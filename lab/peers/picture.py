@@ -78,7 +78,7 @@ def _draw(found: Bars, path: Path, *, text: str, grid: str, face: str) -> Path:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(grid)
         axes.tick_params(length=0)
-        axes.legend(frameon=False, fontsize=8.5, loc="upper left", ncols=2, labelcolor=text)
+        axes.legend(frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, labelcolor=text)
         figure.tight_layout()
         figure.savefig(path, dpi=150, facecolor=face, metadata={"Software": None})
         plt.close(figure)

@@ -85,7 +85,7 @@ def page(record: Record) -> str:
     lines += markdown_table(DUEL_COLUMNS, rest) if rest else ["At no load that was measured."]
     if record.missing:
         lines += ["", "## Not measured", ""]
-        lines += [f"- {PIECES[name].title if name in PIECES else name}: {why}" for name, why in record.missing.items()]
+        lines += [f"- {PIECES[name].title} (`{name}`): {why}" for name, why in record.missing.items()]
     for name in sorted(record.pieces, key=list(PIECES).index):
         lines += ["", *_piece(name, record.pieces[name]["loads"])]
     return "\n".join(lines).rstrip() + "\n"
@@ -113,10 +113,10 @@ def _piece(name: str, loads: list[dict[str, Any]]) -> list[str]:
     metas = [load["meta"] for load in loads]
     dates = list(dict.fromkeys(f"{meta['date']}, commit {meta['commit']}" for meta in metas))
     busiest = max(meta["load_average"][0] for meta in metas)
-    lines = [f"## {PIECES[name].title}", "", metas[-1]["note"]]
+    lines = [f"## {PIECES[name].title}, {metas[-1]['weights']} weights", "", metas[-1]["note"]]
     repeats = sorted({row["repeats"] for load in loads for row in load["rows"]})
     lines.append(
-        f"{' and '.join(map(str, repeats))} repeats; {'; '.join(dates)}; load average before it {busiest:g} at most."
+        f"Repeats: {' and '.join(map(str, repeats))}; {'; '.join(dates)}; load average before it {busiest:g} at most."
     )
     left_out = [each for meta in metas for each in meta.get("left_out", [])]
     if left_out:
