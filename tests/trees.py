@@ -30,7 +30,7 @@ class SpoiltTrees:
     """A proposer that hands out other trees than the draft's, as many nodes at most, and cuts rows where is_cut."""
 
     def __init__(self, inner: Proposer, spoil: Spoil, truth: dict[str, list[int]], seed: int, *, is_cut: bool) -> None:
-        self.times = inner.times
+        self.times, self.main_source, self.max_lag = inner.times, inner.main_source, inner.max_lag
         self._inner, self._spoil, self._truth, self._is_cut = inner, spoil, truth, is_cut
         self._rng = np.random.default_rng(seed)
 
