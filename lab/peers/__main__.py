@@ -25,7 +25,7 @@ from lab.peers.contestants import LLAMA_NGRAMS, PIECES, Setting
 from lab.peers.files import ModelFiles, demo_files, model_files, profile, smollm2
 from lab.peers.measuring import Measuring, Record, Sizing
 from lab.peers.picture import draw
-from lab.peers.report import law, page
+from lab.peers.report import named, page
 from lab.prompts import PromptSet, read_prompts
 
 DEMO_NAME = "demo"
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, record: Record) -> None:
         if name in LLAMA:
             meta["note"] += f" n-grams: its mode `{args.llama_ngrams}`."
         left_out = measuring.piece(name, piece, setting, meta)
-        meta["left_out"] += [f"{law(temperature)} with {count}" for temperature, count in left_out]
+        meta["left_out"] += map(named, left_out)
         record.write()
         if left_out:
             print(f"{name}: no time was left for {', '.join(meta['left_out'])}")

@@ -137,10 +137,18 @@ def with_vllm(stack: ExitStack, setting: Setting) -> dict[str, Run]:
 
 
 def with_openvino(stack: ExitStack, setting: Setting) -> dict[str, Run]:
-    common = [str(setting.files.gguf[setting.weights]), "--threads", str(setting.threads)]
-    common += ["--end-id", str(setting.end_id)]
     lookup = ["--num-draft", str(NUM_DRAFT), "--max-ngram", str(MAX_NGRAM)]
     modes = {"OpenVINO": ["--stateful"], "OpenVINO, batching": [], "OpenVINO, batching, prompt lookup": lookup}
+    return _openvino(stack, setting, modes)
+
+
+def with_openvino_fp32(stack: ExitStack, setting: Setting) -> dict[str, Run]:
+    return _openvino(stack, setting, {"OpenVINO, batching, fp32": ["--precision", "f32"]})
+
+
+def _openvino(stack: ExitStack, setting: Setting, modes: Mapping[str, list[str]]) -> dict[str, Run]:
+    common = [str(setting.files.gguf[setting.weights]), "--threads", str(setting.threads)]
+    common += ["--end-id", str(setting.end_id)]
     return {
         name: _worker(stack, setting, name, (OPENVINO_PYTHON, f"{WORKERS}.with_openvino"), [*common, *options])
         for name, options in modes.items()
@@ -182,6 +190,7 @@ def _llama_note() -> str:
     return f"llama.cpp {llama.llama_version()}, its own HTTP server, prompt cache off."
 
 
+_OPENVINO = "openvino-genai 2026.4.1.0 as a library in a process of its own, on the F16 file"
 _LLAMA: dict[str, Any] = {"missing": _needs(llama.BINARY, "llama"), "note": _llama_note}
 PIECES = {
     "llama": Piece("llama.cpp", "fp16", with_llama, **_LLAMA),
@@ -194,9 +203,13 @@ PIECES = {
     ),
     "openvino": Piece(
         "OpenVINO GenAI", "fp16", with_openvino, _needs(OPENVINO_PYTHON, "openvino"),
-        lambda: "openvino-genai 2026.4.1.0 as a library in a process of its own, on the F16 file, with the arithmetic "
-        f"that it chooses; prompt lookup of up to {MAX_NGRAM} tokens, {NUM_DRAFT} drafted.",
+        lambda: f"{_OPENVINO}, with the arithmetic that it chooses; prompt lookup of up to {MAX_NGRAM} tokens, "
+        f"{NUM_DRAFT} drafted. Its bare form takes one request at a time.",
         ("OpenVINO",),
+    ),
+    "openvino-fp32": Piece(
+        "OpenVINO GenAI with fp32 arithmetic", "fp16", with_openvino_fp32, _needs(OPENVINO_PYTHON, "openvino"),
+        lambda: f"{_OPENVINO}, told to compute in fp32, as ours does.",
     ),
     "transformers": Piece(
         "transformers", "fp16", with_transformers, _transformers_missing,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lab import environment
 from lab.peers.contestants import OURS, PIECES
-from lab.peers.measuring import Record
+from lab.peers.measuring import Load, Record
 from lab.tables import Column, markdown_table
 
 Row = dict[str, Any]
@@ -42,6 +42,10 @@ LOAD_COLUMNS = (
 
 def law(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
+
+
+def named(load: Load) -> str:
+    return f"{law(load[0])} with {load[1]}"
 
 
 def is_ours(row: Row) -> bool:
@@ -118,9 +122,10 @@ def _piece(name: str, loads: list[dict[str, Any]]) -> list[str]:
     lines.append(
         f"Repeats: {' and '.join(map(str, repeats))}; {'; '.join(dates)}; load average before it {busiest:g} at most."
     )
-    left_out = [each for meta in metas for each in meta.get("left_out", [])]
+    measured = {named((load["temperature"], load["num_clients"])) for load in loads}  # some of them later
+    left_out = dict.fromkeys(each for meta in metas for each in meta["left_out"] if each not in measured)
     if left_out:
-        lines.append(f"No time was left for: {', '.join(dict.fromkeys(left_out))}.")
+        lines.append(f"No time was left for: {', '.join(left_out)}.")
     for temperature in dict.fromkeys(load["temperature"] for load in loads):
         rows = [
             row | ratios(row, load["rows"][0]) | {key: load[key] for key in ("temperature", "num_clients")}

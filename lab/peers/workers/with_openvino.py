@@ -25,6 +25,8 @@ class Batching:
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
         if args.num_draft:
             properties["prompt_lookup"] = True
+        if args.precision:
+            properties["INFERENCE_PRECISION_HINT"] = args.precision
         self._args, self._next_id = args, 0
         self._pipeline = genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", properties)
 
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--stateful", action="store_true")
     parser.add_argument("--num-draft", type=int, default=0, help="tokens of prompt lookup; 0: plain decoding")
+    parser.add_argument("--precision", help="of its arithmetic, f32 or bf16; default: its own choice")
     parser.add_argument("--max-ngram", type=int, default=3)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--end-id", type=int, required=True)
