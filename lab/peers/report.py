@@ -99,7 +99,8 @@ def _head(metas: list[dict[str, Any]]) -> list[str]:
     """What a reader must know of everything."""
     first = metas[0]
     commands = dict.fromkeys(meta["command"] for meta in metas)
-    least = " to ".join(map(str, sorted({min(each := [meta["num_jobs"] for meta in metas]), max(each)})))
+    counts = [meta["num_jobs"] for meta in metas]
+    least = " to ".join(map(str, sorted({min(counts), max(counts)})))
     profiled = "profiled" if first["is_profiled"] else "without a profile"
     return [
         f"Remade by {', '.join(f'`{command}`' for command in commands)}.",
