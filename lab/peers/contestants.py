@@ -37,6 +37,8 @@ LLAMA_NGRAMS = {  # its modes of n-grams, with its own settings and with shorter
     "mod": ("--spec-type", "ngram-mod"),
     "cache": ("--spec-type", "ngram-cache"),
 }
+NO_REPACK = ("--no-repack",)  # its layout of integers for AMX has been seen to end it at once
+LOOK_AHEAD = 64  # tokens that its speculation may draft beyond an answer
 INSTALL = "bash scripts/peers/install.sh"
 
 
@@ -112,15 +114,31 @@ def _llama(stack: ExitStack, setting: Setting, name: str, options: tuple[str, ..
     return server.run
 
 
+def _llamas(stack: ExitStack, setting: Setting, modes: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
+    """As they are; where one does not come up all without repacked weights, which their names then say."""
+
+    def started(note: str, more: tuple[str, ...]) -> dict[str, Run]:
+        return {
+            name + note: _llama(stack, setting, name, (*options, *more), LOOK_AHEAD if options else 0)
+            for name, options in modes.items()
+        }
+
+    try:
+        return started("", ())
+    except RuntimeError as error:
+        print(f"llama.cpp does not come up, now with {' '.join(NO_REPACK)}: {error}", file=sys.stderr)
+        return started(", no repack", NO_REPACK)
+
+
 def with_llama(stack: ExitStack, setting: Setting) -> dict[str, Run]:
     modes = {"llama.cpp": (), "llama.cpp, n-grams": LLAMA_NGRAMS[setting.llama_ngrams]}
     if setting.files.draft_gguf is not None:
         modes["llama.cpp, draft model"] = llama.draft_options(setting.files.draft_gguf, 3, setting.threads)
-    return {name: _llama(stack, setting, name, options, 64 if options else 0) for name, options in modes.items()}
+    return _llamas(stack, setting, modes)
 
 
 def with_llama_modes(stack: ExitStack, setting: Setting) -> dict[str, Run]:
-    return {f"llama.cpp, {name}": _llama(stack, setting, name, options, 64) for name, options in LLAMA_NGRAMS.items()}
+    return _llamas(stack, setting, {f"llama.cpp, {name}": options for name, options in LLAMA_NGRAMS.items()})
 
 
 def with_vllm(stack: ExitStack, setting: Setting) -> dict[str, Run]:

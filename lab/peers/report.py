@@ -99,13 +99,15 @@ def _head(metas: list[dict[str, Any]]) -> list[str]:
     """What a reader must know of everything."""
     first = metas[0]
     commands = dict.fromkeys(meta["command"] for meta in metas)
+    counts = [meta["num_jobs"] for meta in metas]
+    least = " to ".join(map(str, sorted({min(counts), max(counts)})))
     profiled = "profiled" if first["is_profiled"] else "without a profile"
     return [
         f"Remade by {', '.join(f'`{command}`' for command in commands)}.",
         *environment.as_lines(first),
         "",
         f"{first['model']}, {first['threads']} threads each. Closed loops over {first['asked']}; at least "
-        f"{first['num_jobs']} answers a load, two for each client. Contestants of a table took turns over the same "
+        f"{least} answers a load, two for each client. Contestants of a table took turns over the same "
         "requests; tokens/s are medians over repeats, ratios are taken within a repeat. Ours is measured end to end "
         f"through Triton, {profiled}; everybody is given the same token ids, and keeps no prompt from one answer to "
         "the next. The weights are the numbers of one file, in the format that is named. When sampling, answers "
