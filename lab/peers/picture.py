@@ -22,7 +22,7 @@ SHADES = {
 }
 OURS, PEERS = (
     ("#c8344b", "#e8788a", "#f0a8b3", "#8c1f30"),
-    ("#1f5591", "#6ba3d6", "#2a9d8f", "#8fd0c6", "#8e6bbd", "#c3aee0"),
+    ("#1f5591", "#6ba3d6", "#2a9d8f", "#8fd0c6", "#8e6bbd", "#c3aee0", "#b08900", "#e0c46c"),
 )
 Bars = dict[str, dict[int, dict[str, Any]]]  # contestant -> clients -> row
 
