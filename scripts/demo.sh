@@ -25,17 +25,16 @@ log="$(mktemp -t faser-demo.XXXXXX.log)"
 trap 'stop_server; rm -f "$log"' EXIT
 trap 'exit 130' INT TERM
 
-# build_smollm2: its engine into $engine, unless one is there that loads. The trained head drafts where there is one.
+# build_smollm2: its engine into $engine, unless one is there that loads. N-grams draft: the head in models/smollm2-head
+# takes more time than it saves on CPUs (its README has the figures).
 build_smollm2() {
-  local draft=ngram
   engine=build/smollm2
-  [ ! -f models/smollm2-head/config.json ] || draft=models/smollm2-head engine=build/smollm2-drafted
   ensure_smollm2
   "$VENV/bin/python" -c 'import sys; from pathlib import Path; from faser_backend.manifest import EngineManifest as m; m.load(Path(sys.argv[1]))' \
     "$engine" 2>/dev/null && return
   say "building the engine in $engine"
   mkdir -p build
-  "$VENV/bin/faser" build --target "$SMOLLM2" --draft "$draft" --output "$engine"
+  "$VENV/bin/faser" build --target "$SMOLLM2" --draft ngram --output "$engine"
 }
 
 ensure_venv light
