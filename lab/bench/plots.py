@@ -107,10 +107,11 @@ def gains(rows: list[Row]) -> str:
                     _dot(axes, row, y, reference=reference, colour=colour, marker=markers[temperature])
         axes.axvline(1.0, color="#6b6b6b", linewidth=1, linestyle="--")
         axes.set_title(f"{load} ({'whole answers' if load == BURSTY.name else 'throughput'})")
-        axes.set_xlim(left=0.0)
+        axes.set_xlim(0.0, 1.08 * axes.get_xlim()[1])  # the best mark stays clear of the edge
+        axes.set_ylim(len(names) - 0.5, -0.5)
     handles = [Line2D([], [], marker=mark, linestyle="", color="#444444", label=_law(t)) for t, mark in markers.items()]
     if len(handles) > 1:
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=1)
+        figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=len(handles))
     figure.tight_layout()
     return _svg(figure)
 
