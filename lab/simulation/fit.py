@@ -69,9 +69,8 @@ class Tracer:
         )
         self._sampler = NumpySampler(manifest.target.spec.vocab_size, 1)
 
-    def trace(self, text: np.ndarray, num_tokens: int, temperature: float, seed: int) -> np.ndarray:
-        """[2 + num_exits, num_tokens]: draft margin, match (0 or 1), and the exit margins."""
-        first = text.size - num_tokens
+    def _begin(self, text: np.ndarray, first: int, temperature: float, seed: int) -> tuple[RowBatch, SamplingRows]:
+        """The text as one prompt whose rows from `first` on are drawn, by a sampler that knows it as slot 0."""
         rows = RowBatch(
             text[:-1],
             np.array([0, text.size - 1]),
@@ -79,9 +78,15 @@ class Tracer:
             np.arange(self._num_blocks)[None],
             np.arange(first - 1, text.size - 1),
         )
-        zeros = np.zeros(num_tokens, np.int64)
+        zeros = np.zeros(text.size - first, np.int64)
         drawing = SamplingRows(zeros, np.arange(first, text.size), zeros, zeros, np.zeros((1, 0), np.int64))
         self._sampler.add(0, SamplingParams(temperature=temperature, seed=seed), text[:first], first, ())
+        return rows, drawing
+
+    def trace(self, text: np.ndarray, num_tokens: int, temperature: float, seed: int) -> np.ndarray:
+        """[2 + num_exits, num_tokens]: draft margin, match (0 or 1), and the exit margins."""
+        first = text.size - num_tokens
+        rows, drawing = self._begin(text, first, temperature, seed)
         drawn = self._sampler.sample_draft(self._draft.run_segment(0, rows, None), drawing, 4)
         assert drawn.candidates is not None
         candidates = np.zeros((rows.num_rows, 4), np.int64)

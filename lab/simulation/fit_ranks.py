@@ -13,8 +13,6 @@ import json
 
 import numpy as np
 
-from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.request import SamplingParams
 from faser_backend.policy.tree_choice import MOST_CHILDREN
 from faser_backend.serving.demo_engine import demo_engine_dir
 from lab.places import ROOT
@@ -33,16 +31,7 @@ class RankTracer(Tracer):
         """Of the last num_tokens positions: ranks [n] of the text's tokens, C beyond the draft's C best, and these
         tokens' scores [n, C]."""
         first = text.size - num_tokens
-        rows = RowBatch(
-            text[:-1],
-            np.array([0, text.size - 1]),
-            np.zeros(1, np.int64),
-            np.arange(self._num_blocks)[None],
-            np.arange(first - 1, text.size - 1),
-        )
-        zeros = np.zeros(num_tokens, np.int64)
-        drawing = SamplingRows(zeros, np.arange(first, text.size), zeros, zeros, np.zeros((1, 0), np.int64))
-        self._sampler.add(0, SamplingParams(temperature=TEMPERATURE, seed=seed), text[:first], first, ())
+        rows, drawing = self._begin(text, first, TEMPERATURE, seed)
         children = self._sampler.sample_children(self._draft.run_segment(0, rows, None), drawing, MOST_CHILDREN)
         self._sampler.remove(0)
         is_it = children.tokens == text[first:, None]
