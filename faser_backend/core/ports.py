@@ -75,6 +75,14 @@ class TreeRunner(ModelRunner, Protocol):
         ...
 
 
+class TreeHeadRunner(HeadRunner, TreeRunner, Protocol):
+    """A head that drafts trees."""
+
+    def join_rows(self, pieces: list[DeviceArray]) -> DeviceArray:
+        """Hidden states [n, hidden_size] of pieces, what take_rows gave of earlier calls, one behind the other."""
+        ...
+
+
 class DraftTokens(NamedTuple):
     """One draft token per row, and how sure the draft was."""
 

@@ -1,4 +1,4 @@
-"""`LlvmHeadRunner`: an EAGLE-3 head whose layer is a kernel of ours; implements core.ports.HeadRunner.
+"""`LlvmHeadRunner`: an EAGLE-3 head whose layer is a kernel of ours; implements core.ports.TreeHeadRunner.
 
 The target's runner writes the hidden states that the head reads to its own pool, by block and offset like keys and
 values. A head without an embedding reads its target's, from the file that holds it.
@@ -64,6 +64,10 @@ class LlvmHeadRunner(LlvmRunner):
         """See core.ports.HeadRunner."""
         results = self._run(LAYER, rows, hidden, None)
         return self._over_all_ids(results.logits), results.hidden[: rows.logit_rows.size]
+
+    def join_rows(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """See core.ports.TreeHeadRunner."""
+        return np.concatenate(pieces)
 
     def _over_all_ids(self, logits: np.ndarray) -> np.ndarray:
         """[R, vocab_size] of logits [R, num_logits]: -inf at ids that the head does not know."""

@@ -15,7 +15,7 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler, TreeSampler
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.draft_tree import propose_trees
+from faser_backend.pipeline.draft_tree import ModelTreeCalls, TreeCalls, propose_trees
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
@@ -71,7 +71,15 @@ class ModelProposer:
         assert not self._keeps_probs and not proposal.behind.num_drafted.any(), "refused where policies are made"
         for sequence in batch.sequences:
             sequence.num_proposals += 1
-        return propose_trees(runner, cast(TreeSampler, self._sampler), self.times, batch, proposal.num_draft_tokens)
+        sampler, lengths = cast(TreeSampler, self._sampler), self._tree_lengths(batch, proposal.num_draft_tokens)
+        return propose_trees(self._tree_calls(runner), sampler, self.times, batch, lengths)
+
+    def _tree_calls(self, runner: ModelRunner) -> TreeCalls:
+        return ModelTreeCalls(runner, self.times)
+
+    def _tree_lengths(self, batch: DecodeBatch, num_draft_tokens: np.ndarray) -> np.ndarray:
+        """[B] of num_draft_tokens [B]: 0 where nothing can be drafted."""
+        return num_draft_tokens
 
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         batch, step = chain.batch, 0

@@ -7,12 +7,13 @@ alone. What the draft makes of a node are its children: of all nodes that are kn
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import ModelRunner, TreeSampler
+from faser_backend.core.ports import DeviceArray, ModelRunner, TreeSampler
 from faser_backend.core.tree import Tree
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
@@ -20,31 +21,68 @@ from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.tree_choice import MOST_CHILDREN, child_log_chances, next_level
 
 
+class TreeCalls(Protocol):
+    """How the draft of a proposal runs what trees need: its logits give the children of what a row runs."""
+
+    keeps_cells: bool  # what it has run of an accepted path stays of use
+    vocab_size: int
+
+    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        """What the draft has not seen of a level's sequences, whose anchors are the nodes; logits of what follows."""
+        ...
+
+    def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        """The nodes of a level, by sequence of the batch, at the cells that they were given; logits of each."""
+        ...
+
+
+class ModelTreeCalls:
+    """Of a draft that is a model of its own: a TreeCalls."""
+
+    keeps_cells = True
+
+    def __init__(self, runner: ModelRunner, times: PhaseTimes) -> None:
+        self.vocab_size = runner.vocab_size
+        self._runner, self._times = runner, times
+
+    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        active = list(level)
+        sequences = [batch.sequences[index] for index in active]
+        starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
+        return self._run(token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True))
+
+    def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        return self._run(node_rows(batch, level, batch.num_tokens))
+
+    def _run(self, rows: RowBatch) -> np.ndarray:
+        self._times.lap("draft_rows")
+        return run_model(self._runner, rows)
+
+
 def propose_trees(
-    runner: ModelRunner, sampler: TreeSampler, times: PhaseTimes, batch: DecodeBatch, num_draft_tokens: np.ndarray
+    calls: TreeCalls, sampler: TreeSampler, times: PhaseTimes, batch: DecodeBatch, num_draft_tokens: np.ndarray
 ) -> Frontier:
     """Trees of at most num_draft_tokens [B] nodes. The draft runs no more nodes of a sequence than that."""
     grown = {index: GrowingTree(num_nodes) for index, num_nodes in enumerate(num_draft_tokens.tolist()) if num_nodes}
-    num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, runner.vocab_size)
+    num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, calls.vocab_size)
     level = {index: [tree.root] for index, tree in grown.items()}
-    rows = _unseen_rows(batch, list(level))
+    run = calls.run_unseen
     while level:
-        times.lap("draft_rows")
-        logits = run_model(runner, rows)
+        logits = run(batch, level)
+        run = calls.run_level
         times.lap("draft_model")
         children = sampler.sample_children(logits, _sampling_rows(batch, level), num_children)
         offered = zip(children.tokens.tolist(), child_log_chances(children.scores).tolist(), strict=True)
         level = {index: grown[index].grow(nodes, [next(offered) for _ in nodes]) for index, nodes in level.items()}
         level = {index: nodes for index, nodes in level.items() if nodes}
         times.lap("draft_sample")
-        rows = _node_rows(batch, level)
-    return _frontier(grown, len(batch))
+    return _frontier(grown, len(batch), keeps_cells=calls.keeps_cells)
 
 
 class Node:
     """A draft token, or the anchor. Its cell, once the draft has run it, is counted behind the committed tokens."""
 
-    __slots__ = ("ancestors", "cell", "depth", "log_chance", "parent", "path", "row")
+    __slots__ = ("ancestors", "cell", "depth", "log_chance", "made", "parent", "path", "row")
 
     def __init__(self, parent: Node | None, path: list[int], log_chance: float) -> None:
         self.parent = parent
@@ -54,6 +92,7 @@ class Node:
         self.cell = -1  # not run
         self.ancestors = 0  # bits of cells, its own included
         self.row = 0  # in the frontier
+        self.made: DeviceArray = None  # by a draft that goes on from what it made of the parent
 
 
 class GrowingTree:
@@ -87,27 +126,20 @@ class GrowingTree:
         return level
 
 
-def _unseen_rows(batch: DecodeBatch, active: list[int]) -> RowBatch:
-    """What the draft has not seen of the sequences; behind the last of it come the children of the anchor."""
-    sequences = [batch.sequences[index] for index in active]
-    starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
-    return token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
-
-
-def _node_rows(batch: DecodeBatch, level: dict[int, list[Node]]) -> RowBatch:
-    """A row for each node of a level, by sequence of the batch."""
+def node_rows(batch: DecodeBatch, level: dict[int, list[Node]], num_cells: np.ndarray) -> RowBatch:
+    """A row for each node of a level, by sequence of the batch. The draft holds num_cells [B] cells before trees."""
     active = list(level)
     nodes = [node for nodes in level.values() for node in nodes]
     tokens, depths, cells, ancestors = np.array(
         [(node.path[-1], node.depth, node.cell, _signed(node.ancestors)) for node in nodes], np.int64
     ).reshape(-1, 4).T  # fmt: skip
     cu_rows = np.cumsum([0, *map(len, level.values())])
-    trunk_lens = batch.num_tokens[active]
+    trunk_lens = num_cells[active]
     positions = np.repeat(trunk_lens, np.diff(cu_rows)) + depths - 1
     return RowBatch(
         tokens,
         cu_rows,
-        trunk_lens + cells[cu_rows[:-1]] if nodes else trunk_lens,
+        trunk_lens + cells[cu_rows[:-1]],
         batch.block_tables[active],
         np.arange(len(nodes)),
         TreeRows(trunk_lens, ancestors, positions),
@@ -130,7 +162,7 @@ def _sampling_rows(batch: DecodeBatch, level: dict[int, list[Node]]) -> Sampling
     return SamplingRows(batch.slots[sequences], positions, np.arange(depths.size), depths, drafted, has_siblings=True)
 
 
-def _frontier(grown: dict[int, GrowingTree], size: int) -> Frontier:
+def _frontier(grown: dict[int, GrowingTree], size: int, *, keeps_cells: bool) -> Frontier:
     """Every node has its row. Sequences of a batch of `size` without a tree have no draft tokens."""
     width = max((len(tree.nodes) for tree in grown.values()), default=0)
     drafted, parents, cells = (np.zeros((size, width), np.int64) for _ in range(3))
@@ -140,6 +172,9 @@ def _frontier(grown: dict[int, GrowingTree], size: int) -> Frontier:
             node.row = row
         count = num_drafted[index] = len(tree.nodes)
         if count:
-            named = [(node.path[-1], node.parent.row if node.parent else 0, node.cell) for node in tree.nodes]
+            named = [
+                (node.path[-1], node.parent.row if node.parent else 0, node.cell if keeps_cells else -1)
+                for node in tree.nodes
+            ]
             drafted[index, :count], parents[index, :count], cells[index, :count] = np.array(named, np.int64).T
     return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells))

@@ -13,12 +13,13 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DeviceArray, HeadRunner, ModelRunner, Sampler
+from faser_backend.core.ports import DeviceArray, HeadRunner, ModelRunner, Sampler, TreeHeadRunner
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
+from faser_backend.pipeline.draft_tree import Node, node_rows
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
-from faser_backend.pipeline.rows import piece_rows, single_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
 
 
@@ -49,6 +50,14 @@ class HeadProposer(ModelProposer):
         for sequence, stop in ends:
             sequence.draft_len = max(sequence.draft_len, min(stop, sequence.num_tokens - 1))
 
+    def unread_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
+        """All rows of sequences active [A] that are not read yet, logits behind the last of each."""
+        sequences = [batch.sequences[i] for i in active]
+        stops = [sequence.num_tokens - 1 for sequence in sequences]
+        rows = self._unread(sequences, stops, batch.block_tables[active], with_logits=True)
+        self._num_read.update(zip(sequences, stops, strict=True))
+        return rows
+
     def forget(self, sequence: Sequence) -> None:
         self._num_read.pop(sequence, None)
 
@@ -58,14 +67,10 @@ class HeadProposer(ModelProposer):
         active = active[batch.num_tokens[active] > 1]
         hidden: DeviceArray = None
         while active.size:
-            tables = batch.block_tables[active]
             if hidden is None:
-                sequences = [batch.sequences[i] for i in active]
-                stops = [sequence.num_tokens - 1 for sequence in sequences]
-                rows = self._unread(sequences, stops, tables, with_logits=True)
-                self._num_read.update(zip(sequences, stops, strict=True))
+                rows = self.unread_rows(batch, active)
             else:  # the newest token of each chain
-                rows = single_rows(chain.last_tokens(active), chain.positions[active] - 2, tables)
+                rows = single_rows(chain.last_tokens(active), chain.positions[active] - 2, batch.block_tables[active])
             self.times.lap("draft_rows")
             if hidden is None:
                 hidden = head.run_segment(0, rows, None)
@@ -76,6 +81,12 @@ class HeadProposer(ModelProposer):
             goes_on = chain.wants_more(active, step)
             active, hidden = active[goes_on], head.take_rows(hidden, np.flatnonzero(goes_on))
             self.times.lap("draft_sample")
+
+    def _tree_calls(self, runner: ModelRunner) -> HeadTreeCalls:
+        return HeadTreeCalls(cast(TreeHeadRunner, runner), self)
+
+    def _tree_lengths(self, batch: DecodeBatch, num_draft_tokens: np.ndarray) -> np.ndarray:
+        return np.where(batch.num_tokens > 1, num_draft_tokens, 0)
 
     def _rows_of(self, sequence: Sequence) -> int:
         """Rows that are read. A reused prefix brings its own, the last of them beside another's next token."""
@@ -88,3 +99,31 @@ class HeadProposer(ModelProposer):
         starts = [self._rows_of(sequence) for sequence in sequences]
         pieces = [seq.token_ids[a + 1 : b + 1] for seq, a, b in zip(sequences, starts, stops, strict=True)]
         return piece_rows(pieces, starts, tables, with_logits=with_logits)
+
+
+class HeadTreeCalls:
+    """Trees of a head (draft_tree.TreeCalls): each node goes on from what the head itself made of its parent."""
+
+    keeps_cells = False  # rows of accepted tokens are read again, beside the target's hidden states
+
+    def __init__(self, head: TreeHeadRunner, proposer: HeadProposer) -> None:
+        self.vocab_size = head.vocab_size
+        self._head, self._proposer = head, proposer
+
+    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        rows = self._proposer.unread_rows(batch, np.array(list(level)))
+        self._proposer.times.lap("draft_rows")
+        return self._run(rows, self._head.run_segment(0, rows, None), level)
+
+    def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        rows = node_rows(batch, level, batch.num_tokens - 1)  # a row holds the token behind its position
+        parents = [node.parent for nodes in level.values() for node in nodes]
+        hidden = self._head.join_rows([parent.made for parent in parents if parent is not None])
+        self._proposer.times.lap("draft_rows")
+        return self._run(rows, hidden, level)
+
+    def _run(self, rows: RowBatch, hidden: DeviceArray, level: dict[int, list[Node]]) -> np.ndarray:
+        logits, made = self._head.run_layer(rows, hidden)
+        for row, node in enumerate(node for nodes in level.values() for node in nodes):
+            node.made = self._head.take_rows(made, np.array([row]))
+        return logits

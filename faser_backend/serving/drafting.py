@@ -79,8 +79,6 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy, draf
         return
     if models.draft is None or draft == BOTH:
         raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
-    if models.draft.spec.reads_target:
-        raise ConfigError("policy = 'tree:N': EAGLE-3 heads draft chains; use 'fixed:K'")
     if RUNTIMES[runtime].has_trees:
         return
     if not all(map(_has_mask, (models.target, models.draft))):

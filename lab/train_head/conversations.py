@@ -34,7 +34,7 @@ class WritingOptions:
     max_answer: int = 256
     answer_temperature: float = 0.8
     greedy_share: float = 0.5
-    opening_share: float = 0.4
+    opening_share: float = 0.65
     openings: Path = OPENINGS
 
 
