@@ -17,7 +17,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import TensorSpec
 from faser_backend.policy.registry import make_policy, parse_policy
-from faser_backend.policy.tree_choice import child_log_chances, next_level
+from faser_backend.policy.tree_choice import UNPRICED, child_log_chances, next_level
 from faser_backend.serving.drafting import check_trees
 from tests.forcing import ADMITS_ALL, always
 from tests.harness import drive, guessed, open_fake, request
@@ -65,21 +65,21 @@ def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, re
 
 @pytest.mark.parametrize("fields", [{"mode": PipelineMode.PING_PONG}, {"trim": ADMITS_ALL}, {"pruner": always()}])
 def test_a_decision_is_not_both_a_tree_and_of_chains(fields: dict) -> None:
-    with pytest.raises(ValueError, match="is_tree with"):
-        Decision([4], is_tree=True, **fields)
+    with pytest.raises(ValueError, match="tree with"):
+        Decision([4], tree=UNPRICED, **fields)
 
 
 def test_the_likeliest_nodes_are_taken() -> None:
     """Chances fall along a path and among siblings; what could still matter is run, best first."""
     scores = np.array([[3.0, 2.0, -np.inf], [0.0, 0.0, 0.0]])
-    chances = np.exp(child_log_chances(scores))
+    chances = np.exp(child_log_chances(scores, 0.7))
     np.testing.assert_allclose(chances.sum(axis=1), 1)
     assert chances[0, 0] > chances[0, 1] > chances[0, 2] == 0
     known = np.log([0.8, 0.7, 0.05, 0.01]).tolist()
-    assert next_level(known, [False] * 4, 4) == [0, 1]
-    assert next_level(known, [True, False, False, False], 4) == [1]
-    assert next_level(known, [True, True, False, False], 4) == []
-    assert next_level(known[2:], [False] * 2, 8) == [], "too unlikely a level for a call"
+    assert next_level(known, [False] * 4, 4, UNPRICED) == [0, 1]
+    assert next_level(known, [True, False, False, False], 4, UNPRICED) == [1]
+    assert next_level(known, [True, True, False, False], 4, UNPRICED) == []
+    assert next_level(known[2:], [False] * 2, 8, UNPRICED) == [], "too unlikely a level for a call"
 
 
 def test_children_are_the_best_tokens_with_noise() -> None:

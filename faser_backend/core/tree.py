@@ -33,6 +33,7 @@ class Tree:
 
     parents: np.ndarray  # [B, K] int64
     draft_cells: np.ndarray  # [B, K] int64: where the draft holds the token, behind the last committed one; -1: nowhere
+    log_chances: np.ndarray | None = None  # [B, K], as the draft gives them, of nodes; None: nobody gave any
     _lines: Lines | None = None
 
     @classmethod
@@ -45,7 +46,8 @@ class Tree:
         return cls(parents, np.where(has_run, columns, -1))
 
     def take(self, index: np.ndarray) -> Tree:
-        return Tree(self.parents[index], self.draft_cells[index])
+        chances = None if self.log_chances is None else self.log_chances[index]
+        return Tree(self.parents[index], self.draft_cells[index], chances)
 
     def is_chain(self, num_drafted: np.ndarray) -> np.ndarray:
         """[B] bool. Rows of a chain see all rows before them."""

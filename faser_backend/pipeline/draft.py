@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
+from faser_backend.core.decision import TreeRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler, TreeSampler
@@ -55,8 +56,8 @@ class ModelProposer:
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
-        if proposal.is_tree:
-            return self._draft_trees(runner, batch, proposal)
+        if proposal.tree is not None:
+            return self._draft_trees(runner, batch, proposal, proposal.tree)
         chain = Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
         if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
@@ -67,12 +68,12 @@ class ModelProposer:
             sequence.num_proposals += 1
         return chain.frontier()
 
-    def _draft_trees(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal) -> Frontier:
+    def _draft_trees(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal, rule: TreeRule) -> Frontier:
         assert not self._keeps_probs and not proposal.behind.num_drafted.any(), "refused where policies are made"
         for sequence in batch.sequences:
             sequence.num_proposals += 1
         sampler, lengths = cast(TreeSampler, self._sampler), self._tree_lengths(batch, proposal.num_draft_tokens)
-        return propose_trees(self._tree_calls(runner), sampler, self.times, batch, lengths)
+        return propose_trees(self._tree_calls(runner), sampler, batch, lengths, rule)
 
     def _tree_calls(self, runner: ModelRunner) -> TreeCalls:
         return ModelTreeCalls(runner, self.times)

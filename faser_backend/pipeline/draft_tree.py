@@ -6,19 +6,21 @@ alone. What the draft makes of a node are its children: of all nodes that are kn
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
+from faser_backend.core.decision import TreeRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.ports import DeviceArray, ModelRunner, TreeSampler
 from faser_backend.core.tree import Tree
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.tree_choice import MOST_CHILDREN, child_log_chances, next_level
+from faser_backend.policy.tree_choice import DIFFERENCE, MOST_CHILDREN, child_log_chances, next_level
 
 
 class TreeCalls(Protocol):
@@ -26,6 +28,8 @@ class TreeCalls(Protocol):
 
     keeps_cells: bool  # what it has run of an accepted path stays of use
     vocab_size: int
+    difference: float  # see policy/tree_choice.py
+    times: PhaseTimes
 
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         """What the draft has not seen of a level's sequences, whose anchors are the nodes; logits of what follows."""
@@ -39,11 +43,11 @@ class TreeCalls(Protocol):
 class ModelTreeCalls:
     """Of a draft that is a model of its own: a TreeCalls."""
 
-    keeps_cells = True
+    keeps_cells, difference = True, DIFFERENCE
 
     def __init__(self, runner: ModelRunner, times: PhaseTimes) -> None:
         self.vocab_size = runner.vocab_size
-        self._runner, self._times = runner, times
+        self._runner, self.times = runner, times
 
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         active = list(level)
@@ -55,27 +59,30 @@ class ModelTreeCalls:
         return self._run(node_rows(batch, level, batch.num_tokens))
 
     def _run(self, rows: RowBatch) -> np.ndarray:
-        self._times.lap("draft_rows")
+        self.times.lap("draft_rows")
         return run_model(self._runner, rows)
 
 
 def propose_trees(
-    calls: TreeCalls, sampler: TreeSampler, times: PhaseTimes, batch: DecodeBatch, num_draft_tokens: np.ndarray
+    calls: TreeCalls, sampler: TreeSampler, batch: DecodeBatch, num_draft_tokens: np.ndarray, rule: TreeRule
 ) -> Frontier:
     """Trees of at most num_draft_tokens [B] nodes. The draft runs no more nodes of a sequence than that."""
-    grown = {index: GrowingTree(num_nodes) for index, num_nodes in enumerate(num_draft_tokens.tolist()) if num_nodes}
+    wanted = num_draft_tokens.tolist()
+    grown = {index: GrowingTree(num_nodes, rule) for index, num_nodes in enumerate(wanted) if num_nodes}
     num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, calls.vocab_size)
     level = {index: [tree.root] for index, tree in grown.items()}
     run = calls.run_unseen
     while level:
         logits = run(batch, level)
         run = calls.run_level
-        times.lap("draft_model")
+        calls.times.lap("draft_model")
         children = sampler.sample_children(logits, _sampling_rows(batch, level), num_children)
-        offered = zip(children.tokens.tolist(), child_log_chances(children.scores).tolist(), strict=True)
+        offered = zip(
+            children.tokens.tolist(), child_log_chances(children.scores, calls.difference).tolist(), strict=True
+        )
         level = {index: grown[index].grow(nodes, [next(offered) for _ in nodes]) for index, nodes in level.items()}
         level = {index: nodes for index, nodes in level.items() if nodes}
-        times.lap("draft_sample")
+        calls.times.lap("draft_sample")
     return _frontier(grown, len(batch), keeps_cells=calls.keeps_cells)
 
 
@@ -98,10 +105,11 @@ class Node:
 class GrowingTree:
     """Of one sequence: the likeliest draft tokens that are known, at most `num_nodes`."""
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, rule: TreeRule) -> None:
         self.root = Node(None, [], 0.0)
         self.nodes: list[Node] = []  # likeliest first; at equal chances parents come before children
-        self._num_nodes = num_nodes
+        self._num_nodes, self._rule = num_nodes, rule
+        self._bar = math.log(max(rule.min_chance, 1e-9))
         self._num_run = 0
 
     def grow(self, parents: list[Node], offered: list[tuple[list[int], list[float]]]) -> list[Node]:
@@ -109,14 +117,14 @@ class GrowingTree:
         returns those that the draft runs next, with their cells."""
         nodes, most = self.nodes, self._num_nodes
         for parent, (tokens, log_chances) in zip(parents, offered, strict=True):
-            bar = nodes[most - 1].log_chance if len(nodes) >= most else -np.inf
+            bar = max(nodes[most - 1].log_chance if len(nodes) >= most else -np.inf, self._bar)
             for token, log_chance in zip(tokens, log_chances, strict=True):
-                if parent.log_chance + log_chance <= bar:
+                if parent.log_chance + log_chance <= bar and nodes:
                     break
                 nodes.append(Node(parent, [*parent.path, token], parent.log_chance + log_chance))
             nodes.sort(key=attrgetter("log_chance"), reverse=True)  # stable
             del nodes[most:]
-        chosen = next_level([node.log_chance for node in nodes], [node.cell >= 0 for node in nodes], most)
+        chosen = next_level([node.log_chance for node in nodes], [node.cell >= 0 for node in nodes], most, self._rule)
         level = [nodes[index] for index in chosen[: most - self._num_run]]
         for node in level:
             assert node.parent is not None
@@ -166,6 +174,7 @@ def _frontier(grown: dict[int, GrowingTree], size: int, *, keeps_cells: bool) ->
     """Every node has its row. Sequences of a batch of `size` without a tree have no draft tokens."""
     width = max((len(tree.nodes) for tree in grown.values()), default=0)
     drafted, parents, cells = (np.zeros((size, width), np.int64) for _ in range(3))
+    log_chances = np.zeros((size, width))
     num_drafted = np.zeros(size, np.int64)
     for index, tree in grown.items():
         for row, node in enumerate(tree.nodes, 1):
@@ -177,4 +186,5 @@ def _frontier(grown: dict[int, GrowingTree], size: int, *, keeps_cells: bool) ->
                 for node in tree.nodes
             ]
             drafted[index, :count], parents[index, :count], cells[index, :count] = np.array(named, np.int64).T
-    return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells))
+            log_chances[index, :count] = [node.log_chance for node in tree.nodes]
+    return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells, log_chances))

@@ -21,6 +21,7 @@ from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.tree_choice import HEAD_DIFFERENCE
 
 
 class HeadProposer(ModelProposer):
@@ -104,22 +105,23 @@ class HeadProposer(ModelProposer):
 class HeadTreeCalls:
     """Trees of a head (draft_tree.TreeCalls): each node goes on from what the head itself made of its parent."""
 
+    difference = HEAD_DIFFERENCE
     keeps_cells = False  # rows of accepted tokens are read again, beside the target's hidden states
 
     def __init__(self, head: TreeHeadRunner, proposer: HeadProposer) -> None:
         self.vocab_size = head.vocab_size
-        self._head, self._proposer = head, proposer
+        self._head, self._proposer, self.times = head, proposer, proposer.times
 
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         rows = self._proposer.unread_rows(batch, np.array(list(level)))
-        self._proposer.times.lap("draft_rows")
+        self.times.lap("draft_rows")
         return self._run(rows, self._head.run_segment(0, rows, None), level)
 
     def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         rows = node_rows(batch, level, batch.num_tokens - 1)  # a row holds the token behind its position
         parents = [node.parent for nodes in level.values() for node in nodes]
         hidden = self._head.join_rows([parent.made for parent in parents if parent is not None])
-        self._proposer.times.lap("draft_rows")
+        self.times.lap("draft_rows")
         return self._run(rows, hidden, level)
 
     def _run(self, rows: RowBatch, hidden: DeviceArray, level: dict[int, list[Node]]) -> np.ndarray:

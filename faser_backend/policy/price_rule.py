@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TreeRule, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
@@ -32,9 +32,12 @@ from faser_backend.policy.candidates import (
 )
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import EarlyExit, VerifyBatch, best_exit
+from faser_backend.policy.looks import COLD_STEPS, Look, Looks
 from faser_backend.policy.speculation import Knowledge
+from faser_backend.policy.step_times import observe_times
 from faser_backend.policy.time_errors import TimeErrors
 from faser_backend.policy.traffic import ChainYield, PromptTokens
+from faser_backend.policy.tree_yield import TreeYield
 
 HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
 UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are divided by: phases disturb each other
@@ -45,10 +48,8 @@ DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 REFITS, MOST_TABLES = 4, 8  # of a curve, after which chains are reckoned with anew; tables of chains that are kept
 # Steps of which one is learned from, once so many tests and steps of the same kind were: learning takes 0.1 ms.
 LEARN_EVERY, MANY_TESTS, MANY_STEPS = 8, 256, 32
+LOOKED_AT_NODES, LOOKED_AT_LEVELS = 4, 2  # of a tree, that a look is taken to cost
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
-LOOK_SHARE = 0.01  # of the time, saved up for looks at what was not chosen
-LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
-FAR_BEHIND = 0.5  # share of the speed that plain decoding loses, from which on it is not looked at unless saved for
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 _CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
 
@@ -77,10 +78,8 @@ class PriceRule:
         self._price = 0.0  # tokens per microsecond
         self._weighed: tuple[int, float] = (0, 0.0)  # sequences, share of sampled ones
         self._num_decided = 0  # since the last weighing
-        self._look: Score | None = None  # that is being taken
-        self._look_left = 0  # steps
-        self._looks_at_longer = False  # next time, while speculating
-        self._saved_us = 0.0
+        self._trees = TreeYield(knowledge.num_tree_nodes) if with_modes and knowledge.num_tree_nodes else None
+        self._looks = Looks()
         self._was_drafting = self._has_decoded_plainly = False
         self._num_observed = 0  # steps
         self._num_alike = 0  # steps since plain and speculative decoding changed over
@@ -93,18 +92,20 @@ class PriceRule:
         size, share = len(sequences) + num_coming, sampled_share(sequences)
         weighed_size, weighed_share = self._weighed
         self._num_decided += 1
-        if self._look is not None and self._look_left == 0:
-            self._look, self._num_decided = None, WEIGH_EVERY  # what was seen is weighed at once
+        if self._looks.end_if_done():
+            self._num_decided = WEIGH_EVERY
         is_plain = self.chosen is not None and self.chosen.mode is None
         most_change = PLAIN_CHANGE if is_plain else DRAFTING_CHANGE
         has_changed = abs(size - weighed_size) > most_change * weighed_size or abs(share - weighed_share) > 0.25
         if has_changed or self._num_decided >= WEIGH_EVERY:
             self._weigh(sequences, size, share)
         assert self.chosen is not None
-        self._look_left -= self._look is not None
+        self._looks.count_step()
         decision = self._decision
         if decision is None or self._decided_for != sequences:
-            decision = replace(self._decision_for(self._look or self.chosen, sequences), tokens_per_us=self._price)
+            decision = replace(
+                self._decision_for(self._looks.current or self.chosen, sequences), tokens_per_us=self._price
+            )
             self._decided_for = list(sequences)
         elif decision.trim is not None and self._num_decided % RENEW_EVERY == 0:
             decision = replace(decision, trim=replace(decision.trim, offsets=self._offsets_by_slot(sequences)))
@@ -133,6 +134,8 @@ class PriceRule:
     def _score_all(self, size: int, context: int, chains: Chains) -> list[Score]:
         times = self._corrected(size, context, WHOLE)
         scores = [plain_score(times), serial_score(times, chains, self._yield)]
+        if self._trees is not None and self._trees.is_known:
+            scores.append(self._trees.score(times))
         for split in self.partitions:
             if split == WHOLE:
                 continue
@@ -151,8 +154,8 @@ class PriceRule:
 
     def _same(self, chosen: Score) -> Score | None:
         """The candidate of the same mode and partition, as it is weighed now."""
-        same = (each for each in self._scores if (each.mode, each.partition) == (chosen.mode, chosen.partition))
-        return next(same, None)
+        kind = chosen.mode, chosen.partition, chosen.is_tree
+        return next((each for each in self._scores if (each.mode, each.partition, each.is_tree) == kind), None)
 
     def _is_worth_catching_up(self, sequences: Sequence[RunningSequence], best: Score) -> bool:
         """Whether the rest of the answers repays what the draft has to read before it can draft again."""
@@ -169,52 +172,86 @@ class PriceRule:
         return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context))
 
     def _consider_look(self, sequences: Sequence[RunningSequence], context: int) -> None:
-        """Looks at speculation while decoding plainly, and at plain decoding and chains of twice the length in turn
-        while speculating, once enough time is saved up for it."""
-        if self._look is not None or self.chosen is None:
+        """Looks at drafting while decoding plainly; while drafting at plain decoding, at chains of twice the length and
+        at trees, or at chains and wider trees, in turn."""
+        chosen = self.chosen
+        if self._looks.current is not None or chosen is None:
             return
         times = self._corrected(len(sequences), context, WHOLE)
-        if self.chosen.mode is None:
-            other = self._scores[1]
-            is_new = not self._errors.knows(DRAFT, WHOLE)
-            lengths = np.array(look_lengths(sequences, other.num_draft_tokens))
-            drafting = [each for each, length in zip(sequences, lengths, strict=True) if length]
-            rows_us = times.step_us(int(lengths.sum()), int(lengths.max())) - times.step_us(0, 0)
-            extra_us, once_us = rows_us + times.chains_us(lengths, is_trimmed=False), self._catch_up_us(drafting)
-        elif self._looks_at_longer and self.chosen.mode is PipelineMode.SERIAL:
-            length = min(2 * self.chosen.num_draft_tokens, self._most)
-            other, is_new = self.chosen._replace(num_draft_tokens=length, floor=0.0), False
-            lengths = np.full(len(sequences), length)
-            longer_us = times.step_us(int(lengths.sum()), length) + times.chains_us(lengths, is_trimmed=False)
-            extra_us, once_us = longer_us - self.chosen.step_us, 0.0
+        if chosen.mode is None:
+            kinds = [
+                self._look_at_drafting(sequences, times, other)
+                for other in (self._scores[1], *self._other_trees(times))
+            ]
         else:
-            other = self._scores[0]
-            is_new = not self._has_decoded_plainly
-            extra_us, once_us = other.step_us * (1.0 - self._speed(other) / self._speed(self.chosen)), 0.0
-        price_us = (LOOK_STEPS + COLD_STEPS) * max(extra_us, 0.02 * other.step_us) + once_us
-        is_cheap = extra_us < FAR_BEHIND * other.step_us
-        if self._saved_us >= price_us or (is_new and is_cheap and once_us < float("inf")):
-            self._saved_us = min(self._saved_us - price_us, price_us)
-            self._look, self._look_left = other, COLD_STEPS + (1 if is_new else LOOK_STEPS)
-            self._looks_at_longer = not self._looks_at_longer
+            kinds = [self._look_at(self._scores[0], is_new=not self._has_decoded_plainly)]
+            if chosen.is_tree:
+                kinds += [self._look_at(self._scores[1]), self._look_at(chosen._replace(floor=chosen.floor / 3))]
+            elif chosen.mode is PipelineMode.SERIAL:
+                kinds += [
+                    self._look_at_longer(len(sequences), times),
+                    *map(self._look_at_trees, self._other_trees(times)),
+                ]
+        self._looks.consider(kinds[self._looks.turn(len(kinds))])
+
+    def _other_trees(self, times: BatchTimes) -> list[Score]:
+        """What stands for trees where they are not chosen, if they can be drafted."""
+        if self._trees is None or not self._errors.knows(DRAFT, WHOLE):
+            return []
+        return [self._trees.score(times) if self._trees.is_known else self._trees.unknown_score(times)]
+
+    def _look_at(self, other: Score, *, is_new: bool = False) -> Look:
+        """While drafting: what is lost is the tokens that the same time would have brought."""
+        assert self.chosen is not None
+        return Look(other, is_new, other.step_us * (1.0 - self._speed(other) / self._speed(self.chosen)), 0.0)
+
+    def _look_at_trees(self, trees: Score) -> Look:
+        return self._look_at(trees, is_new=trees.num_rows == 0.0)
+
+    def _look_at_longer(self, size: int, times: BatchTimes) -> Look:
+        assert self.chosen is not None
+        length = min(2 * self.chosen.num_draft_tokens, self._most)
+        lengths = np.full(size, length)
+        longer_us = times.step_us(int(lengths.sum()), length) + times.chains_us(lengths, is_trimmed=False)
+        other = self.chosen._replace(num_draft_tokens=length, floor=0.0)
+        return Look(other, False, longer_us - self.chosen.step_us, 0.0)
+
+    def _look_at_drafting(self, sequences: Sequence[RunningSequence], times: BatchTimes, other: Score) -> Look:
+        """While decoding plainly: some requests draft."""
+        most = LOOKED_AT_NODES if other.is_tree else other.num_draft_tokens
+        lengths = np.array(look_lengths(sequences, most))
+        drafting = [each for each, length in zip(sequences, lengths, strict=True) if length]
+        rows_us = times.step_us(int(lengths.sum()), int(lengths.max())) - times.step_us(0, 0)
+        num_calls = np.minimum(lengths, LOOKED_AT_LEVELS) if other.is_tree else lengths
+        extra_us = rows_us + times.chains_us(num_calls, is_trimmed=False)
+        is_new = other.num_rows == 0.0 if other.is_tree else not self._errors.knows(DRAFT, WHOLE)
+        return Look(other, is_new, extra_us, self._catch_up_us(drafting))
 
     def _decision_for(self, score: Score, sequences: Sequence[RunningSequence]) -> Decision:
         """A step of that kind for these sequences."""
-        size, reason = len(sequences), "look" if score is self._look else "best"
+        size, reason = len(sequences), "look" if score is self._looks.current else "best"
         if score.mode is None:
             is_resting = self.chosen is None or self.chosen.mode is None
             return Decision([0] * size, prefills_draft=not is_resting, scores=self._scores, reason=reason)
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
         offsets, curve = self._offsets_by_slot(sequences), self._acceptance.curve(sampled_share(sequences))
         context = self.costs.batch_context([each.num_tokens for each in sequences])
-        pruner = self._pruner(score, cohort, context, curve, offsets)
-        if score is self._look and self.chosen is not None and self.chosen.mode is None:
+        is_look_among_plain = reason == "look" and self.chosen is not None and self.chosen.mode is None
+        if score.is_tree:
+            assert self._trees is not None
+            lengths = [score.num_draft_tokens] * size
+            if is_look_among_plain:
+                lengths = look_lengths(sequences, score.num_draft_tokens)
+            rule = TreeRule(score.floor, self._trees.level_chance(self._corrected(size, context, WHOLE), self._price))
+            return Decision(lengths, tree=rule, scores=self._scores, reason=reason)
+        if is_look_among_plain:
             lengths, trim = look_lengths(sequences, score.num_draft_tokens), None
         elif score.floor == 0.0:
             lengths, trim = [score.num_draft_tokens] * size, None
         else:
             lengths = [self._most] * size
             trim = self._rule(self._corrected(cohort, context, score.partition), score, curve, offsets)
+        pruner = self._pruner(score, cohort, context, curve, offsets)
         return Decision(lengths, score.mode, score.partition, trim, pruner, scores=self._scores, reason=reason)
 
     def _offsets_by_slot(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
@@ -283,8 +320,7 @@ class PriceRule:
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
         self._prompts.observe(record)
-        if self._look is None:
-            self._saved_us += LOOK_SHARE * record.step_us
+        self._looks.save(record.step_us)
         plan, decision = record.plan, record.plan.decision
         has_drafted = bool(record.frontier.num_drafted.any()) or bool(plan.drafts)
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
@@ -294,51 +330,25 @@ class PriceRule:
         is_settled = knows_chances and self._num_alike >= MANY_STEPS
         if is_settled and self._num_observed % LEARN_EVERY:
             return
-        self._acceptance.observe(record)
+        if record.frontier.tree is None:
+            self._acceptance.observe(record)
+        elif self._trees is not None:
+            self._trees.observe(record)
         is_first = not self._errors.knows(DRAFT if has_drafted else TARGET, decision.partition)
         if (self._num_alike < COLD_STEPS and not is_first) or record.frontier.is_client is not None:
             return
-        self._observe_times(record)
+        knows_who = not plan.drafts or not self._acceptance.has_look_ups
+        observe_times(record, self.costs, self._times, self._errors, knows_who=knows_who)
+        if self._trees is not None and record.frontier.tree is not None:
+            context = self.costs.batch_context(record.num_tokens.tolist())
+            self._trees.observe_time(record, self._corrected(record.num_tokens.size, context, decision.partition))
         if is_first:  # what was believed until now may be far off
             self._num_decided = WEIGH_EVERY
         score = self.chosen
-        if score is None or self._look is not None or plan.draft_prefills:
+        if score is None or self._looks.current is not None or plan.draft_prefills:
             return
-        is_as_predicted = score.mode is decision.mode and record.num_tokens.size == self._weighed[0]
+        is_as_predicted = (
+            not score.is_tree and score.mode is decision.mode and record.num_tokens.size == self._weighed[0]
+        )
         if has_drafted and is_as_predicted and decision.mode is not PipelineMode.RUN_AHEAD:
             self._yield.observe(record, score)
-
-    def _observe_times(self, record: StepRecord) -> None:
-        """Holds the step's phases against what the cost model says of what they did."""
-        plan, size = record.plan, record.num_tokens.size
-        partition = plan.decision.partition
-        times = self._times.of(size, self.costs.batch_context(record.num_tokens.tolist()), partition)
-        is_trimmed = plan.decision.trim is not None
-        num_rows = record.verification.num_kept
-        verify_us = times.step_us(int(num_rows.sum()) - size, int(num_rows.max()) - 1)
-        if plan.drafts:
-            lengths = np.array(plan.num_ahead_tokens)
-            drafting = self._times.of(lengths.size, self.costs.batch_context(record.num_tokens.tolist()), partition)
-            verify_us += times.lanes_us
-        else:
-            lengths, drafting = np.where(record.frontier.is_look_up, 0, record.frontier.num_drafted), times
-        reading_us = self._target_reading_us(record) + record.draft_prefill_us
-        measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
-        self._errors.observe(TARGET, partition, float(num_rows.sum()), verify_us, measured_us)
-        knows_who = not plan.drafts or not self._acceptance.has_look_ups
-        if lengths.any() and record.propose_us and knows_who:
-            draft_us = drafting.chains_us(lengths, is_trimmed=is_trimmed)
-            self._errors.observe(DRAFT, partition, float(np.count_nonzero(lengths)), draft_us, record.propose_us)
-
-    def _target_reading_us(self, record: StepRecord) -> float:
-        """What the target's reading of prompts took of the step. A device that computes while the host goes on shows
-        the host next to nothing of it: then it is what is predicted."""
-        chunks = record.plan.prefills
-        if not chunks:
-            return 0.0
-        num_rows = [chunk.num_tokens for chunk in chunks]
-        context = self.costs.batch_context([chunk.start + 1 for chunk in chunks])
-        us = self.costs.call_us(
-            TARGET, WHOLE, sum(num_rows), len(num_rows), context, max_rows=max(num_rows), num_logit_rows=0
-        )
-        return record.prefill_us if record.prefill_us > 0.5 * float(us) else float(us)

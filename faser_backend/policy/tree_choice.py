@@ -11,28 +11,31 @@ import math
 
 import numpy as np
 
-DIFFERENCE = 0.7  # of the models' logits; greatest likelihood of the demo target's draws at temperature 0.8
+from faser_backend.core.decision import TreeRule
+
+# Of the models' logits: greatest likelihood of the demo target's draws at temperature 0.8; and a head's.
+DIFFERENCE, HEAD_DIFFERENCE = 0.7, 1.5
 MOST_CHILDREN = 8  # of a node; the demo target draws one of so many 95 times in 100
 BEST_CHILD = 0.8  # chance of the best child of a node that is worth the draft's row
-LEVEL_FLOOR = 0.5  # chance that the draw is behind one of a level's nodes, below which it is not worth a draft call
+UNPRICED = TreeRule(0.0, 0.5)  # of trees of one size, of which nobody knows what calls and rows take
 
 
-def child_log_chances(scores: np.ndarray) -> np.ndarray:
+def child_log_chances(scores: np.ndarray, difference: float) -> np.ndarray:
     """[n, C] of the C best tokens, of scores [n, C] in logits; -inf: forbidden. At least one of a row is not."""
-    scores = scores / DIFFERENCE
+    scores = scores / difference
     scores = scores - scores.max(axis=1, keepdims=True)
     return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
 
-def next_level(log_chances: list[float], is_run: list[bool], num_wanted: int) -> list[int]:
+def next_level(log_chances: list[float], is_run: list[bool], num_wanted: int, rule: TreeRule) -> list[int]:
     """The nodes that make the next level: whose children could be among the best num_wanted nodes of the tree.
 
     log_chances of the known nodes, falling; is_run: the draft has run it. A tree of n nodes has few of a chance below
-    1/2n: where few nodes are known yet, that is the bar.
+    1/2n: where few nodes are known yet, that is the bar, or the rule's.
     """
-    bar = -math.log(2 * num_wanted)
+    bar = math.log(max(0.5 / num_wanted, rule.min_chance))
     if len(log_chances) >= num_wanted:
         bar = max(bar, log_chances[num_wanted - 1])
     bar -= math.log(BEST_CHILD)
     level = [i for i, log_chance in enumerate(log_chances) if log_chance >= bar and not is_run[i]]
-    return level if sum(math.exp(log_chances[i]) for i in level) >= LEVEL_FLOOR else []
+    return level if sum(math.exp(log_chances[i]) for i in level) >= rule.level_chance else []

@@ -5,11 +5,13 @@ The choice is the configuration's (`draft`) and the manifest's (which models the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
+from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
@@ -22,7 +24,7 @@ from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
-from faser_backend.policy.speculation import Knowledge, SpeculationPolicy, drafts_trees
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy, drafts_trees
 from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.profile_store import load_knowledge
 
@@ -68,9 +70,18 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     models = served_models(manifest, config)
     knowledge = load_knowledge(engine_dir, manifest)
     if models.draft is not None:
-        return knowledge
+        return replace(knowledge, num_tree_nodes=num_tree_nodes(manifest.runtime, config))
     margins = knowledge.margins if manifest.draft is None else {}
     return Knowledge(with_ngrams(knowledge.costs), margins)
+
+
+def num_tree_nodes(runtime: str, config: EngineConfig) -> int:
+    """Most nodes of the trees of a draft model that a policy may weigh; 0: none. On a GPU trees have not run yet: there
+    `tree:N` alone asks for them."""
+    spec, is_serial = RUNTIMES[runtime], config.pipeline in {"auto", PipelineMode.SERIAL.value}
+    is_able = spec.has_trees and spec.is_cpu and config.draft != BOTH
+    is_wanted = is_serial and config.acceptance == "match" and config.early_exit != "on"
+    return MAX_ADAPTIVE_TOKENS if is_able and is_wanted else 0
 
 
 def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy, draft: str = "auto") -> None:

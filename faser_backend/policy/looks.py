@@ -1,0 +1,57 @@
+"""Looks at what was not chosen, so that the choice may be revised: a hundredth of the time is saved up for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from faser_backend.core.decision import Score
+
+LOOK_SHARE = 0.01  # of the time
+LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
+FAR_BEHIND = 0.5  # share of a step's time that a look loses, from which on it is not taken unless saved for
+
+
+class Look(NamedTuple):
+    """One that could be taken."""
+
+    other: Score
+    is_new: bool  # nothing is known of it: taken at once, shortly, where it is cheap
+    extra_us: float  # that a step of it takes more than what is chosen, for the same tokens
+    once_us: float  # before the first of its steps
+
+
+class Looks:
+    """At most one look is taken at a time."""
+
+    def __init__(self) -> None:
+        self.current: Score | None = None
+        self._num_left = 0  # steps
+        self._saved_us = 0.0
+        self._turn = 0
+
+    def save(self, step_us: float) -> None:
+        if self.current is None:
+            self._saved_us += LOOK_SHARE * step_us
+
+    def count_step(self) -> None:
+        self._num_left -= self.current is not None
+
+    def end_if_done(self) -> bool:
+        """Whether a look ended just now: what was seen is to be weighed at once."""
+        if self.current is None or self._num_left:
+            return False
+        self.current = None
+        return True
+
+    def turn(self, num_kinds: int) -> int:
+        """Which of so many kinds of looks it is time for."""
+        return self._turn % num_kinds
+
+    def consider(self, look: Look) -> None:
+        """Begins it if enough was saved."""
+        price_us = (LOOK_STEPS + COLD_STEPS) * max(look.extra_us, 0.02 * look.other.step_us) + look.once_us
+        is_cheap = look.extra_us < FAR_BEHIND * look.other.step_us
+        if self._saved_us >= price_us or (look.is_new and is_cheap and look.once_us < float("inf")):
+            self._saved_us = min(self._saved_us - price_us, price_us)
+            self.current, self._num_left = look.other, COLD_STEPS + (1 if look.is_new else LOOK_STEPS)
+            self._turn += 1

@@ -1,0 +1,119 @@
+"""What trees come to, from those that were verified: how likely their nodes are, which are kept, how deep they lie.
+
+Nodes are counted by the chance that the draft gave them. A tree that is cut at a chance keeps what lies above it, so
+that one tree teaches about all that are smaller. What a node of such a chance is worth is counted, and not believed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from faser_backend.core.decision import PipelineMode, Score
+from faser_backend.core.record import StepRecord
+from faser_backend.policy.batch_times import BatchTimes
+
+# Chances at which a tree may be cut, falling; nodes between two of them make a bin.
+CUTS = np.array([0.7, 0.5, 0.35, 0.25, 0.18, 0.13, 0.09, 0.065, 0.045, 0.03])
+FIRST_CUT = 0.09  # of trees that are looked at to learn what they come to
+_MIDDLES = np.sqrt(CUTS * np.array([1.0, *CUTS[:-1]]))
+_FADE = 0.998  # by tree: the last 500 count
+_PRIOR = 8.0  # nodes that the draft's own word weighs, by bin
+_FEW_TREES, _FEW_STEPS = 12.0, 3.0
+_TIMES_PRIOR = 4.0  # steps that the prediction of a draft phase weighs
+CHILD_SHARE = 0.6  # of what lies behind a node, that its children in the tree catch: what a level brings for its call
+_LEAST_LEVEL, _MOST_LEVEL = 0.05, 0.9
+
+
+class TreeYield:
+    """Of trees of up to `most_nodes` nodes a sequence, on the whole device."""
+
+    def __init__(self, most_nodes: int) -> None:
+        self.most_nodes = most_nodes
+        # [5, G] by bin: trees, their nodes, kept nodes; steps, and the depths of the deepest nodes above the cut. A
+        # tree that was cut above a bin shows none of its nodes, and is not among its trees.
+        self._sums = np.zeros((5, CUTS.size))
+        self._draft_us = (0.0, 0.0)  # faded sums: seen, predicted
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._sums[0, 0] >= _FEW_TREES or self._sums[3, 0] >= _FEW_STEPS)
+
+    def observe(self, record: StepRecord) -> None:
+        """Learns from a step with trees."""
+        tree, rule, path = record.frontier.tree, record.plan.decision.tree, record.acceptance.path
+        if tree is None or rule is None or path is None or tree.log_chances is None:
+            return
+        is_own = record.frontier.num_drafted > 0
+        if record.frontier.is_client is not None:
+            is_own &= ~record.frontier.is_client
+        own = np.flatnonzero(is_own)
+        if not own.size:
+            return
+        columns = np.arange(tree.parents.shape[1])
+        is_node = columns < record.frontier.num_drafted[own, None]
+        bins = np.searchsorted(-CUTS, -np.exp(tree.log_chances[own]))  # [n, K]; nodes below the last cut: CUTS.size
+        steps = np.arange(path.rows.shape[1] - 1)
+        is_kept = np.zeros(is_node.shape, np.bool_)
+        row, step = np.nonzero(steps < record.acceptance.num_accepted[own, None])
+        is_kept[row, path.rows[own[row], 1 + step] - 1] = True
+        depths = np.where(is_node, tree.lines.depths[own, 1:], 0)
+        is_shown = rule.min_chance <= CUTS
+        nodes, kept = (np.bincount(bins[each], minlength=CUTS.size + 1)[: CUTS.size] for each in (is_node, is_kept))
+        deepest = np.array([depths[bins <= index].max(initial=1) for index in range(CUTS.size)])
+        seen = np.stack([np.full(CUTS.size, own.size), nodes, kept, np.ones(CUTS.size), deepest])
+        self._sums *= np.where(is_shown, _FADE**own.size, 1.0)
+        self._sums += seen * is_shown
+
+    def observe_time(self, record: StepRecord, times: BatchTimes) -> None:
+        """Holds the step's draft phase against what is predicted of a call for each level of its trees."""
+        tree = record.frontier.tree
+        if tree is None or not record.propose_us:
+            return
+        is_node = np.arange(tree.parents.shape[1]) < record.frontier.num_drafted[:, None]
+        depth = int(np.where(is_node, tree.lines.depths[:, 1:], 0).max(initial=0))
+        num_trees = int(np.count_nonzero(record.frontier.num_drafted))
+        seen, predicted = self._draft_us
+        fade = 1.0 - 1.0 / 64
+        predicted_us = times.draft_round_us + depth * float(times.draft_us[num_trees])
+        self._draft_us = fade * seen + record.propose_us, fade * predicted + predicted_us
+
+    def score(self, times: BatchTimes) -> Score:
+        """The best cut for a batch, and what its trees come to; `is_known` must hold."""
+        size, (trees, nodes, kept, steps, depths) = times.size, self._sums
+        chances = (kept + _PRIOR * _MIDDLES) / (nodes + _PRIOR)
+        per_tree = nodes / np.maximum(trees, 1.0)
+        num_rows = np.minimum(size * per_tree.cumsum(), times.verify_us.size - 1)
+        num_kept = size * (per_tree * chances).cumsum()
+        depths = np.maximum.accumulate(depths / np.maximum(steps, 1.0))
+        draft_us = (times.draft_round_us + depths * times.draft_us[size]) * self._draft_ratio(times)
+        step_us = np.interp(num_rows, np.arange(times.verify_us.size), times.verify_us) + draft_us
+        best = int(np.where(steps >= _FEW_STEPS, (size + num_kept) / step_us, 0.0).argmax())
+        return Score(
+            PipelineMode.SERIAL,
+            times.partition,
+            self.most_nodes,
+            float(CUTS[best]),
+            float(num_rows[best]),
+            float(num_kept[best]),
+            size + float(num_kept[best]),
+            float(step_us[best]),
+            is_tree=True,
+        )
+
+    def level_chance(self, times: BatchTimes, tokens_per_us: float) -> float:
+        """From which on a level is worth its call, of one sequence among `times.size`, at a price of time."""
+        us = float(times.draft_us[times.size]) / times.size * self._draft_ratio(times)
+        return min(max(us * tokens_per_us / CHILD_SHARE, _LEAST_LEVEL), _MOST_LEVEL)
+
+    def unknown_score(self, times: BatchTimes) -> Score:
+        """Stands for trees that nobody has seen yet, without rows, at the speed of plain decoding."""
+        size = times.size
+        step_us = float(times.verify_us[0])
+        return Score(
+            PipelineMode.SERIAL, times.partition, self.most_nodes, FIRST_CUT, 0.0, 0.0, size, step_us, is_tree=True
+        )
+
+    def _draft_ratio(self, times: BatchTimes) -> float:
+        seen, predicted = self._draft_us
+        prior = _TIMES_PRIOR * float(times.draft_us[times.size])
+        return (seen + prior) / (predicted + prior)
