@@ -33,6 +33,7 @@ class RuntimeSpec:
     has_heads: bool = False  # drafts that read hidden states of the target
     has_experts: bool = True
     has_trees: bool = False  # rows that see their ancestors alone
+    has_head_trees: bool = False  # drafted by heads
     has_lanes: bool = True  # where draft and target can run at the same time
 
     def opener(self) -> Any:
@@ -69,6 +70,7 @@ RUNTIMES = {
             keeps_formats=True,
             has_heads=True,
             has_trees=True,
+            has_head_trees=True,
         ),
         RuntimeSpec("tensorrt_rtx", _CUDA, (), _HALVES, extra="torch", tensorrt="rtx", is_gathered=True),
         RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full"),

@@ -49,7 +49,11 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
     ("runtime", "family", "reason"),
     [
         ("llvm", None, "n-grams draft here"),
-        ("llvm", EAGLE3, "EAGLE-3 heads draft chains"),
+        (
+            "onnxruntime",
+            EAGLE3,
+            "EAGLE-3 heads of 'onnxruntime' draft chains; use 'fixed:K', or build for llvm",
+        ),
         ("tensorrt", "llama", "this engine of 'tensorrt' verifies chains; .* build with --trees"),
         ("tensorrt_rtx", "llama", "this engine of 'tensorrt_rtx' verifies chains; .* build with --trees"),
     ],

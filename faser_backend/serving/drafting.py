@@ -90,6 +90,11 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy, draf
         return
     if models.draft is None or draft == BOTH:
         raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
+    if models.draft.spec.reads_target and not RUNTIMES[runtime].has_head_trees:
+        able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_head_trees)
+        raise ConfigError(
+            f"policy = 'tree:N': EAGLE-3 heads of {runtime!r} draft chains; use 'fixed:K', or build for {able}"
+        )
     if RUNTIMES[runtime].has_trees:
         return
     if not all(map(_has_mask, (models.target, models.draft))):
