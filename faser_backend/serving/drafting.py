@@ -70,16 +70,17 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     models = served_models(manifest, config)
     knowledge = load_knowledge(engine_dir, manifest)
     if models.draft is not None:
-        return replace(knowledge, num_tree_nodes=num_tree_nodes(manifest.runtime, config))
+        return replace(knowledge, num_tree_nodes=num_tree_nodes(manifest.runtime, models.draft, config))
     margins = knowledge.margins if manifest.draft is None else {}
     return Knowledge(with_ngrams(knowledge.costs), margins)
 
 
-def num_tree_nodes(runtime: str, config: EngineConfig) -> int:
+def num_tree_nodes(runtime: str, draft: ModelEngine, config: EngineConfig) -> int:
     """Most nodes of the trees of a draft model that a policy may weigh; 0: none. On a GPU trees have not run yet: there
     `tree:N` alone asks for them."""
     spec, is_serial = RUNTIMES[runtime], config.pipeline in {"auto", PipelineMode.SERIAL.value}
-    is_able = spec.has_trees and spec.is_cpu and config.draft != BOTH
+    has_trees = spec.has_head_trees if draft.spec.reads_target else spec.has_trees
+    is_able = has_trees and spec.is_cpu and config.draft != BOTH
     is_wanted = is_serial and config.acceptance == "match" and config.early_exit != "on"
     return MAX_ADAPTIVE_TOKENS if is_able and is_wanted else 0
 
