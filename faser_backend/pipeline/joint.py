@@ -1,4 +1,4 @@
-"""Drafting by look-ups and by a draft model: each request's chain comes from the one that promises more.
+"""Drafting by look-ups and by a draft model: each request's chain or tree comes from the one that promises more.
 
 The look-up is made first, for all. The draft model is asked for those sequences alone that it promises more for
 (policy/drafter_choice.py), and reads then what it has missed of them.
@@ -26,12 +26,24 @@ MAX_LAG = 64  # tokens of a sequence that the draft may have missed while look-u
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A chain that was proposed behind the first num_tokens tokens of a sequence."""
+    """What was proposed behind the first num_tokens tokens of a sequence."""
 
     source: int
     num_tokens: int
-    chain: list[int]
-    margins: np.ndarray  # [K]
+    tokens: list[int]
+    parents: list[int]  # the row that each follows (core/tree.py)
+    margins: np.ndarray | None  # [K] of a chain
+
+    def num_accepted_of(self, came: list[int]) -> int:
+        """How many of the tokens that came lie on a path of it."""
+        row = num_accepted = 0
+        places = range(len(self.tokens))
+        for token in came:
+            behind = (i for i in places if self.parents[i] == row and self.tokens[i] == token)
+            if (place := next(behind, None)) is None:
+                break
+            row, num_accepted = place + 1, num_accepted + 1
+        return num_accepted
 
 
 class JointProposer:
@@ -61,7 +73,11 @@ class JointProposer:
             self._learn(sequence)
         found = self.look_ups.look_up(batch, proposal)
         is_sampled = np.array([not each.request.sampling.is_greedy for each in batch.sequences], np.bool_)
-        takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
+        if proposal.tree is None:
+            takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
+        else:
+            found = self.choice.as_trees(found, is_sampled, proposal.tree)
+            takes = self.choice.takes_over_tree(found, is_sampled)
         self.times.lap("draft_lookup")
         asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
         takes |= ~asked & (found.num_drafted > 0)
@@ -108,9 +124,10 @@ class JointProposer:
             for row in np.flatnonzero((chains.num_drafted > 0) & (proposal.behind.num_drafted == 0)):
                 count = int(chains.num_drafted[row])
                 source = MAIN if chains.sources is None else int(chains.sources[row])
-                assert chains.margins is not None
-                tokens, margins = chains.drafted[row, :count].tolist(), chains.margins[row, :count]
-                guess = Guess(source, int(batch.num_tokens[row]), tokens, margins)
+                tokens, tree = chains.drafted[row, :count].tolist(), chains.tree
+                parents = list(range(count)) if tree is None else tree.parents[row, :count].tolist()
+                margins = None if chains.margins is None else chains.margins[row, :count]
+                guess = Guess(source, int(batch.num_tokens[row]), tokens, parents, margins)
                 self._guesses.setdefault(batch.sequences[row], []).append(guess)
 
     def _learn(self, sequence: Sequence) -> None:
@@ -121,17 +138,17 @@ class JointProposer:
         is_sampled = not sequence.request.sampling.is_greedy
         for guess in guesses:
             came = sequence.token_ids[guess.num_tokens : sequence.num_tokens].tolist()
-            num_testable = min(len(came), len(guess.chain))
-            num_accepted = 0
-            while num_accepted < num_testable and came[num_accepted] == guess.chain[num_accepted]:
-                num_accepted += 1
-            num_tested = min(num_accepted + 1, num_testable)
+            num_accepted = guess.num_accepted_of(came)
+            if guess.margins is None:
+                self.choice.observe_tree(is_sampled, num_accepted)
+                continue
+            num_tested = min(num_accepted + 1, len(came), len(guess.tokens))
             self.choice.observe(guess.source, is_sampled, guess.margins, num_accepted, num_tested)
         guesses.clear()
 
 
 def _chosen(found: Frontier, drafted: Frontier, takes: np.ndarray) -> Frontier:
-    """Of the same B sequences the chain of a look-up where takes [B], the draft model's elsewhere."""
+    """Of the same B sequences the chain of a look-up where takes [B], what the draft model made elsewhere."""
     if not takes.any():
         return drafted
     rows = np.arange(takes.size)

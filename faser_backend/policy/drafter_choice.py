@@ -9,11 +9,16 @@ it was verified or not.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from faser_backend.core.decision import TrimRule
+from faser_backend.core.decision import TreeRule, TrimRule
 from faser_backend.core.frontier import MAIN, NUM_SOURCES, Frontier
+from faser_backend.core.tree import Tree
 from faser_backend.policy.calibration import KINDS, MatchCalibration, margin_bins
+
+_TREES_FADE, _FIRST_KEPT = 0.98, 1.0  # by tree, and what a tree is taken to keep until some were seen
 
 
 class DrafterChoice:
@@ -26,6 +31,7 @@ class DrafterChoice:
         self._version = 0  # of the curves that were read
         self._chances = np.zeros((0, 0))  # [NUM_SOURCES x kinds, M] by bin of margins
         self._means = np.zeros(0)  # [kinds] of the draft model's tokens
+        self._kept_of_tree = [_FIRST_KEPT] * len(KINDS)  # of the draft model's trees of late
 
     def takes_look_up(
         self, found: Frontier, num_wanted: np.ndarray, is_sampled: np.ndarray, trim: TrimRule | None
@@ -42,15 +48,37 @@ class DrafterChoice:
         if trim is not None:
             size = int(np.count_nonzero(num_wanted))
             row_price, call_price = trim.row_price, trim.draft_price(size) / max(size, 1)
-        self._refresh()
-        groups = len(KINDS) * found.sources + kinds
-        survival = self._chances[groups[:, None], margin_bins(found.margins)].cumprod(axis=1)
+        survival = self._survival(found, kinds)
         columns = np.arange(found.drafted.shape[1])
         worth = ((columns < found.num_drafted[:, None]) * np.maximum(survival - row_price, 0.0)).sum(axis=1)
         columns = np.arange(int(num_wanted.max()))
         gains = np.maximum(self._means[:, None] ** (columns + 1) - (row_price + call_price), 0.0)  # [kinds, K]
         models = ((columns < num_wanted[:, None]) * gains[kinds]).sum(axis=1)
         return (worth > 0.0) & (worth >= models)
+
+    def as_trees(self, found: Frontier, is_sampled: np.ndarray, rule: TreeRule) -> Frontier:
+        """The chains of look-ups as trees with chances, as far as the rule takes such nodes. is_sampled [B]."""
+        size, width = found.drafted.shape
+        columns = np.arange(width)
+        survival = self._survival(found, is_sampled.astype(np.int64)) if width else np.zeros((size, 0))
+        counts = ((columns < found.num_drafted[:, None]) & (survival >= rule.min_chance)).sum(axis=1)
+        parents = np.broadcast_to(columns, (size, width)).copy()
+        tree = Tree(parents, np.full((size, width), -1), np.log(np.maximum(survival, 1e-9)))
+        return replace(found, num_drafted=counts, num_rows=counts + 1, tree=tree)
+
+    def takes_over_tree(self, found: Frontier, is_sampled: np.ndarray) -> np.ndarray:
+        """[B] bool: for which sequences the chains of `found`, of as_trees, stand in for the draft model's trees."""
+        assert found.tree is not None and found.tree.log_chances is not None
+        is_node = np.arange(found.drafted.shape[1]) < found.num_drafted[:, None]
+        worth = np.where(is_node, np.exp(found.tree.log_chances), 0.0).sum(axis=1)
+        return (found.num_drafted > 0) & (worth >= np.array(self._kept_of_tree)[is_sampled.astype(np.int64)])
+
+    def _survival(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
+        """[B, K] chances that look-ups' tokens and all before them are accepted, of kinds [B] of requests."""
+        assert found.margins is not None and found.sources is not None
+        self._refresh()
+        groups = len(KINDS) * found.sources + kinds
+        return self._chances[groups[:, None], margin_bins(found.margins)].cumprod(axis=1)
 
     def _refresh(self) -> None:
         """Reads the curves where one has changed. A look-up's count has a bin of the margins to itself."""
@@ -65,3 +93,8 @@ class DrafterChoice:
         """Learns what became of one chain with margins [K]."""
         counts = np.array([num_accepted]), np.array([num_tested])
         self.calibrations[source, int(is_sampled)].observe(margins[None], *counts)
+
+    def observe_tree(self, is_sampled: bool, num_kept: int) -> None:
+        """Learns what the draft model's tree kept."""
+        kept = self._kept_of_tree
+        kept[is_sampled] = _TREES_FADE * kept[is_sampled] + (1.0 - _TREES_FADE) * num_kept

@@ -56,10 +56,11 @@ class TreeYield:
         is_kept = np.zeros(is_node.shape, np.bool_)
         row, step = np.nonzero(steps < record.acceptance.num_accepted[own, None])
         is_kept[row, path.rows[own[row], 1 + step] - 1] = True
-        depths = np.where(is_node, tree.lines.depths[own, 1:], 0)
+        is_drafted = is_node & ~record.frontier.is_look_up[own, None]  # by draft calls
+        depths = np.where(is_drafted, tree.lines.depths[own, 1:], 0)
         is_shown = rule.min_chance <= CUTS
         nodes, kept = (np.bincount(bins[each], minlength=CUTS.size + 1)[: CUTS.size] for each in (is_node, is_kept))
-        deepest = np.array([depths[bins <= index].max(initial=1) for index in range(CUTS.size)])
+        deepest = np.array([depths[bins <= index].max(initial=0) for index in range(CUTS.size)])
         seen = np.stack([np.full(CUTS.size, own.size), nodes, kept, np.ones(CUTS.size), deepest])
         self._sums *= np.where(is_shown, _FADE**own.size, 1.0)
         self._sums += seen * is_shown
@@ -69,9 +70,12 @@ class TreeYield:
         tree = record.frontier.tree
         if tree is None or not record.propose_us:
             return
-        is_node = np.arange(tree.parents.shape[1]) < record.frontier.num_drafted[:, None]
+        num_drafted = np.where(record.frontier.is_look_up, 0, record.frontier.num_drafted)
+        is_node = np.arange(tree.parents.shape[1]) < num_drafted[:, None]
         depth = int(np.where(is_node, tree.lines.depths[:, 1:], 0).max(initial=0))
-        num_trees = int(np.count_nonzero(record.frontier.num_drafted))
+        num_trees = int(np.count_nonzero(num_drafted))
+        if not num_trees:
+            return
         seen, predicted = self._draft_us
         fade = 1.0 - 1.0 / 64
         predicted_us = times.draft_round_us + depth * float(times.draft_us[num_trees])

@@ -92,7 +92,7 @@ def _assemble_with_knowledge(
 ) -> Engine:
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
-    check_trees(manifest.runtime, models, policy, config.draft)
+    check_trees(manifest.runtime, models, policy)
     return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
 
 

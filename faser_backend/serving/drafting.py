@@ -80,16 +80,15 @@ def num_tree_nodes(runtime: str, draft: ModelEngine, config: EngineConfig) -> in
     `tree:N` alone asks for them."""
     spec, is_serial = RUNTIMES[runtime], config.pipeline in {"auto", PipelineMode.SERIAL.value}
     has_trees = spec.has_head_trees if draft.spec.reads_target else spec.has_trees
-    is_able = has_trees and spec.is_cpu and config.draft != BOTH
     is_wanted = is_serial and config.acceptance == "match" and config.early_exit != "on"
-    return MAX_ADAPTIVE_TOKENS if is_able and is_wanted else 0
+    return MAX_ADAPTIVE_TOKENS if has_trees and spec.is_cpu and is_wanted else 0
 
 
-def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy, draft: str = "auto") -> None:
+def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> None:
     """Raises ConfigError where the policy asks for trees that nobody here drafts or verifies."""
     if not drafts_trees(policy):
         return
-    if models.draft is None or draft == BOTH:
+    if models.draft is None:
         raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
     if models.draft.spec.reads_target and not RUNTIMES[runtime].has_head_trees:
         able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_head_trees)

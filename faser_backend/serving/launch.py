@@ -43,7 +43,7 @@ def check_engine(
     drafts_apart = models.draft is not None and not models.draft.spec.reads_target
     split = WHOLE if drafts_apart and manifest.runtime_spec.has_lanes else None  # which splits there are, devices know
     policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
-    check_trees(manifest.runtime, models, policy, config.draft)
+    check_trees(manifest.runtime, models, policy)
     return directory
 
 
