@@ -21,6 +21,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline import head
 from faser_backend.pipeline.draft_tree import node_rows
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.head import HeadTreeCalls
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on, build_engine
 from faser_backend.serving.runtimes import open_runtime
@@ -32,6 +33,12 @@ from tests.test_eagle3_drafting import make_requests, open_engine, tokens_of
 from tests.tiny_models import VOCAB_SIZE
 
 POLICIES = ("tree:1", "tree:5", "tree:12", "tree:63")
+
+
+@pytest.fixture(autouse=True)
+def _trees_are_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' head is surer than a trained one."""
+    monkeypatch.setattr(HeadTreeCalls, "difference", 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,7 @@ def test_trees_of_a_head_that_knows_some_tokens_are_the_reference_s(random: Buil
     ("change", "reads_first"),
     [
         (alternating(forced(), forced(), rest), False),  # the head lags behind
-        (alternating(forced(), *[rest] * 5), True),  # by more than it reads when it drafts
+        (alternating(forced(), *[rest] * 12), True),  # by more than it reads when it drafts
         (forced(prefills_draft=False), True),  # it has read no prompt
     ],
 )
@@ -105,7 +112,7 @@ def test_a_head_that_lags_reads_what_it_has_missed(built: Built, change: Change,
     tokens = drive(engine, make_requests(is_greedy=True)).tokens
     engine.close()
     assert any(num_read) == reads_first
-    assert checker.num_equal == checker.num_parents > 30 and checker.num_moved > 5
+    assert checker.num_equal == checker.num_parents > 20 and checker.num_moved > 1
     assert tokens == tokens_of(built, "none", make_requests(is_greedy=True))
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import PipelineMode, TrimRule
+from faser_backend.core.decision import PipelineMode, TreeRule, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
-from faser_backend.pipeline.joint import JointProposer
+from faser_backend.pipeline.joint import Guess, JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.policy.acceptance_model import AcceptanceModel
 from faser_backend.policy.calibration import MarginCurve
@@ -44,6 +44,7 @@ def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
     if request.param == "by chance":
         monkeypatch.setattr(DrafterChoice, "takes_look_up", by_chance)
+        monkeypatch.setattr(DrafterChoice, "takes_over_tree", by_chance)
     return request.param
 
 
@@ -67,6 +68,40 @@ def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode,
 def test_lengths_trimming_and_exits_of_their_own(case: Case, mode: PipelineMode | str, lanes: str, choice: str):
     change = random_lengths(1, mode) if isinstance(mode, PipelineMode) else random_everything(1)
     run(case, "fixed:4", change, num_blocks=40, lanes=LANES[lanes]())
+
+
+@pytest.mark.parametrize("policy", ["tree:2", "tree:7"])
+@pytest.mark.parametrize("choice", ["by chance", "by worth"], indirect=True)
+def test_trees_beside_look_ups(case: Case, policy: str, choice: str):
+    fake = run(case, policy, forced(SERIAL), num_blocks=26)
+    accepted = fake.engine.metrics().num_accepted_by_source
+    assert accepted["model"] > 0 and accepted["ngram"] > 0
+    assert fake.engine.metrics().num_preemptions > 0
+
+
+def test_a_look_up_stands_in_for_a_tree_that_keeps_less():
+    """Its nodes end where the rule takes none; trees that keep much are preferred."""
+    choice, is_sampled = DrafterChoice(), np.zeros(2, np.bool_)
+    for _ in range(400):  # look-ups of this confidence are right 9 times in 10
+        choice.observe(NGRAM, False, np.full(10, 1.0, np.float32), 9, 10)
+    margins = np.full((2, 4), 1.0, np.float32)
+    counts = np.array([4, 0])
+    found = Frontier(np.ones((2, 4), np.int64), counts, counts + 1, margins, sources=np.full(2, NGRAM))
+    trees = choice.as_trees(found, is_sampled, TreeRule(0.0, 0.5))
+    assert trees.num_drafted.tolist() == [4, 0] and trees.num_rows.tolist() == [5, 1]
+    assert trees.tree is not None and trees.tree.log_chances is not None
+    np.testing.assert_allclose(np.exp(trees.tree.log_chances[0]), 0.9 ** np.arange(1, 5), rtol=0.05)
+    assert choice.as_trees(found, is_sampled, TreeRule(0.75, 0.5)).num_drafted.tolist() == [2, 0]
+    for num_kept, is_taken in ((1, True), (4, False)):
+        for _ in range(400):
+            choice.observe_tree(False, num_kept)
+        assert choice.takes_over_tree(trees, is_sampled).tolist() == [is_taken, False]
+
+
+def test_what_a_tree_guessed_is_held_against_what_came():
+    guess = Guess(MAIN, 5, [1, 2, 3, 4, 3], [0, 0, 1, 2, 2], None)
+    for came, kept in (([1, 3, 9], 2), ([2, 3], 2), ([2, 4, 4], 2), ([3, 1], 0), ([1, 4], 1), ([], 0)):
+        assert guess.num_accepted_of(came) == kept
 
 
 def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):

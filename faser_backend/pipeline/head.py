@@ -21,12 +21,16 @@ from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
 from faser_backend.policy.tree_choice import HEAD_DIFFERENCE
 
 
 class HeadProposer(ModelProposer):
     """Drafts with the head of a partition, in turn with its target: it cannot go on behind tokens that the target
     has not seen. A sequence of one token gets no draft, for there is no row yet."""
+
+    # Rows of accepted tokens are read again in any case: of trees all of them.
+    max_lag = MAX_ADAPTIVE_TOKENS + MAX_DRAFT_LAG
 
     def __init__(self, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray, *, keeps_probs: bool) -> None:
         super().__init__(sampler, times, block_tables, keeps_probs=keeps_probs)

@@ -179,19 +179,15 @@ class PriceRule:
             return
         times = self._corrected(len(sequences), context, WHOLE)
         if chosen.mode is None:
-            kinds = [
-                self._look_at_drafting(sequences, times, other)
-                for other in (self._scores[1], *self._other_trees(times))
-            ]
+            drafting = self._scores[1], *self._other_trees(times)
+            kinds = [self._look_at_drafting(sequences, times, other) for other in drafting]
         else:
             kinds = [self._look_at(self._scores[0], is_new=not self._has_decoded_plainly)]
             if chosen.is_tree:
                 kinds += [self._look_at(self._scores[1]), self._look_at(chosen._replace(floor=chosen.floor / 3))]
             elif chosen.mode is PipelineMode.SERIAL:
-                kinds += [
-                    self._look_at_longer(len(sequences), times),
-                    *map(self._look_at_trees, self._other_trees(times)),
-                ]
+                kinds.append(self._look_at_longer(len(sequences), times))
+                kinds += map(self._look_at, self._other_trees(times))
         self._looks.consider(kinds[self._looks.turn(len(kinds))])
 
     def _other_trees(self, times: BatchTimes) -> list[Score]:
@@ -203,10 +199,8 @@ class PriceRule:
     def _look_at(self, other: Score, *, is_new: bool = False) -> Look:
         """While drafting: what is lost is the tokens that the same time would have brought."""
         assert self.chosen is not None
+        is_new |= other.is_tree and other.num_rows == 0.0
         return Look(other, is_new, other.step_us * (1.0 - self._speed(other) / self._speed(self.chosen)), 0.0)
-
-    def _look_at_trees(self, trees: Score) -> Look:
-        return self._look_at(trees, is_new=trees.num_rows == 0.0)
 
     def _look_at_longer(self, size: int, times: BatchTimes) -> Look:
         assert self.chosen is not None
