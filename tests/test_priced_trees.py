@@ -69,7 +69,7 @@ def has_tree(records: list[StepRecord]) -> np.ndarray:
     return np.array([record.frontier.tree is not None for record in records])
 
 
-FREE_ROWS = costs(100.0, 4000.0, 0.1)
+FREE_ROWS, DEAR_ROWS = costs(100.0, 4000.0, 0.1), costs(50.0, 100.0, 40.0)
 
 
 def test_trees_are_chosen_and_stay_where_they_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,17 @@ def test_trees_are_chosen_and_stay_where_they_win(monkeypatch: pytest.MonkeyPatc
     chains = records_of(monkeypatch, FREE_ROWS, agreement=0.5, second=0.9, num_nodes=0)
     assert not has_tree(chains).any() and not any(record.plan.decision.tree for record in chains)
     assert records[-1].end_ns - records[0].start_ns < 0.85 * (chains[-1].end_ns - chains[0].start_ns)
+
+
+def test_trees_are_looked_at_while_plain_decoding_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look lasts until trees were seen: at first the draft has to catch up, and drafts nothing."""
+    records = records_of(monkeypatch, DEAR_ROWS, agreement=0.5, second=0.0, num_tokens=1200, size=16)
+    trees = [record for record in records if record.frontier.tree is not None]
+    assert 3 <= len(trees) < 0.02 * len(records)
+    assert {record.plan.decision.reason for record in trees} == {"look"}
+    chosen = [record.plan.decision for record in records[-100:] if record.plan.decision.reason == "best"]
+    assert chosen and not any(any(decision.num_draft_tokens) for decision in chosen)
+    assert any(score.is_tree for score in chosen[-1].scores), "what trees come to is known from then on"
 
 
 def test_looks_at_trees_take_no_more_than_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from faser_backend.core.decision import Score
+from faser_backend.core.record import StepRecord
 
 LOOK_SHARE = 0.01  # of the time
 LOOK_STEPS, COLD_STEPS = 6, 2  # of a look that count, after steps that find the caches cold
@@ -38,12 +39,12 @@ class Looks:
         self._saved_us = 0.0
         self._turn = 0
 
-    def save(self, step_us: float) -> None:
+    def observe(self, record: StepRecord) -> None:
+        """Counts a step of a look, or saves for the next one. While the draft only catches up nothing is seen."""
         if self.current is None:
-            self._saved_us += LOOK_SHARE * step_us
-
-    def count_step(self) -> None:
-        self._num_left -= self.current is not None
+            self._saved_us += LOOK_SHARE * record.step_us
+        elif record.frontier.num_drafted.any() or not record.plan.draft_prefills:
+            self._num_left -= 1
 
     def end_if_done(self) -> bool:
         """Whether a look ended just now: what was seen is to be weighed at once."""

@@ -101,7 +101,6 @@ class PriceRule:
         if has_changed or self._num_decided >= WEIGH_EVERY:
             self._weigh(sequences, size, share)
         assert self.chosen is not None
-        self._looks.count_step()
         decision = self._decision
         if decision is None or self._decided_for != sequences:
             decision = replace(
@@ -316,7 +315,7 @@ class PriceRule:
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
         self._prompts.observe(record)
-        self._looks.save(record.step_us)
+        self._looks.observe(record)
         plan, decision = record.plan, record.plan.decision
         has_drafted = bool(record.frontier.num_drafted.any()) or bool(plan.drafts)
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
