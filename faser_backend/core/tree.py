@@ -33,7 +33,9 @@ class Tree:
 
     parents: np.ndarray  # [B, K] int64
     draft_cells: np.ndarray  # [B, K] int64: where the draft holds the token, behind the last committed one; -1: nowhere
-    log_chances: np.ndarray | None = None  # [B, K], as the draft gives them, of nodes; None: nobody gave any
+    log_chances: np.ndarray | None = (
+        None  # [B, K], as the draft gives them, of nodes; None, or nan of a chain: nobody gave any
+    )
     _lines: Lines | None = None
 
     @classmethod

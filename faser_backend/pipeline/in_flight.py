@@ -86,7 +86,7 @@ def _stack_trees(first: Frontier, second: Frontier, width: int) -> Tree | None:
         for frontier in (first, second)
     ]
     parents = np.concatenate([_padded(tree.parents, width) for tree in trees])
-    chances = [np.zeros(tree.parents.shape) if tree.log_chances is None else tree.log_chances for tree in trees]
+    chances = [np.full(tree.parents.shape, np.nan) if tree.log_chances is None else tree.log_chances for tree in trees]
     return Tree(
         parents,
         np.concatenate([_padded(tree.draft_cells, width) for tree in trees]),

@@ -23,6 +23,7 @@ from faser_backend.policy.calibration import MarginCurve
 from faser_backend.policy.candidates import (
     Chains,
     ChainTable,
+    longer,
     look_lengths,
     mixed,
     ping_pong_score,
@@ -100,7 +101,6 @@ class PriceRule:
         if has_changed or self._num_decided >= WEIGH_EVERY:
             self._weigh(sequences, size, share)
         assert self.chosen is not None
-        self._looks.count_step()
         decision = self._decision
         if decision is None or self._decided_for != sequences:
             decision = replace(
@@ -179,16 +179,18 @@ class PriceRule:
             return
         times = self._corrected(len(sequences), context, WHOLE)
         if chosen.mode is None:
-            drafting = self._scores[1], *self._other_trees(times)
-            kinds = [self._look_at_drafting(sequences, times, other) for other in drafting]
+            others = (self._scores[1], *self._other_trees(times))
+            kinds = [self._look_at_drafting(sequences, times, each) for each in others]
         else:
             kinds = [self._look_at(self._scores[0], is_new=not self._has_decoded_plainly)]
             if chosen.is_tree:
                 kinds += [self._look_at(self._scores[1]), self._look_at(chosen._replace(floor=chosen.floor / 3))]
             elif chosen.mode is PipelineMode.SERIAL:
-                kinds.append(self._look_at_longer(len(sequences), times))
-                kinds += map(self._look_at, self._other_trees(times))
-        self._looks.consider(kinds[self._looks.turn(len(kinds))])
+                kinds += [
+                    self._look_at_longer(chosen, times),
+                    *(self._look_at(each, is_new=self._are_trees_new) for each in self._other_trees(times)),
+                ]
+        self._looks.consider(kinds)
 
     def _other_trees(self, times: BatchTimes) -> list[Score]:
         """What stands for trees where they are not chosen, if they can be drafted."""
@@ -196,19 +198,18 @@ class PriceRule:
             return []
         return [self._trees.score(times) if self._trees.is_known else self._trees.unknown_score(times)]
 
+    @property
+    def _are_trees_new(self) -> bool:
+        return self._trees is not None and not self._trees.is_known
+
     def _look_at(self, other: Score, *, is_new: bool = False) -> Look:
         """While drafting: what is lost is the tokens that the same time would have brought."""
         assert self.chosen is not None
-        is_new |= other.is_tree and other.num_rows == 0.0
         return Look(other, is_new, other.step_us * (1.0 - self._speed(other) / self._speed(self.chosen)), 0.0)
 
-    def _look_at_longer(self, size: int, times: BatchTimes) -> Look:
-        assert self.chosen is not None
-        length = min(2 * self.chosen.num_draft_tokens, self._most)
-        lengths = np.full(size, length)
-        longer_us = times.step_us(int(lengths.sum()), length) + times.chains_us(lengths, is_trimmed=False)
-        other = self.chosen._replace(num_draft_tokens=length, floor=0.0)
-        return Look(other, False, longer_us - self.chosen.step_us, 0.0)
+    def _look_at_longer(self, chosen: Score, times: BatchTimes) -> Look:
+        other, us = longer(chosen, times, self._most)
+        return Look(other, False, us - chosen.step_us, 0.0)
 
     def _look_at_drafting(self, sequences: Sequence[RunningSequence], times: BatchTimes, other: Score) -> Look:
         """While decoding plainly: some requests draft."""
@@ -218,7 +219,7 @@ class PriceRule:
         rows_us = times.step_us(int(lengths.sum()), int(lengths.max())) - times.step_us(0, 0)
         num_calls = np.minimum(lengths, LOOKED_AT_LEVELS) if other.is_tree else lengths
         extra_us = rows_us + times.chains_us(num_calls, is_trimmed=False)
-        is_new = other.num_rows == 0.0 if other.is_tree else not self._errors.knows(DRAFT, WHOLE)
+        is_new = self._are_trees_new if other.is_tree else not self._errors.knows(DRAFT, WHOLE)
         return Look(other, is_new, extra_us, self._catch_up_us(drafting))
 
     def _decision_for(self, score: Score, sequences: Sequence[RunningSequence]) -> Decision:
@@ -314,14 +315,14 @@ class PriceRule:
     def observe(self, record: StepRecord) -> None:
         self._num_observed += 1
         self._prompts.observe(record)
-        self._looks.save(record.step_us)
+        self._looks.observe(record)
         plan, decision = record.plan, record.plan.decision
         has_drafted = bool(record.frontier.num_drafted.any()) or bool(plan.drafts)
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
         self._was_drafting = has_drafted
         self._has_decoded_plainly |= not has_drafted
         knows_chances = not has_drafted or self._acceptance.num_tests >= MANY_TESTS
-        is_settled = knows_chances and self._num_alike >= MANY_STEPS
+        is_settled = knows_chances and self._num_alike >= MANY_STEPS and self._looks.current is None
         if is_settled and self._num_observed % LEARN_EVERY:
             return
         if record.frontier.tree is None:

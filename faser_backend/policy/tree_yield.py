@@ -18,7 +18,7 @@ FIRST_CUT = 0.09  # of trees that are looked at to learn what they come to
 _MIDDLES = np.sqrt(CUTS * np.array([1.0, *CUTS[:-1]]))
 _FADE = 0.998  # by tree: the last 500 count
 _PRIOR = 8.0  # nodes that the draft's own word weighs, by bin
-_FEW_TREES, _FEW_STEPS = 12.0, 3.0
+_FEW_TREES, _FEW_STEPS = 12.0, 2.9  # of which one is enough to know what a cut comes to: three steps fade a little
 _TIMES_PRIOR = 4.0  # steps that the prediction of a draft phase weighs
 CHILD_SHARE = 0.6  # of what lies behind a node, that its children in the tree catch: what a level brings for its call
 _LEAST_LEVEL, _MOST_LEVEL = 0.05, 0.9
@@ -36,7 +36,7 @@ class TreeYield:
 
     @property
     def is_known(self) -> bool:
-        return bool(self._sums[0, 0] >= _FEW_TREES or self._sums[3, 0] >= _FEW_STEPS)
+        return bool(self._is_seen[0])
 
     def observe(self, record: StepRecord) -> None:
         """Learns from a step with trees."""
@@ -46,6 +46,8 @@ class TreeYield:
         is_own = record.frontier.num_drafted > 0
         if record.frontier.is_client is not None:
             is_own &= ~record.frontier.is_client
+        if is_own.any():
+            is_own &= ~np.isnan(tree.log_chances[:, 0])  # a chain that was in flight
         own = np.flatnonzero(is_own)
         if not own.size:
             return
@@ -81,17 +83,23 @@ class TreeYield:
         predicted_us = times.draft_round_us + depth * float(times.draft_us[num_trees])
         self._draft_us = fade * seen + record.propose_us, fade * predicted + predicted_us
 
-    def score(self, times: BatchTimes) -> Score:
-        """The best cut for a batch, and what its trees come to; `is_known` must hold."""
-        size, (trees, nodes, kept, steps, depths) = times.size, self._sums
+    def by_cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What trees that end at each of CUTS come to, [G] each: nodes of a tree, kept ones of these, and the depth of
+        a step's deepest node."""
+        trees, nodes, kept, steps, depths = self._sums
         chances = (kept + _PRIOR * _MIDDLES) / (nodes + _PRIOR)
         per_tree = nodes / np.maximum(trees, 1.0)
-        num_rows = np.minimum(size * per_tree.cumsum(), times.verify_us.size - 1)
-        num_kept = size * (per_tree * chances).cumsum()
-        depths = np.maximum.accumulate(depths / np.maximum(steps, 1.0))
+        deepest = np.maximum.accumulate(depths / np.maximum(steps, 1.0))
+        return per_tree.cumsum(), (per_tree * chances).cumsum(), deepest
+
+    def score(self, times: BatchTimes) -> Score:
+        """The best cut for a batch, and what its trees come to; `is_known` must hold."""
+        size, (num_nodes, num_kept, depths) = times.size, self.by_cut()
+        num_rows = np.minimum(size * num_nodes, times.verify_us.size - 1)
+        num_kept = size * num_kept
         draft_us = (times.draft_round_us + depths * times.draft_us[size]) * self._draft_ratio(times)
         step_us = np.interp(num_rows, np.arange(times.verify_us.size), times.verify_us) + draft_us
-        best = int(np.where(steps >= _FEW_STEPS, (size + num_kept) / step_us, 0.0).argmax())
+        best = int(np.where(self._is_seen, (size + num_kept) / step_us, 0.0).argmax())
         return Score(
             PipelineMode.SERIAL,
             times.partition,
@@ -116,6 +124,11 @@ class TreeYield:
         return Score(
             PipelineMode.SERIAL, times.partition, self.most_nodes, FIRST_CUT, 0.0, 0.0, size, step_us, is_tree=True
         )
+
+    @property
+    def _is_seen(self) -> np.ndarray:
+        """[G] bool: enough trees went down to each cut."""
+        return (self._sums[0] >= _FEW_TREES) | (self._sums[3] >= _FEW_STEPS)
 
     def _draft_ratio(self, times: BatchTimes) -> float:
         seen, predicted = self._draft_us
