@@ -214,7 +214,7 @@ def test_explain_names_trees() -> None:
         ("llvm", False, {"early_exit": "on"}, 0),
         ("llvm", False, {"pipeline": "run_ahead"}, 0),
         ("llvm", False, {"pipeline": "ping_pong"}, 0),
-        ("llvm", False, {"draft": "model+ngram"}, 0),
+        ("llvm", False, {"draft": "model+ngram"}, 8),
         ("llvm", False, {"draft": "ngram"}, 0),
     ],
 )
