@@ -22,6 +22,7 @@ ORACLE = "oracle"  # knows what will be accepted; no policy that serves, so none
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
 SIMULATED = ("none", *STATIC, "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser")
 TREE_ORACLE = "oracle (trees)"  # as the oracle, but a draft token counts if it is among the draft's best few
+TREE_WHOLE = "faser (trees)"  # faser that weighs trees as well
 MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
 
 
@@ -152,12 +153,10 @@ def _kind(spec: str) -> str:
 def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
     """As choose_contestants, with every fixed length and the oracle, and without those that draft with n-grams: a
     simulated text has none. Raises ConfigError for one of these that the user named."""
-    has_tree_oracle = names is not None and TREE_ORACLE in names
-    if names is not None:
-        names = [name for name in names if name != TREE_ORACLE]
-    chosen, missing = choose_contestants(names, SIMULATED)
-    if has_tree_oracle:
-        chosen.append(Contestant(ORACLE, "trees"))
+    with_trees = {TREE_WHOLE: Contestant(WHOLE, "trees"), TREE_ORACLE: Contestant(ORACLE, "trees")}
+    others = None if names is None else [name for name in names if name not in with_trees]
+    chosen, missing = choose_contestants(others, SIMULATED)
+    chosen += [with_trees[name] for name in dict.fromkeys(names or []) if name in with_trees]
     others = [each.name for each in chosen if "ngram" in each.options.get("draft", "")]
     if others and names is not None:
         raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")

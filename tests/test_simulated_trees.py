@@ -9,7 +9,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.request import SamplingParams
 from faser_backend.policy.tree_choice import MOST_CHILDREN
-from lab.contestants import ORACLE, TREE_ORACLE, simulated_contestants
+from lab.contestants import ORACLE, TREE_ORACLE, TREE_WHOLE, simulated_contestants
 from lab.simulation.acceptance import Outcomes, demo_process
 from lab.simulation.engine import Outcome, build_sim_engine, run_closed_loop
 from lab.simulation.fit_ranks import held_out_difference
@@ -97,5 +97,17 @@ def test_second_choices_count_and_the_oracle_knows_all_of_them(monkeypatch: pyte
 
 
 def test_the_oracle_of_trees_is_a_contestant_of_simulations():
-    chosen, _ = simulated_contestants(["tree:4", TREE_ORACLE])
-    assert [each.name for each in chosen] == ["none", "tree:4", TREE_ORACLE]
+    chosen, _ = simulated_contestants([TREE_WHOLE, "tree:4", TREE_ORACLE])
+    assert [each.name for each in chosen] == ["none", "tree:4", TREE_WHOLE, TREE_ORACLE]
+
+
+def test_the_price_rule_weighs_trees_where_it_is_told_that_they_can_be_drafted():
+    """By the name of the contestant alone; it drafts some, and tokens are the same."""
+    chains, trees = simulated("faser"), simulated("faser", TREE_WHOLE)
+    assert [answer.digest for answer in trees.answers] == [answer.digest for answer in chains.answers]
+    assert has_weighed_trees(trees) and not has_weighed_trees(chains)
+
+
+def has_weighed_trees(outcome: Outcome) -> bool:
+    """They are weighed once some were seen."""
+    return any(score.is_tree for note in outcome.log.notes for score in note.scores)

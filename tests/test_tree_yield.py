@@ -14,9 +14,11 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.tree import Tree
 from faser_backend.pipeline.in_flight import stack
 from faser_backend.policy.batch_times import BatchTimes
-from faser_backend.policy.candidates import plain_score
+from faser_backend.policy.calibration import MatchCalibration
+from faser_backend.policy.candidates import ChainTable, plain_score, serial_score
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.policy.traffic import ChainYield
 from faser_backend.policy.tree_yield import CUTS, TreeYield
 from lab.control_worlds import costs
 
@@ -172,8 +174,20 @@ def test_trees_are_wide_where_rows_are_free_and_narrow_where_they_are_dear() -> 
     assert wide.num_rows > 2 * narrow.num_rows
     assert wide.tokens_per_us > 1.2 * plain_score(free).tokens_per_us
     assert narrow.tokens_per_us < plain_score(dear).tokens_per_us, "a row costs as much as a step"
-    unknown = trees.unknown_score(free)
-    assert unknown.tokens_per_us == pytest.approx(plain_score(free).tokens_per_us) and unknown.is_tree
+
+
+def test_trees_that_nobody_has_seen_stand_for_chains_with_more_rows() -> None:
+    chances = ChainTable(MatchCalibration(None).curve, MAX_ADAPTIVE_TOKENS).of(np.zeros(4))
+    trees = TreeYield(8)
+    for row_us, most in ((0.0, 1.02), (100.0, 4.0)):
+        times = times_of(costs(50.0, 1000.0, row_us), 4)
+        chains = serial_score(times, chances, ChainYield())
+        unknown = trees.unknown_score(times, chains)
+        assert unknown.is_tree and unknown.num_tokens == chains.num_tokens
+        assert unknown.num_rows == 32.0 > chains.num_rows
+        more_us = (row_us + 1.0) * (unknown.num_rows - chains.num_rows)
+        assert unknown.step_us - chains.step_us == pytest.approx(more_us)
+        assert unknown.step_us < most * chains.step_us
 
 
 def test_a_level_has_to_be_worth_its_call() -> None:

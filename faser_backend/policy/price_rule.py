@@ -196,7 +196,8 @@ class PriceRule:
         """What stands for trees where they are not chosen, if they can be drafted."""
         if self._trees is None or not self._errors.knows(DRAFT, WHOLE):
             return []
-        return [self._trees.score(times) if self._trees.is_known else self._trees.unknown_score(times)]
+        trees = self._trees
+        return [trees.score(times) if trees.is_known else trees.unknown_score(times, self._scores[1])]
 
     @property
     def _are_trees_new(self) -> bool:

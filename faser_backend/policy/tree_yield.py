@@ -117,12 +117,18 @@ class TreeYield:
         us = float(times.draft_us[times.size]) / times.size * self._draft_ratio(times)
         return min(max(us * tokens_per_us / CHILD_SHARE, _LEAST_LEVEL), _MOST_LEVEL)
 
-    def unknown_score(self, times: BatchTimes) -> Score:
-        """Stands for trees that nobody has seen yet, without rows, at the speed of plain decoding."""
-        size = times.size
-        step_us = float(times.verify_us[0])
-        return Score(
-            PipelineMode.SERIAL, times.partition, self.most_nodes, FIRST_CUT, 0.0, 0.0, size, step_us, is_tree=True
+    def unknown_score(self, times: BatchTimes, chains: Score) -> Score:
+        """Stands for trees that nobody has seen yet: the tokens of chains, with the rows of whole trees."""
+        num_rows = times.size * self.most_nodes
+        rows_us = float(
+            times.verify_us[num_rows] - np.interp(chains.num_rows, np.arange(times.verify_us.size), times.verify_us)
+        )
+        return chains._replace(
+            num_draft_tokens=self.most_nodes,
+            floor=FIRST_CUT,
+            num_rows=float(num_rows),
+            step_us=chains.step_us + max(rows_us, 0.0),
+            is_tree=True,
         )
 
     @property

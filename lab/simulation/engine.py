@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
 from faser_backend.policy.tree_choice import MOST_CHILDREN
 from lab.answers import Answer, summarise
-from lab.contestants import ORACLE, TREE_ORACLE
+from lab.contestants import ORACLE, TREE_ORACLE, TREE_WHOLE
 from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests
 from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes, knowledge_of
 from lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
@@ -127,7 +127,8 @@ def build_sim_engine(
     name: str = "",
 ) -> SimEngine:
     """policy: instead of the one that config names; name ORACLE: the one that knows the outcomes; TREE_ORACLE: the
-    same, whose chains are the best paths through trees. Raises ConfigError for what cannot be simulated."""
+    same, whose chains are the best paths through trees; TREE_WHOLE: the one that config names, told that trees can be
+    drafted. Raises ConfigError for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
     outcomes = Outcomes(
@@ -142,7 +143,9 @@ def build_sim_engine(
         policy = OraclePolicy(outcomes, world.costs)
     if policy is None:
         splits = [name for name in world.costs.partitions if name != WHOLE]
-        policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
+        num_tree_nodes = MAX_ADAPTIVE_TOKENS if name == TREE_WHOLE else 0
+        knowledge = replace(world.knowledge(), num_tree_nodes=num_tree_nodes)
+        policy = make_policy(config, lambda: knowledge, splits[len(splits) // 2] if splits else None)
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)
     if num_blocks < one_context:
