@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.manifest import EngineManifest
 from lab import environment
 from lab.answers import jobs_of
@@ -45,9 +45,11 @@ COLUMNS = (
 def config_of(name: str, max_num_seqs: int, num_threads: int | None) -> EngineConfig:
     """Of a contestant: a policy, and perhaps who drafts, as DRAFTS has it."""
     policy, _, who = name.partition(" ")
+    if who and who not in DRAFTS:
+        raise ConfigError(f"--policies = {name!r}: {who!r} must be one of {', '.join(DRAFTS)}, or nothing")
     # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
     return EngineConfig.from_options(
-        policy=policy, draft=DRAFTS.get(who, "auto"), max_num_seqs=max_num_seqs, max_queue_size=0,
+        policy=policy, draft=DRAFTS[who] if who else "auto", max_num_seqs=max_num_seqs, max_queue_size=0,
         enable_prefix_reuse=False, num_threads=num_threads,
     )  # fmt: skip
 
