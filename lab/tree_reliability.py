@@ -144,7 +144,6 @@ def main() -> None:
             lines += [*markdown_table(["depth", "rank", "tested", "given", "accepted"], table), ""]
     finally:
         place.close()
-    draw(args.output / f"{args.name}.png", found)
     note = (
         f"{args.engine_dir.name}, `{args.policies}`, {args.num_answers} answers of up to {args.max_tokens} tokens. A "
         f"node is tested where its parent was reached; nodes deeper than {MOST_DEPTH} count as {MOST_DEPTH} deep. "
@@ -152,6 +151,7 @@ def main() -> None:
     )
     lines = [note, "", f"![reliability]({args.name}.png)", "", *lines]
     print(write_results(args.output / args.name, "Nodes of trees, by rank and depth", meta, lines, rows))
+    draw(args.output / f"{args.name}.png", found)
 
 
 if __name__ == "__main__":

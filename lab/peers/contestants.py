@@ -53,7 +53,6 @@ class Setting:
     num_slots: int  # requests side by side
     slot_context: int  # tokens of the longest request, prompt and answer
     llama_ngrams: str = "simple"  # a key of LLAMA_NGRAMS
-    head_policies: tuple[str, ...] = ("faser", "tree:8")
 
     @property
     def engine_dir(self) -> Path:
@@ -90,15 +89,18 @@ def ours(stack: ExitStack, setting: Setting) -> dict[str, Run]:
     named = {OURS: "none", speculation: "faser"}
     found = _served(stack, setting.engine_dir, named, setting)
     if setting.weights in setting.files.heads:
-        named = {f"{OURS}, head {policy}": policy for policy in setting.head_policies}
-        found |= _served(stack, setting.files.heads[setting.weights], named, setting)
+        head = setting.files.heads[setting.weights]
+        found |= _served(stack, head, {f"{OURS}, head": "faser"}, setting)
+        found |= _served(stack, head, {f"{OURS}, head and n-grams": "faser"}, setting, draft="model+ngram")
     return found
 
 
-def _served(stack: ExitStack, engine_dir: Path, named: Mapping[str, str], setting: Setting) -> dict[str, Run]:
+def _served(
+    stack: ExitStack, engine_dir: Path, named: Mapping[str, str], setting: Setting, draft: str = "auto"
+) -> dict[str, Run]:
     # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
-    options = ["--no-prefix-reuse", "--num-threads", str(setting.threads)]
-    folder = setting.folder / engine_dir.name
+    options = ["--no-prefix-reuse", "--num-threads", str(setting.threads), "--draft", draft]
+    folder = setting.folder / f"{engine_dir.name}-{draft}"
     folder.mkdir(exist_ok=True)
     over = OverTriton(engine_dir, list(named.values()), folder, options)
     stack.callback(over.close)
