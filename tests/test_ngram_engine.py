@@ -187,7 +187,8 @@ def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch:
     )
     known = replace(guessed, costs=measured, margins=dict.fromkeys(KINDS, MarginCounts(np.ones(14), np.ones(14))))
     monkeypatch.setattr(drafting, "load_knowledge", lambda *_: known)
-    assert serving_knowledge(pair, manifest, config()) is known
+    used = serving_knowledge(pair, manifest, config())
+    assert (used.costs, used.margins, used.exits) == (known.costs, known.margins, known.exits)
     seen = serving_knowledge(pair, manifest, config(draft="ngram"))
     assert seen.margins == {} and seen.exits == () and seen.costs.is_measured
     assert seen.costs.overhead == OverheadCost(1.0, 2.0, 3.0, 0.0, 0.0)
