@@ -126,7 +126,7 @@ def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[
             {"served_text_tokens": 9, "draft": "ngram", "acceptance": "rejection"},
             "served_text_tokens = 9 with acceptance = 'rejection': a draft may not know .* use 'match', or 0",
         ),
-        ({"policy": "tree:4", "draft": "model+ngram"}, "policy = 'tree:N': n-grams draft here"),
+        ({"policy": "tree:4", "draft": "ngram"}, "policy = 'tree:N': n-grams draft here"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[str, Any], message: str):
