@@ -43,7 +43,7 @@ from faser_backend.files import MAX_NAME_BYTES, FileError, read_json, shown
 from faser_backend.runtime_spec import RUNTIMES, RuntimeSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = ("fp32", "fp16", "bf16")

@@ -68,11 +68,14 @@ WITHIN_KERNELS: Any = {
 
 
 def source_stamp() -> int:
-    """A number that changes with every file of the CPU's kernels: numba keeps a kernel on disk by its own file and by
-    what it refers to, not by the files of what it calls."""
+    """A number that changes with every file of the CPU's kernels, and with whether matrix units are used: numba keeps a
+    kernel on disk by its own file, the CPU and what it refers to, not by the files of what it calls."""
+    from plugins.row_units import has_matrix_units  # not above: it takes compiled code from this module's callers
+
     room = Path(__file__).parent
     files = sorted([*room.glob("host_*.py"), *room.glob("row_*.py")])
-    return zlib.crc32(b"".join(file.read_bytes() for file in files)) & 0x7FFFFFFF
+    sources = b"".join(file.read_bytes() for file in files)
+    return zlib.crc32(sources, has_matrix_units()) & 0x7FFFFFFF
 
 
 def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:

@@ -1,10 +1,10 @@
 """How the weights of `row_products` lie in memory, and matrices brought into that layout and back, in numpy.
 
 A matrix [num_inputs, num_outputs] is stored in blocks of LANES columns, one behind another; a block holds its rows in
-order, LANES numbers each, so that a product reads memory forward. Columns are filled up with zeros. The integer
-formats keep GROUP_SIZE rows of a block, filled up with zeros, then one scale a column and, for int4, one minimum a
-column, all halves: a weight is number * scale, or number * scale + minimum. Two rows of int4 share their bytes: the
-even row has the low four bits. Knows nothing of kernels or models.
+order, LANES numbers each, so that a product reads memory forward. Columns are filled up with zeros, and rows to whole
+groups of GROUP_SIZE but for fp32. The integer formats keep a group's rows, then one scale a column and, for int4, one
+minimum a column, all halves: a weight is number * scale, or number * scale + minimum. Two rows of int4 and of bf16 lie
+side by side, column by column, the even row in the low bits. Knows nothing of kernels or models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 LANES = 16  # columns of a block
-GROUP_SIZE = 32  # inputs that share a scale
+GROUP_SIZE = 32  # inputs that share a scale, and that a matrix unit takes at a time
 COLUMNS_AT_ONCE = 1024  # of a matrix that is stored or restored, whole blocks: what is copied meanwhile
 
 
@@ -26,6 +26,7 @@ class Layout:
     name: str
     number_bits: int
     num_scales: int = 0
+    is_paired: bool = False  # two rows lie side by side
 
     @property
     def row_bytes(self) -> int:
@@ -35,7 +36,7 @@ class Layout:
     @property
     def unit_rows(self) -> int:
         """A block is so many rows, and their scales, again and again."""
-        return GROUP_SIZE if self.num_scales else 1
+        return 1 if self.name == "fp32" else GROUP_SIZE
 
     @property
     def unit_bytes(self) -> int:
@@ -50,9 +51,9 @@ LAYOUTS = {
     for layout in (
         Layout("fp32", 32),
         Layout("fp16", 16),
-        Layout("bf16", 16),
+        Layout("bf16", 16, is_paired=True),
         Layout("int8", 8, 1),
-        Layout("int4", 4, 2),
+        Layout("int4", 4, 2, is_paired=True),
     )
 }
 FORMATS: tuple[str, ...] = tuple(LAYOUTS)
@@ -87,7 +88,7 @@ def store_matrix(weight: np.ndarray, weight_format: str) -> np.ndarray:
             with np.errstate(over="ignore"):
                 numbers = part.astype(FLOATS[weight_format])
             refuse_infinite(numbers, weight_format)
-            blocks[...] = in_blocks(numbers).reshape(len(blocks), -1).view(np.uint8)
+            blocks[...] = in_rows(numbers, LAYOUTS[weight_format]).reshape(len(blocks), -1).view(np.uint8)
         else:
             quantise = quantise_int8 if weight_format == "int8" else quantise_int4
             write_groups(blocks, *quantise(part.astype(np.float32)), weight_format)
@@ -128,7 +129,7 @@ def restore_matrix(stored: np.ndarray, num_inputs: int, num_outputs: int, weight
         part = weight[:, first : first + COLUMNS_AT_ONCE]
         blocks = blocks_of(stored, num_inputs, weight_format, first, part.shape[1])
         if weight_format in FLOATS:
-            rows = np.ascontiguousarray(blocks).view(FLOATS[weight_format]).reshape(len(blocks), num_inputs, LANES)
+            rows = out_of_rows(np.ascontiguousarray(blocks).view(FLOATS[weight_format]), LAYOUTS[weight_format])
         else:
             rows = read_groups(blocks, weight_format)
         rows = rows.transpose(1, 0, 2).reshape(rows.shape[1], -1)
@@ -140,6 +141,23 @@ def blocks_of(stored: np.ndarray, num_inputs: int, weight_format: str, first: in
     """The blocks [n, block bytes] that hold num_columns columns from `first` on."""
     blocks = stored.reshape(-1, LAYOUTS[weight_format].block_bytes(num_inputs))
     return blocks[first // LANES : first // LANES + num_blocks(num_columns)]
+
+
+def in_rows(numbers: np.ndarray, layout: Layout) -> np.ndarray:
+    """[num_inputs, num_columns] of a format without scales -> [num_blocks, numbers of a block], as they are stored."""
+    filled = np.zeros((-(-len(numbers) // layout.unit_rows) * layout.unit_rows, numbers.shape[1]), numbers.dtype)
+    filled[: len(numbers)] = numbers
+    rows = in_blocks(filled)
+    if not layout.is_paired:
+        return rows
+    return np.ascontiguousarray(rows.reshape(len(rows), -1, 2, LANES).swapaxes(2, 3))
+
+
+def out_of_rows(stored: np.ndarray, layout: Layout) -> np.ndarray:
+    """Undoes in_rows, but for what was filled up: [num_blocks, rows, LANES]."""
+    if not layout.is_paired:
+        return stored.reshape(len(stored), -1, LANES)
+    return stored.reshape(len(stored), -1, LANES, 2).swapaxes(2, 3).reshape(len(stored), -1, LANES)
 
 
 def in_blocks(numbers: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 """Products of packed rows and a big matrix on a CPU, compiled by numba: weights as stored, sums in float32.
 
 Weights are widened in registers, and the rows of a tile share one pass over them; many rows go tile by tile over a
-strip of blocks while it is in the cache. `row_layouts` says how weights are stored and `row_vectors` holds the tiles.
+strip of blocks while it is in the cache. `row_layouts` says how weights are stored, `row_vectors` holds the tiles, and
+`row_unit_tiles` those of a CPU with matrix units, which have bits of their own.
 Knows nothing of threads, models or engines: callers share out ranges of blocks.
 
 The bits of a result depend on its row and its column alone, not on the other rows, the range of blocks or the tile: a
@@ -27,14 +28,12 @@ from plugins.row_layouts import (
     LANES,
     LAYOUTS,
     num_blocks,
-    num_groups,
     restore_matrix,
     store_groups,
     store_matrix,
     stored_bytes,
 )
-from plugins.row_tiles import multiply_block, multiply_blocks, sum_groups, weight_at
-from plugins.row_vectors import TILE_ROWS
+from plugins.row_tiles import most_rows, multiply_blocks, prepare_rows, prepared_size, strip_bytes, weight_at
 
 __all__ = [
     "COLUMNS_AT_ONCE",
@@ -54,13 +53,12 @@ __all__ = [
 
 FLOAT_BYTES = 4
 INLINED: Any = {**WITHIN_KERNELS, "forceinline": True}
-STRIP_BYTES = 1 << 17  # of weights that stay in the second-level cache while many rows go over them
 
 
 def scratch_size(num_inputs: int) -> int:
-    """Numbers of `scratch`: the sums of a tile's groups, and a block's products. What is enough for some num_inputs is
-    so for fewer."""
-    return LANES + TILE_ROWS * num_groups(num_inputs)
+    """Numbers of `scratch`: what is prepared of a tile's rows, and a block's products. What is enough for some
+    num_inputs is so for fewer."""
+    return LANES + prepared_size(num_inputs)
 
 
 def multiply_rows(
@@ -107,26 +105,26 @@ def _multiply_rows(
 ):
     code = format_code.literal_value
     layout = LAYOUTS[FORMATS[code]]
-    unit_rows, unit_bytes, has_minimums = layout.unit_rows, layout.unit_bytes, layout.num_scales > 1
+    unit_rows, unit_bytes = layout.unit_rows, layout.unit_bytes
+    tile_rows, most_strip_bytes = most_rows(layout), strip_bytes(layout)
 
     def multiply(
         format_code, y, x, weights, offset, num_inputs, num_outputs, first_block, last_block, num_rows, adds, scratch
     ):
         block_bytes = (num_inputs + unit_rows - 1) // unit_rows * unit_bytes
         stored, results = weights.ctypes.data + offset, y.ctypes.data
-        inputs, sums = x.ctypes.data, scratch.ctypes.data
-        num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-        strip_blocks = max(STRIP_BYTES // block_bytes if num_tiles > 1 else last_block - first_block, 1)
+        inputs, prepared = x.ctypes.data, scratch.ctypes.data
+        num_tiles = (num_rows + tile_rows - 1) // tile_rows
+        strip_blocks = max(most_strip_bytes // block_bytes if num_tiles > 1 else last_block - first_block, 1)
         for first in range(first_block, last_block, strip_blocks):
             for tile in range(num_tiles):
-                row, end = tile * TILE_ROWS, min((tile + 1) * TILE_ROWS, num_rows)
+                row, end = tile * tile_rows, min((tile + 1) * tile_rows, num_rows)
                 x_rows = inputs + row * num_inputs * FLOAT_BYTES
-                if has_minimums:
-                    sum_groups(sums, x_rows, num_inputs, num_inputs, end - row)  # pyright: ignore[reportCallIssue]
+                prepare_rows(code, prepared, x_rows, num_inputs, num_inputs, end - row)  # pyright: ignore[reportCallIssue]
                 multiply_blocks(  # pyright: ignore[reportCallIssue]
                     code, results + (row * num_outputs + first * LANES) * FLOAT_BYTES, num_outputs, x_rows, num_inputs,
                     stored + first * block_bytes, num_inputs, num_outputs - first * LANES,
-                    min(strip_blocks, last_block - first), end - row, adds, sums,
+                    min(strip_blocks, last_block - first), end - row, adds, prepared,
                 )  # fmt: skip
 
     return multiply
@@ -149,20 +147,21 @@ def _read_column(format_code, out, weights, offset, num_inputs, num_outputs, col
 @overload(score_columns, prefer_literal=True, jit_options=INLINED)
 def _score_columns(format_code, scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch):
     code = format_code.literal_value
-    layout = LAYOUTS[FORMATS[code]]
-    unit_rows, unit_bytes, has_minimums = layout.unit_rows, layout.unit_bytes, layout.num_scales > 1
+    unit_rows, unit_bytes = LAYOUTS[FORMATS[code]].unit_rows, LAYOUTS[FORMATS[code]].unit_bytes
 
     def score(format_code, scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch):
         block_bytes = (num_inputs + unit_rows - 1) // unit_rows * unit_bytes
         stored, inputs = weights.ctypes.data + offset, x_row.ctypes.data
-        products, sums = scratch.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
-        if has_minimums:
-            sum_groups(sums, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
+        products, prepared = scratch.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
+        prepare_rows(code, prepared, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
         held = -1  # the block whose products these are: columns of a block are one tile
         for c in range(candidates.shape[0]):
             block, lane = candidates[c] // LANES, candidates[c] % LANES
             if block != held:
-                multiply_block(code, products, inputs, stored + block * block_bytes, num_inputs, sums)  # pyright: ignore[reportCallIssue]
+                multiply_blocks(  # pyright: ignore[reportCallIssue]
+                    code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs, LANES, 1, 1,
+                    False, prepared,
+                )  # fmt: skip
                 held = block
             scores[c] = scratch[lane]
 

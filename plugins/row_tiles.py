@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""The vector code of `row_vectors` as functions of compiled code.
+"""The code of `row_vectors` and `row_unit_tiles` as functions of compiled code, and which of them is for a format.
 
 Memory is given by addresses: int64. A format is an index into FORMATS and a constant. Whoever calls keeps the arrays
 alive. The vector code becomes functions of the module that is compiled, which has them once, however often they are
@@ -11,60 +11,76 @@ from __future__ import annotations
 from numba.core import types
 from numba.extending import intrinsic
 
+from plugins import row_unit_tiles, row_units, row_vectors
 from plugins.host_vectors import INT64, multiply_add
-from plugins.row_layouts import FORMATS, GROUP_SIZE, LANES, LAYOUTS
-from plugins.row_vectors import BIT, BYTES, FLOATS, blocks_function, numbers, scale, sums_function, tile_function
+from plugins.row_layouts import FORMATS, GROUP_SIZE, LAYOUTS, Layout, num_groups
+from plugins.row_vectors import BYTES, FLOATS, numbers, scale
 
 i64 = types.int64
 
 
+def most_rows(layout: Layout) -> int:
+    """Of x that go over a matrix of this layout together."""
+    return row_units.TILE_ROWS if row_unit_tiles.takes(layout) else row_vectors.TILE_ROWS
+
+
+def strip_bytes(layout: Layout) -> int:
+    """Of weights that stay in the second-level cache while many rows go over them."""
+    return row_unit_tiles.STRIP_BYTES if row_unit_tiles.takes(layout) else row_vectors.STRIP_BYTES
+
+
+def prepared_size(num_inputs: int) -> int:
+    """Numbers of what is prepared of the rows of one tile, in any format."""
+    group_sums = row_vectors.TILE_ROWS * num_groups(num_inputs)
+    return max(group_sums, row_units.scratch_size(num_inputs) if row_units.has_matrix_units() else 0)
+
+
 @intrinsic(prefer_literal=True)
 def multiply_blocks(
-    _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, sums
+    _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared
 ):
-    """y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks that begin at `weights`, up to TILE_ROWS rows.
+    """y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks that begin at `weights`, up to most_rows rows.
 
     y is the address of the first row's first block, strides are in floats, num_columns goes from there on to the end of
-    y's row, and sums [num_rows, num_groups] are those of x's groups: int4 reads them.
+    y's row, and `prepared` is what prepare_rows made of these rows.
     """
     layout = LAYOUTS[FORMATS[code.literal_value]]
 
     def emit(context, builder, _signature, arguments):
-        _, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, sums = arguments
-        y, x, sums = (builder.inttoptr(address, FLOATS) for address in (y, x, sums))
+        _, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared = arguments
+        y, x, prepared = (builder.inttoptr(address, FLOATS) for address in (y, x, prepared))
         weights = builder.inttoptr(weights, BYTES)
-        values = [y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, sums]
-        builder.call(blocks_function(builder.module, layout), values)
+        values = [y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared]
+        builder.call(_blocks_function(builder.module, layout), values)
         return context.get_dummy_value()
 
     return types.void(code, *[i64] * 9, types.boolean, i64), emit
 
 
 @intrinsic(prefer_literal=True)
-def multiply_block(_typing, code, y, x, weights, num_inputs, sums):
-    """y[:LANES] = x[:num_inputs] @ the block at `weights`, with the bits of multiply_blocks; arguments as there."""
+def prepare_rows(_typing, code, prepared, x, x_stride, num_inputs, num_rows):
+    """prepared [prepared_size] = what products read of up to most_rows rows of x beside x, or in its place.
+
+    The sums of their groups for int4, [num_rows, num_groups], each in one fixed order; rows in parts for a matrix unit;
+    else nothing.
+    """
     layout = LAYOUTS[FORMATS[code.literal_value]]
 
     def emit(context, builder, _signature, arguments):
-        _, y, x, weights, num_inputs, sums = arguments
-        y, x, sums = (builder.inttoptr(address, FLOATS) for address in (y, x, sums))
-        values = [y, INT64(LANES), x, num_inputs, builder.inttoptr(weights, BYTES), num_inputs, INT64(LANES), BIT(0)]
-        builder.call(tile_function(builder.module, layout, num_rows=1), [*values, sums])
+        _, prepared, x, *values = arguments
+        prepared, x = (builder.inttoptr(address, FLOATS) for address in (prepared, x))
+        if row_unit_tiles.takes(layout):
+            builder.call(row_unit_tiles.split_function(builder.module, layout), [prepared, x, *values])
+        elif layout.num_scales > 1:
+            builder.call(row_vectors.sums_function(builder.module), [prepared, x, *values])
         return context.get_dummy_value()
 
-    return types.void(code, *[i64] * 5), emit
+    return types.void(code, i64, i64, i64, i64, i64), emit
 
 
-@intrinsic
-def sum_groups(_typing, sums, x, x_stride, num_inputs, num_rows):
-    """sums [num_rows, num_groups] = the sums of the groups of x's rows, each in one fixed order."""
-
-    def emit(context, builder, _signature, arguments):
-        sums, x = (builder.inttoptr(address, FLOATS) for address in arguments[:2])
-        builder.call(sums_function(builder.module), [sums, x, *arguments[2:]])
-        return context.get_dummy_value()
-
-    return types.void(i64, i64, i64, i64, i64), emit
+def _blocks_function(module, layout: Layout):
+    of_format = row_unit_tiles if row_unit_tiles.takes(layout) else row_vectors
+    return of_format.blocks_function(module, layout)
 
 
 @intrinsic(prefer_literal=True)

@@ -30,6 +30,7 @@ BIT, SHORT, VOID = ir.IntType(1), ir.IntType(16), ir.VoidType()
 FLOATS, BYTES = FLOAT.as_pointer(), BYTE.as_pointer()
 VECTOR = ir.VectorType(FLOAT, LANES)
 UNROLLED = 4  # inputs that an inner loop takes at a time; with more, sums no longer stay in registers
+STRIP_BYTES = 1 << 17  # see row_tiles.strip_bytes
 AHEAD_BYTES = 4096  # how far ahead of a read memory is asked for
 
 
@@ -112,7 +113,8 @@ def add_products(builder, layout: Layout, rows, block, count, sums) -> None:
 
     whole = builder.and_(count, INT64(-UNROLLED))
     with cgutils.for_range_slice(builder, INT64(0), whole, INT64(UNROLLED), INT64) as (k, _):
-        ask_ahead(builder, builder.gep(block, [builder.mul(k, INT64(layout.row_bytes))]), layout.row_bytes)
+        address = builder.gep(block, [builder.mul(k, INT64(layout.row_bytes))])
+        ask_ahead(builder, address, UNROLLED * layout.row_bytes)
         for step in range(UNROLLED):
             add(k, step)
     with cgutils.for_range_slice(builder, whole, count, INT64(1), INT64) as (k, _):
@@ -133,13 +135,11 @@ def add_group(builder, layout: Layout, group, sums, x_sums, places, totals) -> N
 def numbers(builder, layout: Layout, block, k, step: int = 0, lane=None):
     """Numbers k + step of the block's columns as floats, [LANES]; a single one where a lane is given.
 
-    k is even, or the step is 0: the two rows of a pair are then seen to be the halves of the same bytes.
+    k is even, or the step is 0: the two rows of a pair are then seen to be parts of the same bytes.
     """
-    is_pair = layout.number_bits == 4
-    row, step_rows = (builder.lshr(k, INT64(1)), step // 2) if is_pair else (k, step)
-    element_bytes = -(-layout.number_bits // 8)
-    offset = builder.mul(builder.add(row, INT64(step_rows)), INT64(LANES * element_bytes))
-    stored = {"fp32": FLOAT, "fp16": HALF, "bf16": SHORT, "int8": BYTE, "int4": BYTE}[layout.name]
+    row, step_rows = (builder.lshr(k, INT64(1)), step // 2) if layout.is_paired else (k, step)
+    stored = {"fp32": FLOAT, "fp16": HALF, "bf16": INT32, "int8": BYTE, "int4": BYTE}[layout.name]
+    offset = builder.mul(builder.add(row, INT64(step_rows)), INT64((1 + layout.is_paired) * layout.row_bytes))
     values = read(builder, builder.gep(block, [offset]), stored, lane)
     float_kind, integer_kind = (FLOAT, INT32) if lane is not None else (VECTOR, ir.VectorType(INT32, LANES))
     if layout.name == "fp32":
@@ -148,12 +148,15 @@ def numbers(builder, layout: Layout, block, k, step: int = 0, lane=None):
         return builder.fpext(values, float_kind)
     if layout.name == "int8":
         return builder.sitofp(builder.sext(values, integer_kind), float_kind)
+    bits = layout.number_bits  # of each number of a pair: the even row's are the low ones
+    is_odd = INT32(step % 2) if step else builder.trunc(builder.and_(k, INT64(1)), INT32)
+    if layout.name == "bf16":  # which are the upper half of a float32
+        left = builder.mul(builder.sub(INT32(1), is_odd), INT32(bits))
+        values = builder.shl(values, like(builder, left, values))
+        return builder.bitcast(builder.and_(values, like(builder, INT32(-0x10000), values)), float_kind)
     values = builder.zext(values, integer_kind)
-    if layout.name == "bf16":
-        return builder.bitcast(builder.shl(values, like(builder, INT32(16), values)), float_kind)
-    shift = builder.trunc(builder.shl(builder.and_(k, INT64(1)), INT64(2)), INT32) if step == 0 else INT32(step % 2 * 4)
-    values = builder.and_(builder.lshr(values, like(builder, shift, values)), like(builder, INT32(15), values))
-    return builder.sitofp(values, float_kind)
+    values = builder.lshr(values, like(builder, builder.mul(is_odd, INT32(bits)), values))
+    return builder.sitofp(builder.and_(values, like(builder, INT32(15), values)), float_kind)
 
 
 def scale(builder, layout: Layout, group, index: int, lane=None):
@@ -163,7 +166,7 @@ def scale(builder, layout: Layout, group, index: int, lane=None):
 
 
 def sums_function(module: ir.Module) -> ir.Function:
-    """Sums of the groups of rows of x; parameters as of `row_tiles.sum_groups`.
+    """Sums of the groups of rows of x; parameters as of `row_tiles.prepare_rows`.
 
     The two halves of a group are added, then halves of these until one number is left; a last group that is shorter is
     added up one by one.
@@ -229,12 +232,12 @@ def put(builder, total, target, num_columns, adds) -> None:
                 put_values(load(builder, lanes, lane, FLOAT), lane)
 
 
-def ask_ahead(builder, address, row_bytes: int) -> None:
-    """Asks for what UNROLLED rows will read that lie AHEAD_BYTES further on, without waiting for it."""
+def ask_ahead(builder, address, num_bytes: int) -> None:
+    """Asks for the bytes that lie AHEAD_BYTES behind an address, without waiting for them."""
     kind = ir.FunctionType(VOID, [BYTES, INT32, INT32, INT32])
     ask = builder.module.declare_intrinsic("llvm.prefetch", [BYTES], kind)
     to_read, to_nearest_cache, of_data = INT32(0), INT32(3), INT32(1)
-    for line in range(0, UNROLLED * row_bytes, CACHE_LINE):
+    for line in range(0, num_bytes, CACHE_LINE):
         builder.call(ask, [builder.gep(address, [INT64(AHEAD_BYTES + line)]), to_read, to_nearest_cache, of_data])
 
 

@@ -92,7 +92,7 @@ class TestCpuKernels:
         finding = found_with(FakeDriver(132))["CPU kernels"]
         assert finding.is_ok and finding.is_needed
         compiler = rf"numba {re.escape(version('numba'))}, llvmlite {re.escape(version('llvmlite'))}"
-        products = r"float32 products of \S+ in tiles of \d rows"
+        products = r"float32 products of \S+ in tiles of \d rows; \S.*"
         words = rf"{compiler}, {products}, kernels are kept in /\S+; fp16 KV caches are converted by \w+"
         assert re.fullmatch(words, finding.detail) or not host_attention.has_halves()
         monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])

@@ -83,12 +83,12 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Built(tmp_path_factory.mktemp("eagle3"), **CONFIGS[request.param])
 
 
-def same_logits(found: np.ndarray, wanted: np.ndarray) -> bool:
-    """Within MAX_ERROR, and -inf for the same ids."""
+def same_logits(found: np.ndarray, wanted: np.ndarray, error: float = MAX_ERROR) -> bool:
+    """Within the error, and -inf for the same ids."""
     is_known = np.isfinite(wanted)
     if not np.array_equal(is_known, np.isfinite(found)):
         return False
-    return np.abs(found[is_known] - wanted[is_known]).max() <= MAX_ERROR
+    return np.abs(found[is_known] - wanted[is_known]).max() <= error
 
 
 def split_features(features: torch.Tensor) -> dict[str, np.ndarray]:

@@ -25,6 +25,7 @@ from faser_backend.manifest import EngineManifest, ModelEngine
 from plugins.row_products import restore_matrix
 from tests.family_models import random_model, write_model
 from tests.gguf_models import add_vocabulary, write_gguf
+from tests.precision import assert_computed_alike
 from tests.test_families import MAX_ERROR
 from tests.test_families import open_runner as open_onnx_runner
 from tests.test_gguf_checkpoint import K_QUANTISED, QUANTISED, linear
@@ -125,7 +126,7 @@ def test_logits_are_those_of_the_weights_in_float32(name: str, tmp_path: Path) -
     build(file, directory, runtime="llvm")
     onnx = open_onnx_runner(build(file, tmp_path / "onnx"), tmp_path / "onnx")
     rows = make_rows([np.random.default_rng(1).integers(0, VOCAB_SIZE, 20)], [0], [20], np.arange(5)[None])
-    np.testing.assert_allclose(run_all(open_runner(directory), rows), run_all(onnx, rows), rtol=0, atol=MAX_ERROR)
+    assert_computed_alike(run_all(open_runner(directory), rows), run_all(onnx, rows), error=MAX_ERROR)
 
 
 def test_the_comparison_notices_rows_in_another_order(tmp_path: Path) -> None:

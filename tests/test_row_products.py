@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import pytest
 
-from plugins import row_products, row_vectors
+from plugins import row_units, row_vectors
 from plugins.row_products import (
     FORMATS,
     LANES,
@@ -28,6 +28,7 @@ from plugins.row_products import (
     store_matrix,
     stored_bytes,
 )
+from plugins.row_unit_tiles import PRODUCTS
 from plugins.row_vectors import most_tile_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,8 +133,39 @@ def test_what_a_format_cannot_hold_is_refused():
 def test_products_are_right(weight_format: str, shape: tuple[int, int]):
     matrix = Matrix(weight_format, *shape)
     x = matrix.rows(45)
-    error = np.abs(matrix.times(x) - x.astype(np.float64) @ matrix.restored)
-    assert (error <= 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(matrix.restored)) + 1e-30).all()
+    assert_right(matrix, x, matrix.times(x), error=error_of(weight_format))
+
+
+def error_of(weight_format: str) -> float:
+    """Of an input, relatively: what two bfloat16 numbers hold of it, and fp16's weights leave out as much. The numbers
+    of int4 are larger than the weights that they are with their minimums."""
+    if weight_format not in PRODUCTS or not row_units.has_matrix_units():
+        return 1e-6
+    return {"int4": 2**-15, "fp16": 2**-15}.get(weight_format, 2**-17)
+
+
+def assert_right(matrix: Matrix, x, y, *, error: float) -> None:
+    """error: of an input, relatively."""
+    exact, sizes = x.astype(np.float64) @ matrix.restored, np.abs(x).astype(np.float64) @ np.abs(matrix.restored)
+    assert (np.abs(y - exact) <= error * sizes + 1e-30).all()
+
+
+@pytest.mark.skipif(not row_units.has_matrix_units(), reason="needs a CPU with AMX")
+def test_both_parts_of_an_input_count():
+    """The control: with the nearest bfloat16 alone, results would be a hundred times further off."""
+    matrix = Matrix("bf16", 576, 200)
+    x = matrix.rows(20)
+    rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert_right(matrix, x, matrix.times(x), error=2**-17)
+    with pytest.raises(AssertionError):
+        assert_right(matrix, x, matrix.times(rounded), error=2**-13)
+
+
+def test_the_environment_can_switch_matrix_units_off():
+    code = "from plugins.row_units import has_matrix_units; print(has_matrix_units())"
+    environment = {**os.environ, "FASER_MATRIX_UNITS": "off", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -197,18 +229,52 @@ def test_other_orders_have_other_bits():
     assert (x @ matrix.restored != straight).any()
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_tiles_of_another_cpu_give_the_same_bits(weight_format: str, monkeypatch: pytest.MonkeyPatch):
-    matrix = Matrix(weight_format, 100, 200)
-    x = matrix.rows(30)
-    here = matrix.times(x)
+# numba keeps what it has compiled for a process: another CPU is another process.
+ANOTHER_CPU = """
+import re, sys
+import numpy as np
+from plugins import row_vectors
+row_vectors.TILE_ROWS = int(sys.argv[1])
+from tests.test_row_products import FORMATS, Matrix, kernels
+results = {}
+for name in sys.argv[3:]:
+    matrix = Matrix(name, 100, 200)
+    x = matrix.rows(45)
+    for num_rows in (1, 2, 5, 8, 45):
+        results[f"{name}.{num_rows}"] = matrix.times(x[-num_rows:])
+    code = "".join(kernels(matrix.code)[0].inspect_llvm().values())
+    tiles = {int(rows) for rows in re.findall(rf"row_tile_{name}_(\\d+)", code)}
+    assert tiles == set(range(1, row_vectors.TILE_ROWS + 1)), tiles
+np.savez(sys.argv[2], **results)
+"""
+
+
+def products_elsewhere(path: Path, tile_rows: int, *formats: str) -> dict[str, np.ndarray]:
+    """By format and rows: the last of the first 45 rows of Matrix(format, 100, 200), where there is no matrix unit."""
+    environment = {**os.environ, "FASER_MATRIX_UNITS": "off", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ANOTHER_CPU, str(tile_rows), str(path), *formats]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(np.load(path))
+
+
+def test_tiles_of_another_cpu_give_the_same_bits(tmp_path: Path):
     most_rows = most_tile_rows({"sse2": True, "avx": True, "avx512f": row_vectors.TILE_ROWS != 8})
     assert most_rows != row_vectors.TILE_ROWS
-    monkeypatch.setattr(row_vectors, "TILE_ROWS", most_rows)
-    monkeypatch.setattr(row_products, "TILE_ROWS", most_rows)
-    multiply, _, _ = new_kernels(matrix.code)
-    for num_rows in (1, 2, 5, 8, 30):
-        np.testing.assert_array_equal(matrix.times(x[:num_rows], multiply=multiply), here[:num_rows])
+    elsewhere = products_elsewhere(tmp_path / "other.npz", most_rows, *FORMATS)
+    here = (
+        {}
+        if not row_units.has_matrix_units()
+        else products_elsewhere(tmp_path / "own.npz", row_vectors.TILE_ROWS, *PRODUCTS)
+    )
+    for weight_format in FORMATS:
+        matrix = Matrix(weight_format, 100, 200)
+        x = matrix.rows(45)
+        for num_rows in (1, 2, 5, 8, 45):
+            found = elsewhere[f"{weight_format}.{num_rows}"]
+            own = here.get(f"{weight_format}.{num_rows}")
+            np.testing.assert_array_equal(found, matrix.times(x[-num_rows:]) if own is None else own)
+            assert_right(matrix, x[-num_rows:], found, error=1e-6)
 
 
 def test_tiles_leave_registers_for_weights_and_inputs():

@@ -121,7 +121,16 @@ def _vectors() -> str:
     has = binding.get_host_cpu_features()
     widths = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE2", "neon": "NEON"}
     width = next((name for feature, name in widths.items() if has.get(feature, False)), "no known vectors")
-    return f"float32 products of {width} in tiles of {TILE_ROWS} rows"
+    return f"float32 products of {width} in tiles of {TILE_ROWS} rows; {_matrix_units()}"
+
+
+def _matrix_units() -> str:
+    """Which weights meet something better than vectors, or why none do."""
+    from plugins.row_unit_tiles import PRODUCTS
+    from plugins.row_units import find_matrix_units
+
+    is_there, found = find_matrix_units()
+    return f"of {', '.join(sorted(PRODUCTS))} weights on {found}" if is_there else f"no matrix units ({found})"
 
 
 def _stub() -> str:
