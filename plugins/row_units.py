@@ -83,7 +83,8 @@ def space_at(builder, address, num_inputs) -> Space:
         places.append(builder.gep(places[-1], [INT64(num_bytes)]))
     groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     parts = builder.gep(places[-1], [builder.mul(groups, INT64(TILE_ROWS * FLOAT_BYTES))])
-    return Space(*places[:4], builder.bitcast(places[4], FLOATS), parts)
+    shapes, sums, totals, weights, group_sums = places
+    return Space(shapes, sums, totals, weights, builder.bitcast(group_sums, FLOATS), parts)
 
 
 def set_shapes(builder, shapes, num_rows) -> None:

@@ -171,8 +171,14 @@ def useful_splits(
 
 def identity(runtime: str = DEFAULT_RUNTIME) -> dict[str, str | int]:
     """What decides how long calls take here, by name: the processor, the cores in use, who compiles and computes."""
-    versions = {name: version(name) for name in RUNTIMES[runtime].packages}
-    return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}
+    spec = RUNTIMES[runtime]
+    versions = {name: version(name) for name in spec.packages}
+    facts: dict[str, str | int] = {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}
+    if spec.is_weights_only:
+        from plugins.row_units import find_matrix_units  # not above: it loads numba, which other runtimes do without
+
+        facts["matrix_units"] = find_matrix_units()[1]
+    return facts
 
 
 def cpu_name() -> str:

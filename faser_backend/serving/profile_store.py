@@ -41,6 +41,7 @@ _SHOWN = {
     "num_sms": "SMs",
     "driver": "CUDA driver",
     "kv_cache_dtype": "KV cache",
+    "matrix_units": "matrix units",
 }
 
 
