@@ -72,8 +72,10 @@ RUNTIMES = {
             has_trees=True,
             has_head_trees=True,
         ),
-        RuntimeSpec("tensorrt_rtx", _CUDA, (), _HALVES, extra="torch", tensorrt="rtx", is_gathered=True),
-        RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full"),
+        RuntimeSpec(
+            "tensorrt_rtx", _CUDA, (), _HALVES, extra="torch", tensorrt="rtx", is_gathered=True, has_heads=True
+        ),
+        RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full", has_heads=True),
         RuntimeSpec(
             "torch", _CUDA, ("torch",), _HALVES, extra="torch", is_weights_only=True, has_experts=False, has_trees=True
         ),
