@@ -25,7 +25,7 @@ from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import TensorRtCompiler, TensorRtOptions
 from engines.tokenizer_config import write_tokenizer
-from engines.torch_build import write_torch_model
+from engines.torch_build import write_torch_head, write_torch_model
 from engines.weight_formats import check_formats, choose_kv_cache_dtype, choose_weights
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
@@ -125,7 +125,7 @@ def build_engines(
     draft = None if draft_dir is None else Path(draft_dir)
     pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
     if pair.head is not None and not RUNTIMES[runtime].has_heads:
-        able = " and ".join(name for name, spec in RUNTIMES.items() if spec.has_heads)
+        able = ", ".join(name for name, spec in RUNTIMES.items() if spec.has_heads)
         raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for {able} alone")
     check_formats(runtime, asked, has_head=pair.head is not None)
     formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
@@ -204,6 +204,8 @@ def _build_models(
             steps.begin("draft: EAGLE-3 head")
             if written.runtime == "llvm":
                 models[name] = write_llvm_head(pair.head, weights, models["target"], directory, written.weights[name])
+            elif written.runtime == "torch":
+                models[name] = write_torch_head(pair.head, weights, models["target"], directory, written.dtype)
             else:
                 models[name] = write_head(
                     pair.head, weights, models["target"], directory, kv_block_size=written.kv_block_size

@@ -75,7 +75,16 @@ RUNTIMES = {
         RuntimeSpec("tensorrt_rtx", _CUDA, (), _HALVES, extra="torch", tensorrt="rtx", is_gathered=True),
         RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full"),
         RuntimeSpec(
-            "torch", _CUDA, ("torch",), _HALVES, extra="torch", is_weights_only=True, has_experts=False, has_trees=True
+            "torch",
+            _CUDA,
+            ("torch",),
+            _HALVES,
+            extra="torch",
+            is_weights_only=True,
+            has_heads=True,
+            has_experts=False,
+            has_trees=True,
+            has_head_trees=True,
         ),
     )
 }

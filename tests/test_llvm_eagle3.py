@@ -183,13 +183,13 @@ def test_tokens_equal_plain_decoding_with_a_target_of_integers(tmp_path: Path) -
         assert tokens_of(built, "fixed:4", requests, **options) == plain
 
 
-def test_what_is_not_for_heads_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_for_heads_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
     head = write_head(tmp_path / "head")
-    with pytest.raises(
-        CheckpointError, match="runtime = 'torch': EAGLE-3 heads are built for onnxruntime and llvm alone"
-    ):
-        build_engines(target, head, tmp_path / "engine", runtime="torch")
+    monkeypatch.setattr("engines.build.TensorRtCompiler", lambda *_: None)  # whether it is installed or not
+    able = "EAGLE-3 heads are built for onnxruntime, llvm, torch alone"
+    with pytest.raises(CheckpointError, match=f"runtime = 'tensorrt': {able}"):
+        build_engines(target, head, tmp_path / "engine", runtime="tensorrt")
     with pytest.raises(CheckpointError, match="weights of target = 'int8': pairs with an EAGLE-3 head"):
         build_engines(target, head, tmp_path / "engine", weights="int8")
     assert not (tmp_path / "engine").exists()
