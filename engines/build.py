@@ -26,7 +26,7 @@ from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import TensorRtCompiler, TensorRtOptions
 from engines.tokenizer_config import write_tokenizer
-from engines.torch_build import write_torch_model
+from engines.torch_build import write_torch_head, write_torch_model
 from engines.weight_formats import check_formats, choose_kv_cache_dtype, choose_weights
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
@@ -243,6 +243,8 @@ def _build_head(  # noqa: PLR0917
     own = weights["draft"]
     if written.runtime == "llvm":
         return write_llvm_head(head, own, target, directory, written.weights["draft"])
+    if written.runtime == "torch":
+        return write_torch_head(head, own, target, directory, written.dtype)
     with written.onnx_dir(directory) as onnx_dir:
         model = write_head(
             head,

@@ -77,7 +77,16 @@ RUNTIMES = {
         ),
         RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full", has_heads=True),
         RuntimeSpec(
-            "torch", _CUDA, ("torch",), _HALVES, extra="torch", is_weights_only=True, has_experts=False, has_trees=True
+            "torch",
+            _CUDA,
+            ("torch",),
+            _HALVES,
+            extra="torch",
+            is_weights_only=True,
+            has_heads=True,
+            has_experts=False,
+            has_trees=True,
+            has_head_trees=True,
         ),
     )
 }

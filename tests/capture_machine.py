@@ -168,7 +168,7 @@ def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
 
         monkeypatch.setattr(module, name, noticed)
 
-    for name in ("product", "_head_product"):
+    for name in ("product", "head_product"):
         before(torch_segment, name, machine.product)
     for module in (draft_loop, sampler):
         before(module, "to_host", machine.wait)

@@ -82,13 +82,13 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
 def test_the_head_gives_float32_whatever_its_weights_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     with faked([], monkeypatch):
         logits = LogitsBuffer(CUDA).rows(3, VOCAB)
-        torch_segment._head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
+        torch_segment.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
         assert (logits.dtype, tuple(logits.shape), logits.device) == (torch.float32, (3, VOCAB), CUDA)
         bias = torch_segment.product(empty(3, 16, dtype=dtype), empty(8, 16, dtype=dtype), empty(8, dtype=dtype))
         assert bias.shape == (3, 8) and bias.dtype == dtype
         first_products(CUDA, dtype)
         with pytest.raises(RuntimeError):  # the check sees a shape that does not fit
-            torch_segment._head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
+            torch_segment.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
 
 
 def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,10 +165,12 @@ def test_a_call_of_trees_is_the_call_of_chains_with_a_mask() -> None:
         assert (tuple(ancestors.shape), ancestors.dtype) == ((16,), torch.int64)
 
 
-def test_cells_move_within_the_pools_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_features", [0, 3])
+def test_cells_move_within_the_pools_of_a_device(monkeypatch: pytest.MonkeyPatch, num_features: int) -> None:
     pool = CudaKvPool.__new__(CudaKvPool)
     with faked([], monkeypatch):
         pool.storage = empty(2, 2, 3, 9, 16, 32, dtype=torch.bfloat16)
+        pool.features = empty(9, 16, num_features, 64, dtype=torch.bfloat16)
         pool.move(empty(5, dtype=torch.int64), empty(5, dtype=torch.int64))
         with pytest.raises(RuntimeError):
             pool.move(empty(5, dtype=torch.int64), empty(4, dtype=torch.int64))

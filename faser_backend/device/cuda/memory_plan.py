@@ -99,8 +99,13 @@ def plan_memory(
         PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
         PlanLine("cuBLAS workspaces (allowance)", num_streams * WORKSPACE_BYTES),
     )
-    block_bytes = sum(spec.num_layers * 2 * spec.num_kv_heads * kv_block_size * spec.head_dim * size for spec in specs)
-    return MemoryPlan(free_bytes, block_bytes, lines)
+    return MemoryPlan(free_bytes, sum(block_bytes(spec, kv_block_size, size) for spec in specs), lines)
+
+
+def block_bytes(spec: ModelSpec, kv_block_size: int, size: int) -> int:
+    """Bytes of one KV block of a model: keys and values of all layers, and what a draft head reads of each token."""
+    kv = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
+    return kv_block_size * (kv + len(spec.feature_layers) * spec.hidden_size) * size
 
 
 def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
