@@ -144,9 +144,6 @@ def build_engines(
         max_context = tensorrt.limits.max_context
     draft = None if draft_dir is None else Path(draft_dir)
     pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
-    if pair.head is not None and not RUNTIMES[runtime].has_heads:
-        able = ", ".join(name for name, spec in RUNTIMES.items() if spec.has_heads)
-        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for {able} alone")
     check_formats(runtime, asked, has_head=pair.head is not None)
     formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)

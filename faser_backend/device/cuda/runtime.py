@@ -218,8 +218,6 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: Engine
             f"runtime = {manifest.runtime!r}: torch {torch.__version__} sees no CUDA device here; "
             "`faser doctor` tells what is missing"
         )
-    if manifest.draft is not None and manifest.draft.spec.reads_target:
-        raise ConfigError(f"runtime = {manifest.runtime!r}: EAGLE-3 heads do not run on GPUs yet; use draft = 'ngram'")
     device = current_device()
     if manifest.runtime_spec.is_weights_only:
         programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device, manifest.target)

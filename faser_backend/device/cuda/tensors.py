@@ -17,6 +17,7 @@ SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
 TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 TREE_MASK = (TensorSpec(TRUNKS, "int32", ("B",)), TensorSpec(ANCESTORS, "int64", ("T",)))
 FEATURES = "features"  # what a draft head reads, in the target's pool
+FEATURE_ROWS = "aux_hidden"  # of one layer of these: what enters or leaves a compiled engine
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
@@ -55,6 +56,9 @@ def call_tensors(
             tensors[tensor.name] = pool.values(int(layer))
         elif name == FEATURES:
             tensors[name] = pool.features
+        elif name == FEATURE_ROWS:
+            tensors[FEATURES] = pool.features
+            tensors[tensor.name] = store.get(tensor.name, (bounds.num_rows, int(tensor.shape[1])), dtype)
         elif name == COLUMNS:
             tensors[name] = store.arange(bounds.num_blocks * pool.kv_block_size, dtype)
         elif name == "logits":
