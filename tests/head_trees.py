@@ -25,7 +25,7 @@ class Agreeing(Built):
     on, for a hidden state that is mostly t's embedding. What it makes of a row is mostly that state again, so that it
     is right at first choice behind the anchor, at second choice behind that token, at third behind the next."""
 
-    def __init__(self, root: Path, *, runtime: str = "llvm", tensorrt: TensorRtOptions | None = None) -> None:
+    def __init__(self, root: Path, runtime: str = "llvm", *, tensorrt: TensorRtOptions | None = None) -> None:
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
         self.target_reference = reference_model(self.source)
         embedding = torch.randn(VOCAB_SIZE, HEAD["hidden_size"], generator=torch.Generator().manual_seed(1))

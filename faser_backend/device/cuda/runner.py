@@ -178,7 +178,7 @@ class CudaRunner:
             for queue in launches:
                 queue()
 
-        results = {name: tensors[name] for name in ("logits", *(["hidden"] if self.num_ahead else []))}
+        results = {name: tensors[name] for name in ("logits", *(["hidden"] if self.spec.reads_target else []))}
         return PreparedCall(bounds, {**inputs.tensors, **results}, launch, fill)
 
     def clear_at_close(self, clear: Callable[[], None]) -> None:
