@@ -62,7 +62,8 @@ class TensorRtCompiler:
         self, model: ModelEngine, onnx_dir: Path, directory: Path, kv_block_size: int, begin: Callable[[str], None]
     ) -> ModelEngine:
         """model: its ONNX segments in onnx_dir, NAME.0.onnx and so on. begin: called before each engine is built."""
-        splits = ("", *self._options.split_streams)  # the whole device first
+        takes_turns = model.spec.reads_target or model.spec.feature_layers  # heads and their targets share no device
+        splits = ("", *(() if takes_turns else self._options.split_streams))  # the whole device first
         buckets = call_buckets(model.spec, kv_block_size, self._options.limits, splits)
         segments = []
         for segment in model.segments:

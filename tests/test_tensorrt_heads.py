@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from engines.eagle3 import read_head
 from engines.eagle3_graph import write_head
 from engines.families import read_spec
 from engines.tensorrt_buckets import CallLimits
-from engines.tensorrt_build import TensorRtOptions
+from engines.tensorrt_build import SplitStreams, TensorRtCompiler, TensorRtOptions
 from engines.tensorrt_plugin_network import plugin_network
 from engines.weights import ModelWeights
+from faser_backend.core.model import EAGLE3
 from faser_backend.files import read_json
-from faser_backend.manifest import EngineManifest, ModelEngine, TensorSpec
+from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
 from tests import eagle3_models
 from tests.eagle3_models import HEAD, ReferenceHead
 from tests.test_eagle3 import same_logits
@@ -106,6 +108,23 @@ def test_the_real_compiler_takes_a_head_and_its_target(
 
 def tensors_of(tensors: tuple[TensorSpec, ...]) -> dict[str, TensorSpec]:
     return {tensor.name: tensor for tensor in tensors}
+
+
+def test_a_head_and_its_target_have_no_profiles_of_splits(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take turns on the whole device; a pair of models has profiles of every split."""
+    monkeypatch.setattr(TensorRtCompiler, "compile_segment", lambda self, onnx, segment, buckets, path: path.touch())
+    compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), report=print)
+    compiler._options = TensorRtOptions(LIMITS, split_streams={"16/116": SplitStreams(draft=1, target=2)})
+    spec = replace(read_spec(open_checkpoint(source)), max_context=64)
+    segment = SegmentSpec(FileSpec("target.0.onnx", "", 0), 0, 4, (TensorSpec("token_ids", "int64", ("T",)),), ())
+    head, target = replace(spec, family=EAGLE3), replace(spec, feature_layers=FEATURES)
+    for each, splits in ((spec, {"", "16/116"}), (head, {""}), (target, {""})):
+        model = compiler.compile_model(
+            ModelEngine(each, None, (segment,)), tmp_path, tmp_path, BLOCK_SIZE, lambda what: None
+        )
+        assert {bucket.split for bucket in model.segments[0].buckets} == splits
 
 
 # -- full TensorRT, whose compiler is not here ---------------------------------------------------------
