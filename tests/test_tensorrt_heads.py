@@ -21,12 +21,17 @@ from engines.tensorrt_buckets import CallLimits
 from engines.tensorrt_build import SplitStreams, TensorRtCompiler, TensorRtOptions
 from engines.tensorrt_plugin_network import plugin_network
 from engines.weights import ModelWeights
+from faser_backend.config import EngineConfig
 from faser_backend.core.model import EAGLE3
 from faser_backend.files import read_json
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
+from faser_backend.serving.compose import build_engine
+from plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests import eagle3_models
 from tests.eagle3_models import HEAD, ReferenceHead
+from tests.harness import drive
 from tests.test_eagle3 import same_logits
+from tests.test_eagle3_drafting import make_requests
 from tests.test_tensorrt_plugin_network import (
     BLOCK_SIZE,
     GEOMETRY,
@@ -238,3 +243,34 @@ def test_the_plugins_graph_of_a_heads_tree_gives_a_paths_logits(
     bits[3:] |= 0b100
     shown = head.run(tokens, hidden, 0, positions=positions, trunk_lens=trunk, ancestors=bits)[0]
     assert same_logits(shown[:3], wanted[:3]) and not same_logits(shown[3:4], wanted[3:4])
+
+
+# -- where there is a GPU ------------------------------------------------------------------------------
+
+
+def draft_with_head(directory: Path, policy: str) -> tuple[dict[str, list[int]], int]:
+    """Tokens of greedy requests, and how many tokens the head drafted."""
+    config = EngineConfig.from_options(policy=policy, max_num_seqs=4, max_prefill_tokens=16)
+    engine = build_engine(directory, config)
+    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    num_drafted = engine.metrics().num_drafted
+    engine.close()
+    return tokens, num_drafted
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("runtime", ["tensorrt_rtx", "tensorrt"])
+def test_heads_on_a_gpu_draft_chains_and_trees(runtime: str, tmp_path: Path) -> None:
+    """Captured graphs, the loop of chains and the mask of trees are all on the way."""
+    try:
+        import_tensorrt("rtx" if runtime == "tensorrt_rtx" else "full")
+    except TensorRtError as error:
+        pytest.skip(str(error))
+    source = write_checkpoint(tmp_path / "target", num_hidden_layers=8, head_dim=64)
+    head_dir = eagle3_models.write_head(tmp_path / "head", head_dim=64)
+    directory, options = tmp_path / "engine", TensorRtOptions(LIMITS, has_trees=True)
+    build_engines(source, head_dir, directory, runtime=runtime, exit_layers=(4,), tensorrt=options)
+    plain, _ = draft_with_head(directory, "none")
+    for policy in ("fixed:4", "tree:5"):
+        tokens, num_drafted = draft_with_head(directory, policy)
+        assert num_drafted > 50 and tokens == plain
