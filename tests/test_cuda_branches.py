@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from faser_backend.device.cuda import choice, torch_segment, transfer
 from faser_backend.device.cuda.buffers import LogitsBuffer
 from faser_backend.device.cuda.call_shapes import RowMenu
-from faser_backend.device.cuda.memory_plan import NODES_BESIDE_LAYERS, NODES_PER_LAYER
+from faser_backend.device.cuda.head_runner import JOIN, LAYER
+from faser_backend.device.cuda.memory_plan import NODES_BESIDE_LAYERS, NODES_PER_FEATURE, NODES_PER_LAYER
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runtime import first_products
+from lab.gpu.heads import head_pair
 from lab.gpu.nodes import Indexing, call_nodes, draw_nodes
 from lab.gpu.pairs import model_pair
 from lab.shapes import PAIRS
@@ -143,6 +146,32 @@ def test_graphs_have_no_more_nodes_than_memory_is_planned_for() -> None:
         assert count <= model.spec.num_layers * NODES_PER_LAYER + len(nodes) * NODES_BESIDE_LAYERS
         assert all(name in each for each in nodes for name in ("rotate_heads_kernel", "mm"))
     assert sum(draw_nodes(VOCAB, 8, 0, has_filters=False).values()) <= NODES_BESIDE_LAYERS
+
+
+def test_calls_of_a_head_and_of_what_it_reads_fit_together() -> None:
+    """Both segments of a head, as chains and trees, with logits and as a prompt's chunk; the target keeps three layers'
+    inputs, in a graph with three nodes more for each."""
+    pair = PAIRS["qwen3-8b/0.6b"]
+    models, plain = head_pair(pair, "bf16"), model_pair(pair, "bf16")
+    assert models.draft is not None
+    menu = RowMenu(64)
+    decode, prompt = menu.of_decode(8, 1), menu.menu(0)[-1]
+    assert prompt.num_logit_rows == 0
+    joined = call_nodes(models.draft, JOIN, decode._replace(num_logit_rows=0))
+    assert joined == {"remainder": 1, "_to_copy": 1, "index_select": 1, "mm": 1}
+    layer = call_nodes(models.draft, LAYER, decode)
+    assert layer == call_nodes(models.draft, LAYER, decode._replace(has_trees=True))
+    assert layer["add_rms_norm_kernel"] == 4 and layer["mm"] == 5 and layer["index_copy_"] == layer["fill_"] == 1
+    assert sum(layer.values()) + sum(joined.values()) <= NODES_PER_LAYER + 2 * NODES_BESIDE_LAYERS
+    chunk = call_nodes(models.draft, LAYER, prompt)
+    assert chunk["write_kv_kernel"] == chunk["mm"] == 1 and not chunk["pruned_chunk_attention_kernel"]
+    for bounds in (decode, prompt):
+        nodes = [
+            sum((call_nodes(each.target, index, bounds) for index in range(2)), Counter()) for each in (models, plain)
+        ]
+        more = nodes[0] - nodes[1]
+        assert more == {"remainder": 3, "_to_copy": 3, "index_copy_": 3}
+        assert sum(more.values()) == 3 * NODES_PER_FEATURE
 
 
 def test_a_call_of_trees_is_the_call_of_chains_with_a_mask() -> None:
