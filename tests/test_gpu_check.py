@@ -195,7 +195,7 @@ def test_a_dry_run_on_the_cpu_ends_every_part_well(tmp_path):
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_the_parts_of_tensorrt_end_with_trees_behind_a_mask(stays, monkeypatch):
+def test_the_parts_of_tensorrt_end_with_trees_of_a_model_and_of_a_head(stays, monkeypatch):
     """Weights of runtime llvm stand in for engines, which need a GPU. Cells that stay where they were are noticed."""
     asked = []
 
@@ -209,17 +209,17 @@ def test_the_parts_of_tensorrt_end_with_trees_behind_a_mask(stays, monkeypatch):
     if stays:
         monkeypatch.setattr(LlvmRunner, "move_cells", lambda *_: None)
     found = parity.rtx_runtime(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
-    assert asked == [("fp16", False), ("fp16", True)]
-    chains, trees = found["dtypes"]
-    assert (chains["stage"], chains["options"], trees["stage"], trees["options"]) == ("done", "", "done", "--trees")
-    assert [(row["policy"], row["temperature"]) for row in trees["answers"]] == [
-        ("fixed:4", 0.0),
-        ("tree:6", 0.0),
-        ("tree:6", 0.8),
-    ]
-    assert all(row["num_equal"] == row["num_answers"] == 2 for row in [*chains["answers"], trees["answers"][0]])
+    assert asked == [("fp16", False), ("fp16", True), ("fp16", True)]
+    chains, trees, head = found["dtypes"]
+    assert [row["stage"] for row in found["dtypes"]] == ["done"] * 3
+    assert [row["options"] for row in found["dtypes"]] == ["", "--trees", "--trees --draft HEAD"]
+    runs = [("fixed:4", 0.0), ("tree:6", 0.0), ("tree:6", 0.8)]
+    for each in (trees, head):
+        assert [(row["policy"], row["temperature"]) for row in each["answers"]] == runs
+    in_chains = [*chains["answers"], trees["answers"][0], head["answers"][0]]
+    assert all(row["num_equal"] == row["num_answers"] == 2 for row in in_chains)
     assert all(row["num_equal"] == row["num_answers"] for row in trees["answers"]) == (not stays)
-    assert trees["target"]["num_different"] == trees["draft"]["num_different"] == 0
+    assert trees["target"]["num_different"] == trees["draft"]["num_different"] == head["target"]["num_different"] == 0
 
 
 def test_a_sweep_times_every_launch_and_every_split():

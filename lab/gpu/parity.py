@@ -29,6 +29,7 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from lab.drive import write_all
+from lab.gpu.heads import write_untrained_head
 from lab.gpu.pairs import checked_device
 from lab.gpu.worker import Context, Result
 from lab.prompts import DEMO_PROMPTS, read_prompts
@@ -41,18 +42,21 @@ ANSWER_TOKENS = 24
 
 
 class Build(NamedTuple):
-    """An engine directory to compare. has_trees: compiled with a mask in every call."""
+    """An engine directory to compare. has_trees: compiled with a mask in every call. has_head: a head that nobody
+    trained is in the place of the demo draft."""
 
     dtype: str
     has_trees: bool = False
+    has_head: bool = False
 
     @property
     def row(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "options": "--trees" if self.has_trees else ""}
+        options = {"--trees": self.has_trees, "--draft HEAD": self.has_head}
+        return {"dtype": self.dtype, "options": " ".join(name for name, is_given in options.items() if is_given)}
 
 
-# What trees are on TensorRT is seen in one build beside the others, in one dtype, last of all.
-COMPILED_TREES = Build("fp16", has_trees=True)
+# What trees and heads are on TensorRT is seen in a build each beside the others, in one dtype, last of all.
+COMPILED_TREES = (Build("fp16", has_trees=True), Build("fp16", has_trees=True, has_head=True))
 
 
 def torch_runtime(context: Context) -> Result:
@@ -61,11 +65,11 @@ def torch_runtime(context: Context) -> Result:
 
 
 def rtx_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), COMPILED_TREES))
+    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), *COMPILED_TREES))
 
 
 def tensorrt_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), COMPILED_TREES))
+    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), *COMPILED_TREES))
 
 
 def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: tuple[Build, ...]) -> Result:
@@ -77,7 +81,7 @@ def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: 
 
 
 def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result:
-    """A row per build, in "dtypes". Of a tiny check the first, and the one with trees where there is one."""
+    """A row per build, in "dtypes". Of a tiny check the first, and those with trees."""
     found: Result = {"runtime": runtime, "dtypes": []}
     if context.is_tiny:
         builds = (builds[0], *(build for build in builds[1:] if build.has_trees))
@@ -129,10 +133,13 @@ def _check(  # noqa: PLR0917
         row["stage"] = stage
         context.save(found)
 
+    target, draft = DEMO_PAIR / "target", DEMO_PAIR / "draft"
+    if build.has_head:
+        draft = write_untrained_head(target, engine_dir.with_name("head"), context.seed)
     start = time.monotonic()
     build_engines(
-        DEMO_PAIR / "target",
-        DEMO_PAIR / "draft",
+        target,
+        draft,
         engine_dir,
         runtime=found["runtime"],
         dtype=build.dtype,
@@ -145,6 +152,8 @@ def _check(  # noqa: PLR0917
     with _opened(engine_dir) as (runtime, models):
         row["load_s"] = time.monotonic() - start
         for name, model in zip(ModelPair._fields, models, strict=True):
+            if model is None or model.spec.reads_target:
+                continue  # alone it has nothing to read
             begin(f"run {name}")
             logits = forced_logits(runtime, model, reference.prompts, reference.texts)
             row[name] = compare_logits(logits, reference.logits[name], TIES[build.dtype])
