@@ -138,6 +138,19 @@ def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, pl
     assert tokens == plain
 
 
+def test_calls_too_large_for_graphs_are_no_different(
+    built: Built, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a context, and have hidden states of their own."""
+    for module in ("tensorrt_segment", "runner"):
+        monkeypatch.setattr(f"faser_backend.device.cuda.{module}.MAX_GRAPH_ROWS", 4)
+    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    assert drive(engine, make_requests(is_greedy=True)).tokens == plain
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+
+
 def test_sampled_tokens_are_those_of_plain_decoding(built: Built) -> None:
     requests = make_requests()
     assert tokens_of(built, "fixed:3", requests) == tokens_of(built, "none", requests)
