@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.arrays import CheckpointError
 from engines.build_checks import check_choices, check_exit_layers, check_experts, check_output, check_room, num_bytes_of
 from engines.decoder import build_segment
+from engines.eagle3 import Eagle3Head
 from engines.eagle3_graph import write_head
 from engines.eagle3_llvm import write_llvm_head
 from engines.graph import WeightStore
@@ -25,7 +26,7 @@ from engines.pairs import CheckpointPair, open_pair
 from engines.prompts import read_prompts
 from engines.tensorrt_build import TensorRtCompiler, TensorRtOptions
 from engines.tokenizer_config import write_tokenizer
-from engines.torch_build import write_torch_model
+from engines.torch_build import write_torch_head, write_torch_model
 from engines.weight_formats import check_formats, choose_kv_cache_dtype, choose_weights
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
@@ -69,11 +70,30 @@ class _Format:
     compiler: TensorRtCompiler | None  # None where graphs or weights are served as they are
     weights: dict[str, WeightFormat]  # of the matrices by side
 
-    def num_steps(self, num_models: int, num_segments: int) -> int:
-        """Steps of writing all models."""
+    def num_steps(self, num_models: int, num_segments: int, *, has_head: bool) -> int:
+        """Steps of writing all models. num_segments: a head's counted as one, for it is written in one step."""
         if RUNTIMES[self.runtime].is_weights_only:
             return num_models
-        return num_segments * (1 if self.compiler is None else 2)
+        return num_segments if self.compiler is None else 2 * num_segments + has_head
+
+    @property
+    def has_trees(self) -> bool:
+        return self.compiler is not None and self.compiler.has_trees
+
+    @contextmanager
+    def onnx_dir(self, directory: Path) -> Iterator[Path]:
+        """Where graphs are written to: a folder for the while in `directory` where they are compiled."""
+        if self.compiler is None:
+            yield directory
+            return
+        with tempfile.TemporaryDirectory(suffix=".onnx", dir=directory) as onnx_dir:
+            yield Path(onnx_dir)
+
+    def compiled(self, model: ModelEngine, onnx_dir: Path, directory: Path, steps: _Steps) -> ModelEngine:
+        """A model whose graphs are in onnx_dir, as it is served from `directory`."""
+        if self.compiler is None:
+            return model
+        return self.compiler.compile_model(model, onnx_dir, directory, self.kv_block_size, steps.begin)
 
 
 def build_engines(
@@ -124,9 +144,6 @@ def build_engines(
         max_context = tensorrt.limits.max_context
     draft = None if draft_dir is None else Path(draft_dir)
     pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
-    if pair.head is not None and not RUNTIMES[runtime].has_heads:
-        able = " and ".join(name for name, spec in RUNTIMES.items() if spec.has_heads)
-        raise CheckpointError(f"runtime = {runtime!r}: EAGLE-3 heads are built for {able} alone")
     check_formats(runtime, asked, has_head=pair.head is not None)
     formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
@@ -140,7 +157,8 @@ def build_engines(
     check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
     cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
     check_room(output, sum(num_bytes_of(pair.weights[side], form, dtype) for side, form in formats.items()))
-    steps.total = written.num_steps(len(cuts), sum(map(len, cuts.values()))) + 1
+    num_segments = sum(map(len, cuts.values()))
+    steps.total = written.num_steps(len(cuts), num_segments, has_head=pair.head is not None) + 1
     with _partial_directory(output) as partial:
         models = _build_models(pair, specs, cuts=cuts, written=written, directory=partial, steps=steps)
         steps.begin("tokenizer and manifest")
@@ -201,18 +219,42 @@ def _build_models(
     for name, spec in specs.items():  # the target first
         weights = pair.weights[name]
         if name == "draft" and pair.head is not None:
-            steps.begin("draft: EAGLE-3 head")
-            if written.runtime == "llvm":
-                models[name] = write_llvm_head(pair.head, weights, models["target"], directory, written.weights[name])
-            else:
-                models[name] = write_head(
-                    pair.head, weights, models["target"], directory, kv_block_size=written.kv_block_size
-                )
+            head = replace(pair.head, spec=spec)
+            models[name] = _build_head(head, pair.weights, models["target"], written, directory, steps)
             continue
         models[name] = _build_model(
             name, spec, weights, cuts=cuts[name], written=written, directory=directory, steps=steps
         )
     return models
+
+
+def _build_head(  # noqa: PLR0917
+    head: Eagle3Head,
+    weights: Mapping[str, ModelWeights],
+    target: ModelEngine,
+    written: _Format,
+    directory: Path,
+    steps: _Steps,
+) -> ModelEngine:
+    steps.begin("draft: EAGLE-3 head")
+    own = weights["draft"]
+    if written.runtime == "llvm":
+        return write_llvm_head(head, own, target, directory, written.weights["draft"])
+    if written.runtime == "torch":
+        return write_torch_head(head, own, target, directory, written.dtype)
+    with written.onnx_dir(directory) as onnx_dir:
+        model = write_head(
+            head,
+            own,
+            target,
+            onnx_dir,
+            kv_block_size=written.kv_block_size,
+            runtime=written.runtime,
+            dtype=written.dtype,
+            has_trees=written.has_trees,
+            lender=weights["target"] if written.compiler is not None else None,
+        )
+        return written.compiled(model, onnx_dir, directory, steps)
 
 
 def _build_model(
@@ -232,14 +274,9 @@ def _build_model(
             return write_llvm_model(name, spec, weights, cuts, directory, written.weights[name])
         steps.begin(what)
         return write_torch_model(name, spec, weights, cuts, directory, written.dtype)
-    with ExitStack() as scratch:
-        onnx_dir = directory
-        if written.compiler is not None:
-            onnx_dir = Path(scratch.enter_context(tempfile.TemporaryDirectory(suffix=".onnx", dir=directory)))
+    with written.onnx_dir(directory) as onnx_dir:
         model = _write_onnx(name, spec, weights, cuts=cuts, written=written, directory=onnx_dir, steps=steps)
-        if written.compiler is None:
-            return model
-        return written.compiler.compile_model(model, onnx_dir, directory, written.kv_block_size, steps.begin)
+        return written.compiled(model, onnx_dir, directory, steps)
 
 
 def _write_onnx(
@@ -269,7 +306,7 @@ def _write_onnx(
             runtime=written.runtime,
             dtype=written.dtype,
             weight_format=written.weights[name].name,
-            has_trees=written.compiler is not None and written.compiler.has_trees,
+            has_trees=written.has_trees,
         )
         files = graph.write(directory, f"{name}.{len(segments)}")
         segments.append(SegmentSpec(files[0], first, last, graph.inputs, graph.outputs, parts=files[1:]))

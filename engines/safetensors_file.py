@@ -18,7 +18,7 @@ from faser_backend.files import FileError, check_regular
 
 INTEGERS = ("I64", "I32", "BOOL")
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {np.dtype(np.int64): "I64"}
 _METADATA = "__metadata__"
 
 
@@ -95,5 +95,5 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, array), (announced, (dtype, shape)) in zip(arrays, formats.items(), strict=True):
             assert (name, array.shape) == (announced, shape)
-            for block in converted_blocks(name, array, dtype):
+            for block in [array] if dtype == np.int64 else converted_blocks(name, array, dtype):
                 file.write(block.view(np.uint8).data)

@@ -62,13 +62,14 @@ class TensorRtCompiler:
         self, model: ModelEngine, onnx_dir: Path, directory: Path, kv_block_size: int, begin: Callable[[str], None]
     ) -> ModelEngine:
         """model: its ONNX segments in onnx_dir, NAME.0.onnx and so on. begin: called before each engine is built."""
-        splits = ("", *self._options.split_streams)  # the whole device first
+        takes_turns = model.spec.reads_target or model.spec.feature_layers  # heads and their targets share no device
+        splits = ("", *(() if takes_turns else self._options.split_streams))  # the whole device first
         buckets = call_buckets(model.spec, kv_block_size, self._options.limits, splits)
         segments = []
         for segment in model.segments:
             path = directory / Path(segment.file.name).with_suffix(".engine").name
             used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
-            begin(f"{path.stem}: compile layers {segment.first_layer} to {segment.last_layer}")
+            begin(f"{path.stem}: compile {what_is_in(segment)}")
             onnx_path = onnx_dir / segment.file.name
             if self.tensorrt.has_plugins:
                 geometry = plugin_geometry(model.spec, kv_block_size, with_free_rows(buckets))
@@ -127,6 +128,13 @@ class TensorRtCompiler:
             streams = self._options.split_streams[bucket.split]
             profile.profile_stream = streams.draft if segment.file.name.startswith("draft.") else streams.target
         return profile
+
+
+def what_is_in(segment: SegmentSpec) -> str:
+    """For a line of progress."""
+    if segment.first_layer == segment.last_layer:
+        return "the joining of hidden states"
+    return f"layers {segment.first_layer} to {segment.last_layer}"
 
 
 def parse_network(tensorrt: TensorRt, builder: Any, log: ErrorLog, onnx_path: Path) -> Any:

@@ -6,11 +6,13 @@ file under the names of the graphs, in the engine's dtype; norms and biases stay
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from engines.arrays import BFLOAT16
+from engines.eagle3 import Eagle3Head
 from engines.safetensors_file import write_safetensors
 from engines.weights import ModelWeights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec, TensorSpec
@@ -28,13 +30,52 @@ def write_torch_model(  # noqa: PLR0917
     path = directory / f"{name}.safetensors"
     formats = weight_formats(weights, NUMPY_DTYPES[dtype])
     write_safetensors(path, formats, ((weight, weights[weight]) for weight in formats))
-    file = FileSpec.of(path)
-    starts = (0, *cuts[:-1])
-    segments = tuple(
-        SegmentSpec(file, first, last, *segment_tensors(spec, first, last, NUMPY_DTYPES[dtype].name))
-        for first, last in zip(starts, cuts, strict=True)
+    return ModelEngine(spec, FileSpec.of(path), torch_segments(spec, FileSpec.of(path), cuts, dtype))
+
+
+def write_torch_head(
+    head: Eagle3Head, weights: ModelWeights, target: ModelEngine, directory: Path, dtype: str
+) -> ModelEngine:
+    """Writes draft.safetensors, with `token_ids` int64 [num_logits] beside the matrices. A head without an embedding
+    has none there either: its target's is read. dtype: as of write_torch_model."""
+    path, token_ids = directory / "draft.safetensors", head.token_ids
+    formats = weight_formats(weights, NUMPY_DTYPES[dtype])
+    arrays = chain(((name, weights[name]) for name in formats), [("token_ids", token_ids)])
+    write_safetensors(path, {**formats, "token_ids": (np.dtype(np.int64), token_ids.shape)}, arrays)
+    return ModelEngine(head.spec, FileSpec.of(path), head_segments(head.spec, target.spec, FileSpec.of(path), dtype))
+
+
+def torch_segments(spec: ModelSpec, file: FileSpec, cuts: tuple[int, ...], dtype: str) -> tuple[SegmentSpec, ...]:
+    """Segments that end at layers `cuts`. One with layers whose inputs a head reads has the pool that keeps them."""
+    name = NUMPY_DTYPES[dtype].name
+    segments = []
+    for first, last in zip((0, *cuts[:-1]), cuts, strict=True):
+        inputs, outputs = segment_tensors(spec, first, last, name)
+        if any(first <= layer < last for layer in spec.feature_layers):
+            inputs += (_features(spec, name),)
+        segments.append(SegmentSpec(file, first, last, inputs, outputs))
+    return tuple(segments)
+
+
+def head_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: str) -> tuple[SegmentSpec, ...]:
+    """Of a head: what joins the target's hidden states, and the layer, which takes such a row or one of its own."""
+    name = NUMPY_DTYPES[dtype].name
+    joined, hidden, made = (
+        TensorSpec(tensor, name, (rows, spec.hidden_size))
+        for tensor, rows in (("hidden_out", "T"), ("hidden", "T"), ("hidden_out", "R"))
     )
-    return ModelEngine(spec, file, segments)
+    slots = TensorSpec("slot_mapping", "int32", ("T",))
+    inputs, outputs = segment_tensors(spec, 0, 1, name)
+    return (
+        SegmentSpec(file, 0, 0, (slots, _features(target, name)), (joined,)),
+        SegmentSpec(file, 0, 1, (*inputs, hidden), (*outputs, made)),
+    )
+
+
+def _features(target: ModelSpec, dtype: str) -> TensorSpec:
+    """The pool of what goes into the feature layers, by block and offset like keys and values."""
+    shape = ("NB", "kv_block_size", len(target.feature_layers), target.hidden_size)
+    return TensorSpec("features", dtype, shape)
 
 
 def weight_formats(weights: ModelWeights, dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:

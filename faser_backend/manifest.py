@@ -23,6 +23,11 @@ Runtimes "tensorrt", "torch" and "llvm", whose attention is a kernel of ours and
        kv_block_size + offset), -1 for a row that writes nothing; cu_rows [B + 1] int32; context_lens [B] int32;
        block_table [B, MB] int32; logit_rows (last segment); exit_candidates; k_pool.i, v_pool.i
   out  hidden_out, logits, exit_scores; "tensorrt" also k_pool_out.i, v_pool_out.i, aliases of the inputs
+A target whose draft is a head: out aux_hidden.i [T, hidden_size], the input of layer i, for each of its feature_layers.
+Draft heads have two segments. The first, of no layers, joins what lies at the rows' positions: in aux_hidden.i; out
+hidden_out [T, hidden_size]. The second is the layer: in token_ids and hidden beside what its runtime has above; out
+logits, hidden_out [R, hidden_size], of the logit rows alone. Runtime "torch" has in the place of all aux_hidden.i the
+pool that keeps them, features [num_blocks, kv_block_size, number of feature_layers, hidden_size], by slot_mapping.
 Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtimes
 "onnxruntime" and "llvm" keys and values have its kv_cache_dtype. Runtimes "torch" and "llvm" compile nothing ahead: all
 segments of a model name its one weight file, safetensors; of "llvm" with matrices in the layout of its kernels.

@@ -30,7 +30,6 @@ class RuntimeSpec:
     is_gathered: bool = False  # attention is the graph's own: all sequences are padded to the block table's columns
     weight_formats: tuple[str, ...] = ("fp32",)  # of matrices; on a GPU they have the dtype
     keeps_formats: bool = False  # of a checkpoint's matrices, unless others are asked for; of a draft head's as well
-    has_heads: bool = False  # drafts that read hidden states of the target
     has_experts: bool = True
     has_trees: bool = False  # rows that see their ancestors alone
     has_head_trees: bool = False  # drafted by heads
@@ -55,7 +54,6 @@ RUNTIMES = {
             is_cpu=True,
             has_parts=True,
             weight_formats=WEIGHT_FORMATS[:-1],
-            has_heads=True,
             has_trees=True,
             has_lanes=False,
         ),
@@ -68,14 +66,38 @@ RUNTIMES = {
             is_weights_only=True,
             weight_formats=WEIGHT_FORMATS,
             keeps_formats=True,
-            has_heads=True,
             has_trees=True,
             has_head_trees=True,
         ),
-        RuntimeSpec("tensorrt_rtx", _CUDA, (), _HALVES, extra="torch", tensorrt="rtx", is_gathered=True),
-        RuntimeSpec("tensorrt", _CUDA, (), _HALVES, extra="tensorrt", tensorrt="full"),
         RuntimeSpec(
-            "torch", _CUDA, ("torch",), _HALVES, extra="torch", is_weights_only=True, has_experts=False, has_trees=True
+            "tensorrt_rtx",
+            _CUDA,
+            (),
+            _HALVES,
+            extra="torch",
+            tensorrt="rtx",
+            is_gathered=True,
+            has_head_trees=True,
+        ),
+        RuntimeSpec(
+            "tensorrt",
+            _CUDA,
+            (),
+            _HALVES,
+            extra="tensorrt",
+            tensorrt="full",
+            has_head_trees=True,
+        ),
+        RuntimeSpec(
+            "torch",
+            _CUDA,
+            ("torch",),
+            _HALVES,
+            extra="torch",
+            is_weights_only=True,
+            has_experts=False,
+            has_trees=True,
+            has_head_trees=True,
         ),
     )
 }

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engines.build import build_engines
+from engines.tensorrt_build import TensorRtOptions
 from faser_backend.core.record import StepRecord
 from faser_backend.pipeline.engine import Engine
 from tests.eagle3_models import HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
@@ -24,7 +25,7 @@ class Agreeing(Built):
     on, for a hidden state that is mostly t's embedding. What it makes of a row is mostly that state again, so that it
     is right at first choice behind the anchor, at second choice behind that token, at third behind the next."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, runtime: str = "llvm", *, tensorrt: TensorRtOptions | None = None) -> None:
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
         self.target_reference = reference_model(self.source)
         embedding = torch.randn(VOCAB_SIZE, HEAD["hidden_size"], generator=torch.Generator().manual_seed(1))
@@ -51,8 +52,8 @@ class Agreeing(Built):
             tensors["lm_head.weight"][coming] += weight * rows
         self.head_dir = write_head(root / "head", tensors, draft_vocab_size=None)
         self.directory = root / "engine"
-        options = {"exit_layers": (4,), "kv_block_size": BLOCK_SIZE}
-        self.manifest = build_engines(self.source, self.head_dir, self.directory, runtime="llvm", **options)
+        options = {"exit_layers": (4,), "kv_block_size": BLOCK_SIZE, "tensorrt": tensorrt}
+        self.manifest = build_engines(self.source, self.head_dir, self.directory, runtime=runtime, **options)
         self.reference = ReferenceHead(self.head_dir, embedding)
 
 

@@ -8,6 +8,7 @@ TensorRT would, run the segment's own graph, and write results to addresses.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import replace
 from enum import Enum
 from itertools import pairwise
@@ -16,7 +17,9 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
 import numpy as np
+import onnx
 import onnxruntime as ort
+import pytest
 import torch
 
 from engines.checkpoint import open_checkpoint
@@ -24,10 +27,15 @@ from engines.decoder import build_segment
 from engines.families import read_spec
 from engines.graph import WeightStore
 from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
+from engines.tensorrt_build import TensorRtCompiler
 from engines.weights import ModelWeights
+from faser_backend.config import EngineConfig
+from faser_backend.device.cuda.programs import TensorRtPrograms
+from faser_backend.device.cuda.runtime import CudaRuntime, open_on_device
 from faser_backend.device.cuda.tensorrt_engine import EngineFile
 from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
-from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec
 from plugins.tensorrt_import import ErrorLog, import_tensorrt
 
 ACTIVATION_BYTES = 4096
@@ -133,8 +141,17 @@ class OrtContext:
         self.addresses[name] = address
         return True
 
+    def _check_apart(self) -> None:
+        """Nothing says in which order TensorRT reads inputs and writes outputs."""
+        inputs = {name: address for name, address in self.addresses.items() if name not in self._outputs}
+        for name in self._outputs:
+            if math.prod(self.shapes[name]):
+                shared = [other for other, address in inputs.items() if address == self.addresses[name]]
+                assert not shared, f"{name} is written where {shared} are read"
+
     def execute_async_v3(self, stream: int) -> bool:
         assert stream and set(self.addresses) == set(self.shapes)
+        self._check_apart()
         inputs = [node.name for node in self._engine.session.get_inputs()]
         results = self._engine.session.run(list(self._outputs), {name: self._at(name) for name in inputs})
         for name, result in zip(self._outputs, results, strict=True):
@@ -153,11 +170,12 @@ class OrtContext:
 class OrtStore:
     """Has what programs use of an EngineStore."""
 
-    def __init__(self, directory: Path, model: ModelEngine) -> None:
+    def __init__(self, directory: Path, *models: ModelEngine) -> None:
         self.log: ErrorLog = import_tensorrt("rtx").error_log()
         self.contexts: list[OrtContext] = []
         self.is_captured: list[bool] = []
-        self._segments = {directory / segment.file.name: segment for segment in model.segments}
+        segments = (segment for model in models for segment in model.segments)
+        self._segments = {directory / segment.file.name: segment for segment in segments}
         self._files: dict[Path, EngineFile] = {}
 
     def open(self, path: Path) -> EngineFile:
@@ -182,3 +200,30 @@ class OrtStore:
         self.contexts.append(context)
         self.is_captured.append(is_captured)
         return context
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+class OrtPrograms(TensorRtPrograms):
+    """Programs of an engine directory that was built while `graphs_are_engines`."""
+
+    def __init__(self, engine_dir: Path, models: ModelPair) -> None:
+        store: Any = OrtStore(engine_dir, *models.present)
+        self._engine_dir, self._device, self._store, self._opened = engine_dir, torch.device("cpu"), store, set()
+
+
+def graphs_are_engines(patch: pytest.MonkeyPatch) -> None:
+    """Builds of runtime "tensorrt_rtx" leave a segment's graph, its weights within, in the place of an engine, and the
+    runtime of GPUs runs it on the CPU."""
+
+    def write_graph(self: TensorRtCompiler, onnx_path: Path, segment: Any, buckets: Any, path: Path) -> None:
+        path.write_bytes(onnx.load(onnx_path).SerializeToString())
+
+    def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:
+        models = ModelPair(manifest.target, manifest.draft)
+        return open_on_device(OrtPrograms(engine_dir, models), models, manifest.kv_block_size, dtype=manifest.dtype)
+
+    patch.setattr(TensorRtCompiler, "compile_segment", write_graph)
+    patch.setattr("faser_backend.device.cuda.tensorrt_segment.current_stream", lambda: 7)
+    patch.setattr("faser_backend.device.cuda.runtime.open_cuda_runtime", open_runtime)

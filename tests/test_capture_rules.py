@@ -87,7 +87,7 @@ def opened(
     shares = open_menu(machine, 0, FakeDriver, first_work=first_work)
     runtime = CudaRuntime(
         torch.device("cpu"),
-        TorchPrograms.of_directory(directory, "fp32", torch.device("cpu")),
+        TorchPrograms.of_directory(directory, "fp32", torch.device("cpu"), manifest.target),
         models,
         16,
         dtype="fp32",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from faser_backend.device.cuda import choice, torch_segment, transfer
 from faser_backend.device.cuda.buffers import LogitsBuffer
 from faser_backend.device.cuda.call_shapes import RowMenu
-from faser_backend.device.cuda.memory_plan import NODES_BESIDE_LAYERS, NODES_PER_LAYER
+from faser_backend.device.cuda.head_runner import JOIN, LAYER
+from faser_backend.device.cuda.memory_plan import NODES_BESIDE_LAYERS, NODES_PER_FEATURE, NODES_PER_LAYER
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runtime import first_products
+from lab.gpu.heads import head_pair
 from lab.gpu.nodes import Indexing, call_nodes, draw_nodes
 from lab.gpu.pairs import model_pair
 from lab.shapes import PAIRS
@@ -82,13 +85,13 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
 def test_the_head_gives_float32_whatever_its_weights_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     with faked([], monkeypatch):
         logits = LogitsBuffer(CUDA).rows(3, VOCAB)
-        torch_segment._head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
+        torch_segment.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
         assert (logits.dtype, tuple(logits.shape), logits.device) == (torch.float32, (3, VOCAB), CUDA)
         bias = torch_segment.product(empty(3, 16, dtype=dtype), empty(8, 16, dtype=dtype), empty(8, dtype=dtype))
         assert bias.shape == (3, 8) and bias.dtype == dtype
         first_products(CUDA, dtype)
         with pytest.raises(RuntimeError):  # the check sees a shape that does not fit
-            torch_segment._head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
+            torch_segment.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
 
 
 def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +148,32 @@ def test_graphs_have_no_more_nodes_than_memory_is_planned_for() -> None:
     assert sum(draw_nodes(VOCAB, 8, 0, has_filters=False).values()) <= NODES_BESIDE_LAYERS
 
 
+def test_calls_of_a_head_and_of_what_it_reads_fit_together() -> None:
+    """Both segments of a head, as chains and trees, with logits and as a prompt's chunk; the target keeps three layers'
+    inputs, in a graph with three nodes more for each."""
+    pair = PAIRS["qwen3-8b/0.6b"]
+    models, plain = head_pair(pair, "bf16"), model_pair(pair, "bf16")
+    assert models.draft is not None
+    menu = RowMenu(64)
+    decode, prompt = menu.of_decode(8, 1), menu.menu(0)[-1]
+    assert prompt.num_logit_rows == 0
+    joined = call_nodes(models.draft, JOIN, decode._replace(num_logit_rows=0))
+    assert joined == {"remainder": 1, "_to_copy": 1, "index_select": 1, "mm": 1}
+    layer = call_nodes(models.draft, LAYER, decode)
+    assert layer == call_nodes(models.draft, LAYER, decode._replace(has_trees=True))
+    assert layer["add_rms_norm_kernel"] == 4 and layer["mm"] == 5 and layer["index_copy_"] == layer["fill_"] == 1
+    assert sum(layer.values()) + sum(joined.values()) <= NODES_PER_LAYER + 2 * NODES_BESIDE_LAYERS
+    chunk = call_nodes(models.draft, LAYER, prompt)
+    assert chunk["write_kv_kernel"] == chunk["mm"] == 1 and not chunk["pruned_chunk_attention_kernel"]
+    for bounds in (decode, prompt):
+        nodes = [
+            sum((call_nodes(each.target, index, bounds) for index in range(2)), Counter()) for each in (models, plain)
+        ]
+        more = nodes[0] - nodes[1]
+        assert more == {"remainder": 3, "_to_copy": 3, "index_copy_": 3}
+        assert sum(more.values()) == 3 * NODES_PER_FEATURE
+
+
 def test_a_call_of_trees_is_the_call_of_chains_with_a_mask() -> None:
     """As many nodes; every attention gets the mask, and the launcher takes its shapes and types."""
     models = model_pair(PAIRS["qwen3-8b/0.6b"], "bf16")
@@ -165,10 +194,12 @@ def test_a_call_of_trees_is_the_call_of_chains_with_a_mask() -> None:
         assert (tuple(ancestors.shape), ancestors.dtype) == ((16,), torch.int64)
 
 
-def test_cells_move_within_the_pools_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_features", [0, 3])
+def test_cells_move_within_the_pools_of_a_device(monkeypatch: pytest.MonkeyPatch, num_features: int) -> None:
     pool = CudaKvPool.__new__(CudaKvPool)
     with faked([], monkeypatch):
         pool.storage = empty(2, 2, 3, 9, 16, 32, dtype=torch.bfloat16)
+        pool.features = empty(9, 16, num_features, 64, dtype=torch.bfloat16)
         pool.move(empty(5, dtype=torch.int64), empty(5, dtype=torch.int64))
         with pytest.raises(RuntimeError):
             pool.move(empty(5, dtype=torch.int64), empty(4, dtype=torch.int64))

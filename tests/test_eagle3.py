@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engines.build import build_engines
+from engines.tensorrt_build import TensorRtOptions
 from faser_backend.config import EngineConfig
 from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.device.llvm_head import LlvmHeadRunner
@@ -44,6 +45,8 @@ class Built:
         weights: str | None = None,
         exit_layers: tuple[int, ...] = (),
         kv_cache_dtype: str | None = None,
+        tensorrt: TensorRtOptions | None = None,
+        dtype: str = "fp32",
         **config: Any,
     ) -> None:
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
@@ -58,6 +61,8 @@ class Built:
             exit_layers=exit_layers,
             kv_block_size=BLOCK_SIZE,
             kv_cache_dtype=kv_cache_dtype,
+            tensorrt=tensorrt,
+            dtype=dtype,
         )
         assert EngineManifest.load(self.directory) == self.manifest
         self.target_reference = reference_model(self.source)

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines.build import build_engines
+from faser_backend.device.llvm_runner import LlvmRunner
 from lab import shapes
 from lab.environment import parse_gpu, without_places
-from lab.gpu import kernels
+from lab.gpu import kernels, parity
 from lab.gpu.command import PARTS, chosen_parts
 from lab.gpu.economics import (
     chance_whole,
@@ -190,6 +192,34 @@ def test_a_dry_run_on_the_cpu_ends_every_part_well(tmp_path):
         check=False,
     )
     assert shown.stdout == done.stdout
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_parts_of_tensorrt_end_with_trees_of_a_model_and_of_a_head(stays, monkeypatch):
+    """Weights of runtime llvm stand in for engines, which need a GPU. Cells that stay where they were are noticed."""
+    asked = []
+
+    def build(*places, tensorrt=None, **options):
+        if options.get("runtime") != "tensorrt_rtx":
+            return build_engines(*places, **options)
+        asked.append((options["dtype"], tensorrt is not None and tensorrt.has_trees))
+        return build_engines(*places, runtime="llvm", exit_layers=options["exit_layers"], kv_cache_dtype="fp32")
+
+    monkeypatch.setattr(parity, "build_engines", build)
+    if stays:
+        monkeypatch.setattr(LlvmRunner, "move_cells", lambda *_: None)
+    found = parity.rtx_runtime(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
+    assert asked == [("fp16", False), ("fp16", True), ("fp16", True)]
+    chains, trees, head = found["dtypes"]
+    assert [row["stage"] for row in found["dtypes"]] == ["done"] * 3
+    assert [row["options"] for row in found["dtypes"]] == ["", "--trees", "--trees --draft HEAD"]
+    runs = [("fixed:4", 0.0), ("tree:6", 0.0), ("tree:6", 0.8)]
+    for each in (trees, head):
+        assert [(row["policy"], row["temperature"]) for row in each["answers"]] == runs
+    in_chains = [*chains["answers"], trees["answers"][0], head["answers"][0]]
+    assert all(row["num_equal"] == row["num_answers"] == 2 for row in in_chains)
+    assert all(row["num_equal"] == row["num_answers"] for row in trees["answers"]) == (not stays)
+    assert trees["target"]["num_different"] == trees["draft"]["num_different"] == head["target"]["num_different"] == 0
 
 
 def test_a_sweep_times_every_launch_and_every_split():

@@ -18,12 +18,14 @@ from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.cuda.call_shapes import RowMenu
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.graphs import CallCache
+from faser_backend.device.cuda.head_runner import CudaHeadRunner
 from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.segment import CallBounds, call_bounds
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.warm_up import capture_menus
+from tests.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.forcing import random_everything
 from tests.harness import drive, guessed, request
 from tests.test_capture_rules import SPLIT, Opened, opened
@@ -113,6 +115,34 @@ def test_traffic_of_trees_adds_none_where_their_shapes_were_captured(
         assert not each.machine.broken
         loop = cast(Any, each.engine.stepper.partitions[WHOLE].draft_loop)._loop
         assert (len(loop._chains) == 0) == is_known, "who drafts trees asks no loop"
+        each.engine.close()
+
+
+@pytest.mark.parametrize("policy", ["fixed:4", "tree:5"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_traffic_of_a_head_adds_none_to_those_captured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, is_known: bool
+) -> None:
+    """Chains on the device and, of requests with rules, call by call; or trees. What joins features is captured by rows
+    alone. Without the menu live traffic captures."""
+    source = write_checkpoint(tmp_path / "source", max_position_embeddings=256, num_hidden_layers=NUM_TARGET_LAYERS)
+    head = write_head(tmp_path / "head")
+    build_engines(source, head, tmp_path / "engine", runtime="torch", exit_layers=(1,), kv_block_size=4)
+    with opened(tmp_path / "engine", monkeypatch, policy=policy, change=lambda each: each, config=CONFIG) as each:
+        has_trees = policy.startswith("tree")
+        if is_known:
+            capture_all(each, has_trees=has_trees)
+        before = each.counts.num_graphs
+        drive(each.engine, mixed_requests(0), seed=0)
+        assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
+        assert not each.machine.broken
+        (partition,) = each.engine.stepper.partitions.values()
+        runner, loop = cast(Any, partition.draft).runner, cast(Any, partition.draft_loop)._loop
+        assert isinstance(runner, CudaHeadRunner)
+        if is_known:
+            assert each.machine.num_first_under_capture == 0
+            assert [len(calls) for calls in runner._calls] == [15, 35 if has_trees else 20]
+            assert len(loop._chains) == (0 if has_trees else 4 * 2 * 2)
         each.engine.close()
 
 

@@ -16,12 +16,14 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.device.cuda.choice import RowParameters, keep_top, perturbed
 from faser_backend.device.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
 from faser_backend.device.cuda.noise import TorchNoise
-from faser_backend.device.cuda.row_counts import FILTER_ROWS, MAX_GRAPH_ROWS
+from faser_backend.device.cuda.row_counts import FILTER_ROWS, MAX_GRAPH_ROWS, ROW_COUNTS
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
 from faser_backend.serving.memory_report import memory_report
 from lab.shapes import PAIRS, layer_weights
 from tests.fake_cuda import FakeDriver
+from tests.test_eagle3 import BLOCK_SIZE, Built
+from tests.test_torch_eagle3 import Runners
 from tests.tiny_models import write_checkpoint, write_draft
 from tests.torch_engines import open_torch_runner, write_torch_engine
 
@@ -116,6 +118,30 @@ def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: P
     assert {tuple(runner.pool.logits.rows(count, 97).shape) for count in (1, 512)} == {(1, 97), (512, 97)}
     start = runner.pool.logits.rows(1, 97).data_ptr()
     assert runner.pool.logits.rows(512, 97).data_ptr() == start != runner.pool.logits.rows(513, 97).data_ptr()
+
+
+def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
+    """Blocks hold the features, which the head's pool has none of; inputs and hidden states as of any model."""
+    built = Built(tmp_path, runtime="torch", exit_layers=(4,))
+    assert built.manifest.draft is not None
+    models = [built.manifest.target, built.manifest.draft]
+    runners = Runners(built.directory)
+    for runner in (runners.target, runners.head):
+        runner.capture_menu(0, has_trees=True)
+    assert [len(calls) for calls in runners.head._calls] == [len(ROW_COUNTS), 2 * len(ROW_COUNTS) + 5]
+    options = {"dtype": "fp32", "kv_block_size": BLOCK_SIZE, "num_partitions": 1, "has_trees": True}
+    plan = planned(models, **options)
+    pools = runners.target.pool.num_bytes + runners.head.pool.storage.nbytes
+    assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools
+    assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
+    captured = 0
+    for runner in (runners.target, runners.head):
+        captured += sum(calls.get(shape).inputs.block.nbytes for calls in runner._calls for shape in calls.shapes)
+        captured += sum(tensor.nbytes for tensor in runner._store._tensors.values())
+    assert 0.8 * plan.lines[2].num_bytes < captured <= 1.1 * plan.lines[2].num_bytes
+    decoders = planned([models[0], replace(models[1], spec=replace(models[1].spec, family="llama"))], **options)
+    assert plan.lines[3].num_bytes > decoders.lines[3].num_bytes, "features side by side"
+    assert "KV blocks" in memory_report(built.directory, gpu_gib=80)[-1]
 
 
 def test_rows_are_filtered_some_at_a_time_with_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.llvm_runner import LlvmRunner, useful_threads
 from faser_backend.device.onnx_runtime import OrtHeadRunner, OrtRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
-from faser_backend.device.runtime import ModelPair, OpenRunner
+from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
@@ -153,9 +153,9 @@ def useful_splits(
     """The splits of the menu on which both models use all their cores, and in words how many of how many and why."""
     num_cores, draft = menu.whole.size, models.draft
     if draft is None:
-        return [], "none (no draft model: there is nothing to overlap)"
+        return [], NO_DRAFT
     if draft.spec.reads_target:
-        return [], "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
+        return [], DRAFTS_IN_TURN
     if not menu.can_split:
         return [], f"none ({menu.note})"
     if num_threads is not None and num_threads < num_cores:

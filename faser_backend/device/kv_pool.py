@@ -30,10 +30,15 @@ class KvPool:
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
         try:
             self.storage = np.zeros(shape, DTYPES[dtype])
-            self.features = feature_pools(spec, num_blocks, kv_block_size)
+            self.keep_features(spec)
         except MemoryError:
             num_bytes = num_blocks * self.bytes_per_block(spec, kv_block_size, dtype)
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
+
+    def keep_features(self, spec: ModelSpec) -> None:
+        """Room of its own for the features of a model, which is not that of the keys where a head is timed alone."""
+        shape = (self.num_blocks, self.kv_block_size, spec.hidden_size)
+        self.features = {layer: np.zeros(shape, np.float32) for layer in spec.feature_layers}
 
     def keys(self, layer: int) -> np.ndarray:
         """The keys of a layer, [num_kv_heads, num_blocks, kv_block_size, head_dim]; a view."""
@@ -68,9 +73,3 @@ class KvPool:
             for view in (self.keys(layer), self.values(layer)):
                 assert view.flags.c_contiguous and np.shares_memory(view, self.storage)
         assert np.isfinite(self.storage).all(), "a key or value in the pool is not finite"
-
-
-def feature_pools(spec: ModelSpec, num_blocks: int, kv_block_size: int) -> dict[int, np.ndarray]:
-    """Room for what goes into the feature layers of a model: see KvPool."""
-    shape = (num_blocks, kv_block_size, spec.hidden_size)
-    return {layer: np.zeros(shape, np.float32) for layer in spec.feature_layers}

@@ -8,7 +8,7 @@ opened are closed before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler
 from faser_backend.device.partition import PartitionMenu, Share
 from faser_backend.manifest import ModelEngine
+
+# Why there are no splits.
+NO_DRAFT = "none (no draft model: there is nothing to overlap)"
+DRAFTS_IN_TURN = "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
 
 
 class ModelPair(NamedTuple):
@@ -40,10 +44,13 @@ class ModelPair(NamedTuple):
 
 
 class KvStorage(Protocol):
-    """What all KV pools have in common."""
+    """What all KV pools have in common. The pool of a draft head is given its target's `features`."""
 
     num_blocks: int
     kv_block_size: int
+    features: Any  # what goes into the layers that a head reads, by block and offset
+
+    def keep_features(self, spec: ModelSpec) -> None: ...
 
 
 Pool = TypeVar("Pool", bound=KvStorage)

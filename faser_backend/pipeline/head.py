@@ -13,12 +13,13 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DeviceArray, HeadRunner, ModelRunner, Sampler, TreeHeadRunner
+from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner, Sampler, TreeHeadRunner
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.draft_tree import Node, node_rows
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
+from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
@@ -86,6 +87,15 @@ class HeadProposer(ModelProposer):
             goes_on = chain.wants_more(active, step)
             active, hidden = active[goes_on], head.take_rows(hidden, np.flatnonzero(goes_on))
             self.times.lap("draft_sample")
+
+    def _draft_at_once(self, loop: DraftLoop, chain: Chain, active: np.ndarray, proposal: Proposal) -> None:
+        active = active[chain.batch.num_tokens[active] > 1]
+        if active.size:
+            super()._draft_at_once(loop, chain, active, proposal)
+
+    def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
+        assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
+        return self.unread_rows(chain.batch, active)
 
     def _tree_calls(self, runner: ModelRunner) -> HeadTreeCalls:
         return HeadTreeCalls(cast(TreeHeadRunner, runner), self)

@@ -117,7 +117,9 @@ def _most_rows(model: ModelEngine) -> int:
 
 
 def _has_mask(model: ModelEngine) -> bool:
-    return all("ancestors" in {tensor.name for tensor in segment.inputs} for segment in model.segments)
+    """In all segments with layers: what joins hidden states for a head attends to nothing."""
+    with_layers = (segment for segment in model.segments if segment.last_layer > segment.first_layer)
+    return all("ancestors" in {tensor.name for tensor in segment.inputs} for segment in with_layers)
 
 
 def make_proposer(

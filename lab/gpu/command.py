@@ -33,8 +33,8 @@ PARTS = (
     Part("latency", "draft and target on every split", "lab.gpu.latency:run", 75),
     Part("ladder-8b", "ladder, synthetic 8B + 0.6B", "lab.gpu.ladder:pair_8b", 130),
     Part("ladder-demo", "ladder, demo pair", "lab.gpu.ladder:demo", 50),
-    Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 40),
-    Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 40),
+    Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 60),
+    Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 65),
     Part("ladder-32b", "ladder, synthetic 32B + 0.6B", "lab.gpu.ladder:pair_32b", 70, needs_gpu=True),
     Part("sweep", "launches of the attention kernel", "lab.gpu.kernels:sweep", 40),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.engine_host import EngineHost
 from faser_backend.serving.parameters import ServingOptions
 from lab.gpu.device import copy_bytes_per_s
+from lab.gpu.heads import write_untrained_head
 from lab.gpu.pairs import DTYPE, checked_device, opened_pair
 from lab.gpu.timing import take_turns
 from lab.gpu.worker import Context, Result
@@ -54,9 +56,12 @@ def run(context: Context) -> Result:
             check("a failed capture, then a good one", _failed_capture)
             check("more shapes than graphs", _many_shapes)
         check("engine built", lambda: _build(context, engine_dir))
+        head_dir = Path(folder, "engine-of-head")
+        check("engine with a draft head built", lambda: _build_with_head(context, Path(folder, "head"), head_dir))
         answers: dict[str, dict[str, list[int]]] = {}
         for name, config in _configs(context).items():
-            check(f"served, {name}", lambda name=name, config=config: _serve(engine_dir, name, config, answers, found))
+            directory = head_dir if name.startswith("head") else engine_dir
+            check(f"served, {name}", partial(_serve, directory, name, config, answers, found))
         check("answers of all are those of chains in turn", lambda: _compare(answers, exact=not context.is_cuda))
         check("steps beside their floors", lambda: _time_steps(context, stack, found))
     return found
@@ -130,13 +135,21 @@ def _build(context: Context, engine_dir: Path) -> None:
     build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", engine_dir, runtime="torch", dtype=dtype)
 
 
+def _build_with_head(context: Context, checkpoint: Path, engine_dir: Path) -> None:
+    """The demo target and a head that nobody trained, which shares its embedding."""
+    target = DEMO_PAIR / "target"
+    write_untrained_head(target, checkpoint, context.seed)
+    build_engines(target, checkpoint, engine_dir, runtime="torch", dtype=DTYPE[context.device])
+
+
 def _configs(context: Context) -> dict[str, EngineConfig]:
     limits = {"max_num_seqs": 4, "num_kv_blocks": 320}
     modes = ("serial", "ping_pong") if context.is_tiny else ("serial", "ping_pong", "run_ahead")
     found = {
         mode: EngineConfig.from_options(policy="fixed:4", pipeline=mode, early_exit="off", **limits) for mode in modes
     }
-    return {**found, "trees": EngineConfig.from_options(policy="tree:6", **limits)}
+    policies = {"trees": "tree:6", "head": "fixed:4", "head, trees": "tree:6"}
+    return found | {name: EngineConfig.from_options(policy=policy, **limits) for name, policy in policies.items()}
 
 
 class _Silent:
@@ -168,6 +181,8 @@ def _serve(
                 "ready_s": round(ready_s, 2),
                 "graphs": graphs,
                 "graphs_by_traffic": metrics.num_graphs - graphs,
+                "drafted": metrics.num_drafted,
+                "accepted": metrics.num_accepted,
                 "failed_captures": metrics.num_failed_captures,
                 "failed_steps": metrics.num_failed_steps,
             }

@@ -9,9 +9,11 @@ none of which runs. An operator is counted once, though `sort` and reductions ma
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,11 +26,13 @@ from faser_backend.device.cuda import choice
 from faser_backend.device.cuda.buffers import InputBlock
 from faser_backend.device.cuda.call_shapes import RowMenu
 from faser_backend.device.cuda.draft_loop import MAX_STEPS, PLAN_HEIGHT
+from faser_backend.device.cuda.head_runner import JOIN
 from faser_backend.device.cuda.noise import TorchNoise
-from faser_backend.device.cuda.segment import CallBounds
-from faser_backend.device.cuda.tensors import filled_inputs
+from faser_backend.device.cuda.segment import CallBounds, SegmentProgram
+from faser_backend.device.cuda.tensors import FEATURES, filled_inputs
+from faser_backend.device.cuda.torch_head import TorchHeadLayer, TorchJoin
 from faser_backend.device.cuda.torch_segment import TorchSegment
-from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
+from faser_backend.device.cuda.torch_weights import HeadTensors, LayerTensors, ModelTensors
 from faser_backend.manifest import ModelEngine
 from lab.gpu.pairs import KV_BLOCK_SIZE, model_pair
 from lab.shapes import PAIRS, find_pair
@@ -120,8 +124,7 @@ def call_nodes(model: ModelEngine, index: int, bounds: CallBounds, **watching: A
     """Nodes of the graph of one segment's call, on 132 SMs. watching: of `counted`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = _tensors(model, index, bounds)
-        program = TorchSegment(model.spec, model.segments[index], _weights(model), NUM_SMS)
-        launch = program.prepare(tensors, bounds)
+        launch = _program(model, index).prepare(tensors, bounds)
         with counted(**watching) as found:
             launch()
     return found
@@ -173,6 +176,19 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=CUDA)
 
 
+def _program(model: ModelEngine, index: int) -> SegmentProgram:
+    spec, segment, weights = model.spec, model.segments[index], _weights(model)
+    if not spec.reads_target:
+        return TorchSegment(spec, segment, weights, NUM_SMS)
+    features = next(tensor for tensor in model.segments[JOIN].inputs if tensor.name == FEATURES)
+    join = _empty(spec.hidden_size, math.prod(map(int, features.shape[2:])), dtype=DTYPE)
+    layer = replace(weights.layers[0], qkv=_empty(weights.layers[0].qkv.shape[0], 2 * spec.hidden_size, dtype=DTYPE))
+    known = spec.vocab_size // 2
+    weights = replace(weights, layers=(layer,), head=_empty(known, spec.hidden_size, dtype=DTYPE))
+    head = HeadTensors(weights, _empty(spec.hidden_size), join, _empty(known, dtype=torch.int64))
+    return TorchJoin(segment, head) if index == JOIN else TorchHeadLayer(spec, segment, head, NUM_SMS)
+
+
 def _weights(model: ModelEngine) -> ModelTensors:
     spec = model.spec
     kv, heads = spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
@@ -194,13 +210,17 @@ def _weights(model: ModelEngine) -> ModelTensors:
 
 def _tensors(model: ModelEngine, index: int, bounds: CallBounds) -> dict[str, torch.Tensor]:
     spec, segment = model.spec, model.segments[index]
+    is_join = spec.reads_target and index == JOIN
     with Indexing():
-        filled = filled_inputs(segment, packs_tables=True, has_trees=bounds.has_trees)
+        filled = filled_inputs(segment, packs_tables=not is_join, has_trees=bounds.has_trees)
         tensors = dict(InputBlock(filled, bounds, CUDA).tensors)
     for layer in range(segment.first_layer, segment.last_layer):
         for name in (f"k_pool.{layer}", f"v_pool.{layer}"):
             tensors[name] = _empty(spec.num_kv_heads, 64, KV_BLOCK_SIZE, spec.head_dim, dtype=DTYPE)
     tensors["hidden"] = tensors["hidden_out"] = _empty(bounds.num_rows, spec.hidden_size, dtype=DTYPE)
+    for tensor in segment.inputs:
+        if tensor.name == FEATURES:
+            tensors[FEATURES] = _empty(64, KV_BLOCK_SIZE, *map(int, tensor.shape[2:]), dtype=DTYPE)
     tensors["logits"] = _empty(bounds.num_logit_rows, spec.vocab_size)
     tensors["exit_scores"] = _empty(bounds.num_rows, bounds.num_candidates)
     return tensors

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from engines.torch_build import segment_tensors
+from engines.torch_build import torch_segments
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.device.cuda.pool import DTYPES
 from faser_backend.device.cuda.programs import TorchPrograms
 from faser_backend.device.cuda.runtime import current_device, open_on_device
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
+from faser_backend.manifest import FileSpec, ModelEngine
 from lab.gpu.lent_runtime import LentRuntime
 from lab.gpu.worker import Context
 from lab.shapes import Pair, kv_bytes_per_token, stored_count
@@ -87,12 +87,7 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
 
 def _model_engine(name: str, spec: ModelSpec, cuts: tuple[int, ...], dtype: str) -> ModelEngine:
     file = FileSpec(f"{name}.synthetic", "", weight_bytes(spec, dtype))
-    tensor_dtype = str(DTYPES[dtype]).removeprefix("torch.")
-    segments = tuple(
-        SegmentSpec(file, first, last, *segment_tensors(spec, first, last, tensor_dtype))
-        for first, last in zip((0, *cuts[:-1]), cuts, strict=True)
-    )
-    return ModelEngine(spec, file, segments)
+    return ModelEngine(spec, file, torch_segments(spec, file, cuts, dtype))
 
 
 def random_tensors(spec: ModelSpec, dtype: str, device: torch.device, seed: int) -> ModelTensors:

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engines.build import build_engines
+from engines.tensorrt_build import TensorRtOptions
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.request import Request, SamplingParams
@@ -28,6 +29,7 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from lab.drive import write_all
+from lab.gpu.heads import write_untrained_head
 from lab.gpu.pairs import checked_device
 from lab.gpu.worker import Context, Result
 from lab.prompts import DEMO_PROMPTS, read_prompts
@@ -39,29 +41,50 @@ TIES = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 4e-1}
 ANSWER_TOKENS = 24
 
 
+class Build(NamedTuple):
+    """An engine directory to compare. has_trees: compiled with a mask in every call. has_head: a head that nobody
+    trained is in the place of the demo draft."""
+
+    dtype: str
+    has_trees: bool = False
+    has_head: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        options = {"--trees": self.has_trees, "--draft HEAD": self.has_head}
+        return {"dtype": self.dtype, "options": " ".join(name for name, is_given in options.items() if is_given)}
+
+
+# What trees and heads are on TensorRT is seen in a build each beside the others, in one dtype, last of all.
+COMPILED_TREES = (Build("fp16", has_trees=True), Build("fp16", has_trees=True, has_head=True))
+
+
 def torch_runtime(context: Context) -> Result:
     checked_device(context)
-    return _compare(context, "torch", ("fp32", "bf16", "fp16"))
+    return compare(context, "torch", (Build("fp32"), Build("bf16"), Build("fp16")))
 
 
 def rtx_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt_rtx", "rtx", ("fp16", "fp32"))
+    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), *COMPILED_TREES))
 
 
 def tensorrt_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt", "full", ("fp16",))
+    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), *COMPILED_TREES))
 
 
-def _compare_compiled(context: Context, runtime: str, flavour: Flavour, dtypes: tuple[str, ...]) -> Result:
+def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: tuple[Build, ...]) -> Result:
     try:
         title = import_tensorrt(flavour).title
     except TensorRtError as error:
-        return {"runtime": runtime, "dtypes": [{"dtype": dtypes[0], "stage": "import", "error": str(error)}]}
-    return {"title": title, **_compare(context, runtime, dtypes)}
+        return {"runtime": runtime, "dtypes": [{**builds[0].row, "stage": "import", "error": str(error)}]}
+    return {"title": title, **compare(context, runtime, builds)}
 
 
-def _compare(context: Context, runtime: str, dtypes: tuple[str, ...]) -> Result:
+def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result:
+    """A row per build, in "dtypes". Of a tiny check the first, and those with trees."""
     found: Result = {"runtime": runtime, "dtypes": []}
+    if context.is_tiny:
+        builds = (builds[0], *(build for build in builds[1:] if build.has_trees))
     with tempfile.TemporaryDirectory(prefix="faser-parity-") as folder:
         reference_dir = Path(folder) / "onnxruntime"
         build_engines(
@@ -70,12 +93,12 @@ def _compare(context: Context, runtime: str, dtypes: tuple[str, ...]) -> Result:
         prompts = _prompts(reference_dir, 2 if context.is_tiny else 8)
         num_tokens = 6 if context.is_tiny else ANSWER_TOKENS
         reference = _reference(reference_dir, prompts, num_tokens)
-        for dtype in dtypes[:1] if context.is_tiny else dtypes:
-            row: dict[str, Any] = {"dtype": dtype, "stage": "build"}
+        for index, build in enumerate(builds):
+            row: dict[str, Any] = {**build.row, "stage": "build"}
             found["dtypes"].append(row)
             context.save(found)
             try:
-                _check(context, found, row, Path(folder) / f"{runtime}-{dtype}", reference)
+                _check(context, found, row, build, Path(folder) / f"{runtime}-{index}", reference)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
             context.save(found)
@@ -101,21 +124,27 @@ def _reference(engine_dir: Path, prompts: list[np.ndarray], num_tokens: int) -> 
     return Reference(engine_dir, prompts, texts, num_tokens, logits)
 
 
-def _check(context: Context, found: Result, row: dict[str, Any], engine_dir: Path, reference: Reference) -> None:
+def _check(  # noqa: PLR0917
+    context: Context, found: Result, row: dict[str, Any], build: Build, engine_dir: Path, reference: Reference
+) -> None:
     """Fills row, stage by stage."""
 
     def begin(stage: str) -> None:
         row["stage"] = stage
         context.save(found)
 
+    target, draft = DEMO_PAIR / "target", DEMO_PAIR / "draft"
+    if build.has_head:
+        draft = write_untrained_head(target, engine_dir.with_name("head"), context.seed)
     start = time.monotonic()
     build_engines(
-        DEMO_PAIR / "target",
-        DEMO_PAIR / "draft",
+        target,
+        draft,
         engine_dir,
         runtime=found["runtime"],
-        dtype=row["dtype"],
+        dtype=build.dtype,
         exit_layers=EXIT_LAYERS,
+        tensorrt=TensorRtOptions(has_trees=True) if build.has_trees else None,
     )
     row["build_s"] = time.monotonic() - start
     begin("load")
@@ -123,13 +152,12 @@ def _check(context: Context, found: Result, row: dict[str, Any], engine_dir: Pat
     with _opened(engine_dir) as (runtime, models):
         row["load_s"] = time.monotonic() - start
         for name, model in zip(ModelPair._fields, models, strict=True):
+            if model is None or model.spec.reads_target:
+                continue  # alone it has nothing to read
             begin(f"run {name}")
             logits = forced_logits(runtime, model, reference.prompts, reference.texts)
-            row[name] = compare_logits(logits, reference.logits[name], TIES[row["dtype"]])
-    runs = [("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8)]
-    if RUNTIMES[found["runtime"]].has_trees:
-        runs.append(("tree:6", 0.0))
-    for policy, temperature in runs:
+            row[name] = compare_logits(logits, reference.logits[name], TIES[build.dtype])
+    for policy, temperature in _runs(found["runtime"], has_mask=build.has_trees):
         begin(f"engine, {policy}, temperature {temperature:g}")
         expected = reference.texts
         if temperature:
@@ -140,9 +168,17 @@ def _check(context: Context, found: Result, row: dict[str, Any], engine_dir: Pat
         equal = [np.array_equal(*pair) for pair in zip(texts, expected, strict=True)]
         answer = {"policy": policy, "temperature": temperature, "num_answers": len(equal), "num_equal": sum(equal)}
         if not temperature:
-            answer["num_near_ties"] = _near_ties(texts, reference, TIES[row["dtype"]])
+            answer["num_near_ties"] = _near_ties(texts, reference, TIES[build.dtype])
         row.setdefault("answers", []).append(answer)
     begin("done")
+
+
+def _runs(runtime: str, *, has_mask: bool) -> list[tuple[str, float]]:
+    """Policies and temperatures. What chains are without a mask is seen in another build."""
+    if has_mask:
+        return [("fixed:4", 0.0), ("tree:6", 0.0), ("tree:6", 0.8)]
+    trees = [("tree:6", 0.0)] if RUNTIMES[runtime].has_trees else []
+    return [("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8), *trees]
 
 
 def compare_logits(found: np.ndarray, expected: np.ndarray, tie: float) -> dict[str, float]:

@@ -26,7 +26,6 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
-from faser_backend.device.kv_pool import feature_pools
 from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
 from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
@@ -99,8 +98,7 @@ class Bench:
         runtime.bind_step_thread()
         self._pools = {model: self._filled_pool(model, cases[model]) for model in cases}
         if models.draft is not None and models.draft.spec.reads_target:
-            pool: Any = self._pools[DRAFT]
-            pool.features = feature_pools(models.target.spec, pool.num_blocks, pool.kv_block_size)
+            self._pools[DRAFT].keep_features(models.target.spec)
         runtime.synchronize()  # before other threads read them
         self._cases = cases
 

@@ -80,7 +80,7 @@ class TorchDraftLoop:
         """See core.ports.DraftLoop. Raises FaserError as Sampler.sample_draft, for the earliest step."""
         self._sampler.check_num_candidates(num_candidates)
         known = self._sampler.parameters
-        starts = rows.context_lens + rows.rows_per_sequence  # [A] position of each chain's first token
+        starts = rows.context_lens + rows.rows_per_sequence + self._runner.num_ahead  # [A] of each chain's first token
         fed_at, fed_slots = step_places(rows, num_draft_tokens, self._runner.pool.kv_block_size)
         num_steps = fed_at.shape[0] + 1
         if num_steps > MAX_STEPS:
@@ -91,20 +91,15 @@ class TorchDraftLoop:
         parameters = packed_parameters(known, slots, starts, bounds.num_sequences)
         plan = plan_of(parameters, fed_at, fed_slots)
         num_columns = -(-num_tokens // self._runner.pool.kv_block_size)
-        drawn = chain.run(self._first_logits(rows), plan, rows.block_tables[:, :num_columns], num_steps)
+        # Behind what the draft had not seen of each sequence.
+        drawn = chain.run(*self._runner.run_unseen(rows), plan, rows.block_tables[:, :num_columns], num_steps)
         packed = to_host(drawn)[0][:, : slots.size]  # [K, A, 1 + C]
         return _checked(packed, slots, starts, num_draft_tokens, num_candidates)
 
-    def _first_logits(self, rows: RowBatch) -> torch.Tensor:
-        """[A, V], behind what the draft had not seen of each sequence."""
-        output = self._runner.run_segment(0, rows, None)
-        for segment in range(1, self._runner.num_segments):
-            output = self._runner.run_segment(segment, rows, output)
-        return output
-
 
 def step_places(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where step k = 1, ... feeds token k - 1 of each chain: positions and flat slots, both [K - 1, A] int64.
+    """Where step k = 1, ... feeds token k - 1 of each chain: positions and flat slots, both [K - 1, A] int64; behind
+    the rows, whatever positions these say that their tokens have.
 
     A chain that has ended stays where it was and writes nothing: it goes on reading what has been written.
     """
@@ -147,11 +142,21 @@ class _Chain:
         self._start = RepeatedLaunch(self._draw, capturer, f"the first draw of {shape}")
         self._advance = RepeatedLaunch(self._queue_step, capturer, f"a step of {shape}")
 
-    def run(self, first_logits: torch.Tensor, plan: np.ndarray, tables: np.ndarray, num_steps: int) -> torch.Tensor:
-        """Queues the whole chain. first_logits: [A, V]. Returns what was drawn, [num_steps, A, 1 + max(C, 1)]."""
+    def run(
+        self,
+        first_logits: torch.Tensor,
+        first_hidden: torch.Tensor | None,
+        plan: np.ndarray,
+        tables: np.ndarray,
+        num_steps: int,
+    ) -> torch.Tensor:
+        """Queues the whole chain. first_logits: [A, V]; first_hidden: [A, hidden_size], of a draft head. Returns what
+        was drawn, [num_steps, A, 1 + max(C, 1)]."""
         logits = self._call.tensors["logits"]
         if first_logits.data_ptr() != logits.data_ptr():  # calls of one model put them at the same place
             logits[: first_logits.shape[0]].copy_(first_logits)
+        if first_hidden is not None:
+            self._call.tensors["hidden"][: first_hidden.shape[0]].copy_(first_hidden)
         self._call.fill_tables(tables)
         copy_to_device(plan, self._plan)
         self._start()
@@ -166,7 +171,7 @@ class _Chain:
         plan = plan_of(np.zeros((NUM_WORDS, size), np.int64), nothing, nothing)
         plan[3] = 1  # top-k: no filter takes less
         for _ in range(2):
-            self.run(self._call.tensors["logits"], plan, np.zeros((size, 1), np.int64), 3)
+            self.run(self._call.tensors["logits"], None, plan, np.zeros((size, 1), np.int64), 3)
 
     def _queue_step(self) -> None:
         tensors = self._call.tensors

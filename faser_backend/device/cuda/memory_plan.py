@@ -16,6 +16,7 @@ from faser_backend.manifest import ModelEngine
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 NODES_PER_LAYER = 10  # of a graph; more with biases and split contexts
+NODES_PER_FEATURE = 3  # where a draft head reads what goes into a layer
 NODES_BESIDE_LAYERS = 24
 GRAPH_NODE_BYTES = 16 << 10  # an allowance for what CUDA keeps on the device for a node
 WORKSPACE_BYTES = 32 << 20  # an allowance for each pair of a thread and a stream: what torch gives cuBLAS on sm_90
@@ -84,8 +85,8 @@ def plan_memory(
     vocab = max(spec.vocab_size for spec in specs)
     inputs = sum(_input_bytes(model, size, kv_block_size, has_trees) for model in models) * num_partitions
     largest = max(MAX_GRAPH_ROWS, max_prefill_tokens)
-    activations = sum(activation_bytes(spec, MAX_GRAPH_ROWS, size) for spec in specs) * num_partitions
-    chunks = max(activation_bytes(spec, largest, size) for spec in specs) if largest > MAX_GRAPH_ROWS else 0
+    activations = sum(_temporaries(specs, MAX_GRAPH_ROWS, size)) * num_partitions
+    chunks = max(_temporaries(specs, largest, size)) if largest > MAX_GRAPH_ROWS else 0
     nodes = sum(_graph_nodes(model, has_trees) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
     nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, of its lanes' threads and of the one that steps
@@ -99,8 +100,13 @@ def plan_memory(
         PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
         PlanLine("cuBLAS workspaces (allowance)", num_streams * WORKSPACE_BYTES),
     )
-    block_bytes = sum(spec.num_layers * 2 * spec.num_kv_heads * kv_block_size * spec.head_dim * size for spec in specs)
-    return MemoryPlan(free_bytes, block_bytes, lines)
+    return MemoryPlan(free_bytes, sum(block_bytes(spec, kv_block_size, size) for spec in specs), lines)
+
+
+def block_bytes(spec: ModelSpec, kv_block_size: int, size: int) -> int:
+    """Bytes of one KV block of a model: keys and values of all layers, and what a draft head reads of each token."""
+    kv = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
+    return kv_block_size * (kv + len(spec.feature_layers) * spec.hidden_size) * size
 
 
 def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
@@ -109,6 +115,17 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
     parts = min(num_rows, MAX_PARTS_ROWS) * spec.num_heads * (spec.head_dim + 2) * 4 * 2
     return num_rows * per_row * size + parts
+
+
+def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[int]:
+    """Of a call of each model. A draft head also holds its target's features of all rows, side by side, rows of twice
+    its width, and logits before they go to their ids."""
+    found = [activation_bytes(spec, num_rows, size) for spec in specs]
+    if specs[-1].reads_target:
+        target, head = specs
+        per_row = len(target.feature_layers) * target.hidden_size + 4 * head.hidden_size
+        found[-1] += num_rows * per_row * size + min(num_rows, MAX_GRAPH_ROWS) * head.vocab_size * 4
+    return found
 
 
 def sampler_bytes(vocab_size: int, num_lanes: int) -> int:
@@ -122,15 +139,18 @@ def _menu(has_trees: bool) -> list[int]:
 
 
 def _input_bytes(model: ModelEngine, size: int, kv_block_size: int, has_trees: bool) -> int:
-    """Block tables above all, which are as wide as any context needs; and hidden states between segments."""
+    """Block tables above all, which are as wide as any context needs; and hidden states between segments. What joins
+    a head's features reads no tables, and its layer leaves hidden states behind."""
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
-    cuts = (len(model.segments) - 1) * model.spec.hidden_size * size * sum(ROW_COUNTS)
-    return len(model.segments) * sum(_menu(has_trees)) * per_row + cuts
+    num_tables, num_cuts = (1, 2) if model.spec.reads_target else (len(model.segments), len(model.segments) - 1)
+    cuts = num_cuts * model.spec.hidden_size * size * sum(ROW_COUNTS)
+    return num_tables * sum(_menu(has_trees)) * per_row + cuts
 
 
 def _graph_nodes(model: ModelEngine, has_trees: bool) -> int:
-    return len(_menu(has_trees)) * (model.spec.num_layers * NODES_PER_LAYER + NODES_BESIDE_LAYERS * len(model.segments))
+    layers = model.spec.num_layers * NODES_PER_LAYER + len(model.spec.feature_layers) * NODES_PER_FEATURE
+    return len(_menu(has_trees)) * (layers + NODES_BESIDE_LAYERS * len(model.segments))
 
 
 def _chain_nodes(drafts: Sequence[ModelSpec], max_num_seqs: int) -> int:

@@ -1,4 +1,4 @@
-"""The paged key/value storage of one model on a GPU: one tensor, in blocks, head-major.
+"""The paged key/value storage of one model on a GPU: one tensor, in blocks, head-major; and what a draft head reads.
 
 As device.kv_pool, in the engine's dtype. Knows nothing of who owns a block; the block manager does.
 """
@@ -9,6 +9,7 @@ import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.buffers import LogitsBuffer
+from faser_backend.device.cuda.memory_plan import block_bytes
 from faser_backend.manifest import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's words
@@ -17,6 +18,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16} 
 class CudaKvPool:
     """`storage` [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim], zeroed.
 
+    `features` [num_blocks + 1, kv_block_size, num_features, hidden_size], zeroed: what goes into the layers that a
+    draft head reads, of every token.
     The last block is nobody's: programs whose every row has to write somewhere write their padding there.
     """
 
@@ -32,9 +35,15 @@ class CudaKvPool:
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
         try:
             self.storage = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+            self.keep_features(spec)
         except RuntimeError:  # torch.OutOfMemoryError is one of a GPU, the CPU's allocator has no own
             num_bytes = (num_blocks + 1) * self.bytes_per_block(spec, kv_block_size, dtype)
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit on {device}") from None
+
+    def keep_features(self, spec: ModelSpec) -> None:
+        """Room of its own for the features of a model, which is not that of the keys where a head is timed alone."""
+        shape = (self.num_blocks + 1, self.kv_block_size, len(spec.feature_layers), spec.hidden_size)
+        self.features = torch.zeros(shape, dtype=self.storage.dtype, device=self.storage.device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """The keys of a layer, [num_kv_heads, num_blocks + 1, kv_block_size, head_dim]; a view."""
@@ -49,6 +58,9 @@ class CudaKvPool:
         written. A slot is block * kv_block_size + offset."""
         slots = self.storage.view(*self.storage.shape[:3], -1, self.storage.shape[5])
         slots.index_copy_(3, targets, slots.index_select(3, sources))
+        if self.features.numel():
+            features = self.features.flatten(0, 1)
+            features.index_copy_(0, targets, features.index_select(0, sources))
 
     @property
     def scratch_block(self) -> int:
@@ -56,12 +68,12 @@ class CudaKvPool:
 
     @property
     def num_bytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + self.features.nbytes
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str) -> int:
-        """Bytes that one block takes over all layers, keys and values."""
-        return spec.num_layers * 2 * spec.num_kv_heads * kv_block_size * spec.head_dim * DTYPES[dtype].itemsize
+        """Bytes that one block takes over all layers: keys, values and features."""
+        return block_bytes(spec, kv_block_size, DTYPES[dtype].itemsize)
 
     def check_integrity(self) -> None:
         """Asserts that every value is finite, layer by layer. Waits for the device."""

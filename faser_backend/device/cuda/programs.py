@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from faser_backend.device.cuda.segment import CallBounds, SegmentProgram
+from faser_backend.device.cuda.torch_head import TorchHeadLayer, TorchJoin
 from faser_backend.device.cuda.torch_segment import TorchSegment
-from faser_backend.device.cuda.torch_weights import ModelTensors, load_weights
+from faser_backend.device.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
 
 if TYPE_CHECKING:
@@ -46,24 +47,43 @@ class TorchPrograms:
     """Programs of runtime torch. `load` reads, or makes, the weights of a model on the device; models are told apart
     by their files."""
 
-    def __init__(self, load: Callable[[ModelEngine], ModelTensors]) -> None:
+    def __init__(self, load: Callable[[ModelEngine], ModelTensors | HeadTensors]) -> None:
         self._load = load
-        self._weights: dict[tuple[FileSpec, ...], ModelTensors] = {}
+        self._weights: dict[tuple[FileSpec, ...], ModelTensors | HeadTensors] = {}
 
     @classmethod
-    def of_directory(cls, engine_dir: Path, dtype: str, device: torch.device) -> TorchPrograms:
-        """dtype: of the manifest."""
+    def of_directory(
+        cls, engine_dir: Path, dtype: str, device: torch.device, target: ModelEngine | None = None
+    ) -> TorchPrograms:
+        """dtype: of the manifest. target: whose embedding a head without one of its own reads."""
 
-        def load(model: ModelEngine) -> ModelTensors:
-            return load_weights(engine_dir / model.segments[0].file.name, model.spec, dtype, device)
+        def load(model: ModelEngine) -> ModelTensors | HeadTensors:
+            path = engine_dir / model.segments[0].file.name
+            if model.spec.reads_target:
+                return load_head(path, model.spec, dtype, device, lent_embedding)
+            return load_weights(path, model.spec, dtype, device)
 
-        return cls(load)
+        def lent_embedding() -> torch.Tensor:
+            assert target is not None, "a head without an embedding has a target"
+            weights = programs.weights(target)
+            assert isinstance(weights, ModelTensors)
+            return weights.embedding
 
-    def open(self, model: ModelEngine, split: str, num_sms: int) -> Sequence[TorchSegment]:
+        programs = cls(load)
+        return programs
+
+    def open(self, model: ModelEngine, split: str, num_sms: int) -> Sequence[SegmentProgram]:
+        weights = self.weights(model)
+        if isinstance(weights, ModelTensors):
+            return [TorchSegment(model.spec, segment, weights, num_sms) for segment in model.segments]
+        join, layer = model.segments
+        return [TorchJoin(join, weights), TorchHeadLayer(model.spec, layer, weights, num_sms)]
+
+    def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
+        """Loaded when they are first asked for."""
         if model.files not in self._weights:
             self._weights[model.files] = self._load(model)
-        weights = self._weights[model.files]
-        return [TorchSegment(model.spec, segment, weights, num_sms) for segment in model.segments]
+        return self._weights[model.files]
 
     def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
         """Kernels of ours take any call."""

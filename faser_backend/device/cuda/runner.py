@@ -40,6 +40,7 @@ class _Call:
 
     def __init__(self, inputs: InputBlock, tensors: Mapping[str, torch.Tensor], launch: Launch) -> None:
         self.inputs = inputs
+        self.tensors = tensors
         self.launch = launch
         self.hidden = tensors.get("hidden")
         self.result = tensors["logits" if "logits" in tensors else "hidden_out"]
@@ -48,6 +49,8 @@ class _Call:
 
 class CudaRunner:
     """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+
+    num_ahead = 0  # by how much the token of a row is ahead of its position
 
     def __init__(
         self,
@@ -96,6 +99,13 @@ class CudaRunner:
         call = self._run(segment, rows, hidden, None)
         return call.result[: rows.logit_rows.shape[0] if segment == self.num_segments - 1 else rows.num_rows]
 
+    def run_unseen(self, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All segments: logits [R, V], and of a draft head what it goes on from, [R, hidden_size]. As run_segment's."""
+        output = self.run_segment(0, rows, None)
+        for segment in range(1, self.num_segments):
+            output = self.run_segment(segment, rows, output)
+        return output, None
+
     def run_segment_with_scores(
         self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, exit_candidates: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +134,8 @@ class CudaRunner:
         may be asked for. has_trees: rows of trees may come. Calls of nobody's rows: pools stay as they are."""
         for index in range(self.num_segments):
             counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
-            for bounds in (bounds for count in counts for bounds in self.shapes.menu(count, has_trees=has_trees)):
+            known = [bounds for count in counts for bounds in self.shapes.menu(count, has_trees=has_trees)]
+            for bounds in dict.fromkeys(self.bounds_of(index, bounds) for bounds in known):
                 call = self._calls[index].get(bounds)
                 call.inputs.fill_idle()
                 call.launch()
@@ -133,13 +144,14 @@ class CudaRunner:
     def prepare_decode(self, bounds: CallBounds) -> PreparedCall:
         """A call of one row per sequence, logits on each, whose integers the device may write between launches.
 
-        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits [B, V]. Filled
+        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits [B, V]; of a
+        draft head also hidden [B, hidden_size], which each launch leaves as the next one reads it. Filled
         already are cu_rows, logit_rows and padding indices, for good; slot_mapping holds -1, the rest 0. Each call has
         inputs of its own.
         """
         num_sequences = bounds.num_sequences
         wanted = {
-            tensor.name: tensor for index in range(self.num_segments) for tensor in self._filled_inputs(index, bounds)
+            tensor.name: tensor for index in self._decode_segments for tensor in self._filled_inputs(index, bounds)
         }
         inputs = InputBlock(wanted.values(), bounds, self._device)
         nothing = np.zeros(num_sequences, np.int64)
@@ -158,15 +170,16 @@ class CudaRunner:
         fill(nothing[:, None])
         launches: list[Launch] = []
         tensors: dict[str, torch.Tensor] = {}
-        for index, program in enumerate(self._programs):
-            tensors = self._tensors(index, bounds, inputs, self._store)
-            launches.append(program.prepare(tensors, bounds))
+        for index in self._decode_segments:
+            tensors = self._decode_tensors(index, bounds, inputs)
+            launches.append(self._programs[index].prepare(tensors, bounds))
 
         def launch() -> None:
             for queue in launches:
                 queue()
 
-        return PreparedCall(bounds, {**inputs.tensors, "logits": tensors["logits"]}, launch, fill)
+        results = {name: tensors[name] for name in ("logits", *(["hidden"] if self.spec.reads_target else []))}
+        return PreparedCall(bounds, {**inputs.tensors, **results}, launch, fill)
 
     def clear_at_close(self, clear: Callable[[], None]) -> None:
         """`clear` frees graphs that somebody captured of prepared calls: they must not outlive a share's stream."""
@@ -188,7 +201,7 @@ class CudaRunner:
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
         num_candidates = 0 if candidates is None else candidates.shape[1]
-        bounds = self.shapes.of(rows, num_candidates)
+        bounds = self.bounds_of(segment, self.shapes.of(rows, num_candidates))
         if bounds.num_rows <= MAX_GRAPH_ROWS:
             call = self._calls[segment].get(bounds)
         else:  # as long as a prompt's chunk: tensors of its own, which the allocator takes back
@@ -220,6 +233,18 @@ class CudaRunner:
     def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
         packs_tables = self._programs[index].packs_tables
         return filled_inputs(self._segments[index], packs_tables=packs_tables, has_trees=bounds.has_trees)
+
+    @property
+    def _decode_segments(self) -> Sequence[int]:
+        """What a decode call consists of."""
+        return range(self.num_segments)
+
+    def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
+        """What of a call's bounds a segment's call differs by."""
+        return bounds
+
+    def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
+        return self._tensors(index, bounds, inputs, self._store)
 
     def _tensors(
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore

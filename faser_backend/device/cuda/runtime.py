@@ -25,6 +25,7 @@ from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.fatal import is_fatal
 from faser_backend.device.cuda.graphs import GraphCapturer
+from faser_backend.device.cuda.head_runner import CudaHeadRunner
 from faser_backend.device.cuda.identity import load_driver
 from faser_backend.device.cuda.lanes import StreamLanes
 from faser_backend.device.cuda.memory_plan import MemoryPlan, plan_memory
@@ -36,7 +37,7 @@ from faser_backend.device.cuda.share_runner import ShareRunner
 from faser_backend.device.cuda.streams import KINDS, Kind, PartitionChoice, SmMenu, SmPartition, open_menu
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
-from faser_backend.device.runtime import ModelPair, OpenLanes, OpenRunner
+from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenLanes, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ class CudaRuntime:
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
         splits, self.splits_note = self.menu.splits, self.menu.note
         if models.draft is None:
-            splits, self.splits_note = (), "none (no draft model: there is nothing to overlap)"
+            splits, self.splits_note = (), NO_DRAFT
+        elif models.draft.spec.reads_target:
+            splits, self.splits_note = (), DRAFTS_IN_TURN
         self.splits = tuple(sorted(splits, key=lambda split: (_is_small(split), _imbalance(split, models))))
         self.needs_warm_up = shares is not None
 
@@ -139,7 +142,8 @@ class CudaRuntime:
         programs = self._programs.open(model, split, share.size)
         capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
         limits = self._programs.limits(model, split)
-        runner = CudaRunner(model, programs, pool, self.device, limits=limits, capturer=capturer)
+        kind = CudaHeadRunner if model.spec.reads_target else CudaRunner
+        runner = kind(model, programs, pool, self.device, limits=limits, capturer=capturer)
         return ShareRunner(runner, share) if isinstance(share, SmPartition) else runner
 
     def open_lanes(self, draft: Share, target: Share) -> OpenLanes:
@@ -216,7 +220,7 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: Engine
         )
     device = current_device()
     if manifest.runtime_spec.is_weights_only:
-        programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device)
+        programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device, manifest.target)
     else:
         programs = TensorRtPrograms(engine_dir, manifest.runtime, device, manifest.compiler)
     models = ModelPair(manifest.target, manifest.draft)

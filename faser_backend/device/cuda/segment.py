@@ -59,7 +59,8 @@ class SegmentProgram(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A call whose inputs the device itself may write. `launch` queues all segments of the model in order."""
+    """A call whose inputs the device itself may write. `launch` queues all segments of the model in order; of a draft
+    head the layer, which leaves what its next launch goes on from in its own input."""
 
     bounds: CallBounds
     tensors: Mapping[str, torch.Tensor]

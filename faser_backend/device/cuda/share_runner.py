@@ -53,6 +53,16 @@ class ShareRunner:
         with self.share.current():
             self.runner.move_cells(block_tables, sources, targets)
 
+    def run_layer(self, rows: RowBatch, hidden: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
+        """See core.ports.HeadRunner: of heads alone, as join_rows."""
+        with self.share.current():
+            return self.runner.run_layer(rows, hidden)
+
+    def join_rows(self, pieces: list[DeviceArray]) -> DeviceArray:
+        """See core.ports.TreeHeadRunner."""
+        with self.share.current():
+            return self.runner.join_rows(pieces)
+
     def capture_menu(self, num_candidates: int, *, has_trees: bool = False) -> None:
         """See CudaRunner."""
         with self.share.current():

@@ -7,7 +7,7 @@ share one. All contexts of a model work in one memory, since its calls are seria
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.segment import CallBounds, Launch
 from faser_backend.device.cuda.tensorrt_engine import EngineFile, EngineStore
 from faser_backend.device.cuda.tensorrt_profiles import choose_profile, profiles_of_share
+from faser_backend.device.cuda.tensors import FEATURE_ROWS, FEATURES
+from faser_backend.device.cuda.torch_segment import feature_slots
 from faser_backend.manifest import ModelEngine, SegmentSpec
 from plugins.kv_write import write_kv
 
@@ -37,11 +39,17 @@ def open_segments(
     Raises ConfigError where an engine cannot be loaded.
     """
     files = [store.open(engine_dir / segment.file.name) for segment in model.segments]
-    memory = store.activation_memory(files, device)
+    memory, features = store.activation_memory(files, device), feature_names(model)
     return [
-        TensorRtSegment(segment, store, file, memory, profiles)
+        TensorRtSegment(segment, store, file, memory, profiles, features=features)
         for segment, file in zip(model.segments, files, strict=True)
     ]
+
+
+def feature_names(model: ModelEngine) -> tuple[str, ...]:
+    """The hidden states that a target gives its draft head, in the order in which the pool's `features` has them."""
+    tensors = (tensor for segment in model.segments for tensor in (*segment.inputs, *segment.outputs))
+    return tuple(tensor.name for tensor in tensors if tensor.name.startswith(f"{FEATURE_ROWS}."))
 
 
 def current_stream() -> int:
@@ -61,20 +69,26 @@ class TensorRtSegment:
         file: EngineFile,
         memory: torch.Tensor,
         profiles: Sequence[int] | None = None,
+        *,
+        features: Sequence[str] = (),
     ) -> None:
-        """memory: uint8, for activations; whoever shares it is never at work at the same time."""
+        """memory: uint8, for activations; whoever shares it is never at work at the same time. features: names of all
+        that the pool has of hidden states, in its order."""
         self.spec = spec
         self._store = store
         self._file = file
         self._memory = memory
         self._profiles = profiles_of_share(file.profiles, profiles)
         self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in spec.outputs)
+        self._features = features
         self._large_calls: Any = None  # their context
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
         """See SegmentProgram. The choice of a profile is queued on the current stream. What was prepared for more
         than MAX_GRAPH_ROWS rows is queued before the next such call is prepared."""
         bound = _bound_tensors(self._file, tensors)
+        apart = _apart(self._file, bound)
+        bound |= apart
         shapes = {name: tuple(bound[name].shape) for name in self._file.inputs}
         profile = choose_profile(self._profiles, shapes, str(self._file.path))
         context = self._context(is_captured=bounds.num_rows <= MAX_GRAPH_ROWS)
@@ -89,7 +103,7 @@ class TensorRtSegment:
             address = tensor.data_ptr() if tensor.numel() else self._memory.data_ptr()
             self._check(context.set_tensor_address(name, address), f"address of {name}")
         self._store.log.check(f"{self._file.path}: prepare")
-        return self._launch(context, dict(tensors))
+        return self._launch(context, dict(tensors), apart)
 
     def _context(self, *, is_captured: bool) -> Any:
         if not is_captured and self._large_calls is not None:
@@ -104,10 +118,16 @@ class TensorRtSegment:
         if not was_taken:
             raise self._store.log.fail(f"{self._file.path}: {what}", "TensorRT refused it")
 
-    def _launch(self, context: Any, tensors: dict[str, torch.Tensor]) -> Launch:
+    def _launch(self, context: Any, tensors: dict[str, torch.Tensor], apart: dict[str, torch.Tensor]) -> Launch:
+        """apart: outputs that are copied to their places afterwards."""
         layers = () if self._writes_pool else range(self.spec.first_layer, self.spec.last_layer)
+        read, written = (self._kept_features(names, tensors) for names in (self._file.inputs, self._file.outputs))
 
         def launch() -> None:
+            if read:
+                slots = feature_slots(tensors["slot_mapping"], tensors[FEATURES])
+                for name, kept in read.items():
+                    torch.index_select(kept, 0, slots, out=tensors[name])
             if not context.execute_async_v3(current_stream()):
                 raise self._store.log.fail(f"{self._file.path}: execute", "TensorRT refused the call")
             for layer in layers:
@@ -115,8 +135,19 @@ class TensorRtSegment:
                     tensors[f"{name}.{layer}"] for name in ("k_new", "v_new", "k_pool", "v_pool")
                 )
                 write_kv(k_new, v_new, tensors["slot_mapping"], k_pool, v_pool)
+            if written:
+                slots = feature_slots(tensors["slot_mapping"], tensors[FEATURES])
+                for name, kept in written.items():
+                    kept.index_copy_(0, slots, tensors[name])
+            for name, made in apart.items():
+                tensors[name].copy_(made)
 
         return launch
+
+    def _kept_features(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By name what the pool has of a hidden state, [slots, hidden_size]; views."""
+        wanted = [name for name in names if name in self._features]
+        return {name: tensors[FEATURES].flatten(0, 1)[:, self._features.index(name)] for name in wanted}
 
 
 def _bound_tensors(file: EngineFile, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,6 +159,14 @@ def _bound_tensors(file: EngineFile, tensors: Mapping[str, torch.Tensor]) -> dic
             raise ConfigError(f"{file.path}: tensor {name}: nobody provides it; build the engine again")
         bound[name] = tensors[source]
     return bound
+
+
+def _apart(file: EngineFile, bound: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Room for outputs whose place is that of an input, pools aside: an engine may write the one before it has read
+    the other. What a draft head makes of a row lies where its next call reads it."""
+    inputs = {bound[name].data_ptr() for name in file.inputs if bound[name].numel()}
+    results = [name for name in file.outputs if "_pool_out." not in name]
+    return {name: torch.zeros_like(bound[name]) for name in results if bound[name].data_ptr() in inputs}
 
 
 def _check_tensor(file: EngineFile, context: Any, name: str, tensor: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
 SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
 TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 TREE_MASK = (TensorSpec(TRUNKS, "int32", ("B",)), TensorSpec(ANCESTORS, "int64", ("T",)))
+FEATURES = "features"  # what a draft head reads, in the target's pool
+FEATURE_ROWS = "aux_hidden"  # of one layer of these: what enters or leaves a compiled engine
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
@@ -52,12 +54,17 @@ def call_tensors(
             tensors[tensor.name] = pool.keys(int(layer))
         elif name in {"v_pool", "v_pool_out"}:
             tensors[tensor.name] = pool.values(int(layer))
+        elif name == FEATURES:
+            tensors[name] = pool.features
+        elif name == FEATURE_ROWS:
+            tensors[FEATURES] = pool.features
+            tensors[tensor.name] = store.get(tensor.name, (bounds.num_rows, int(tensor.shape[1])), dtype)
         elif name == COLUMNS:
             tensors[name] = store.arange(bounds.num_blocks * pool.kv_block_size, dtype)
         elif name == "logits":
             tensors[name] = pool.logits.rows(bounds.num_logit_rows, spec.vocab_size)
         elif name not in inputs.tensors:
-            shape = _result_shape(name, spec, bounds)
+            shape = _result_shape(tensor, spec, bounds)
             tensors[tensor.name] = store.get(_shared_name(tensor.name, segment), shape, dtype)
     return tensors
 
@@ -69,15 +76,18 @@ def _shared_name(name: str, segment: SegmentSpec) -> str:
     return f"hidden {segment.last_layer}" if name == "hidden_out" else name
 
 
-def _result_shape(name: str, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:
-    kind = name.partition(".")[0]
+def _result_shape(tensor: TensorSpec, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:
+    kind = tensor.name.partition(".")[0]
+    num_made = bounds.num_logit_rows if tensor.shape[0] == "R" else bounds.num_rows  # a draft head goes on from few
     shapes = {
         "hidden": (bounds.num_rows, spec.hidden_size),
-        "hidden_out": (bounds.num_rows, spec.hidden_size),
+        "hidden_out": (num_made, spec.hidden_size),
         "exit_scores": (bounds.num_rows, bounds.num_candidates),
         "k_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
         "v_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
     }
     if kind not in shapes:
-        raise ConfigError(f"segment tensor {name}: not one that a GPU runner holds; must be one of {', '.join(shapes)}")
+        raise ConfigError(
+            f"segment tensor {tensor.name}: not one that a GPU runner holds; must be one of {', '.join(shapes)}"
+        )
     return shapes[kind]

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from faser_backend.device.cuda.row_counts import PROMPT_ROWS
 from faser_backend.device.cuda.segment import CallBounds, Launch
-from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
+from faser_backend.device.cuda.tensors import FEATURES
+from faser_backend.device.cuda.torch_weights import ModelTensors
 from faser_backend.manifest import ModelSpec, SegmentSpec
 from plugins.add_rms_norm import add_rms_norm
 from plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_num_splits, launch_config
@@ -27,7 +28,7 @@ from plugins.pruned_chunk_attention import pruned_chunk_attention
 from plugins.rotate_heads import rotate_heads
 
 Tensors = Mapping[str, torch.Tensor]
-
+Rotated = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values, by head
 
 VERIFY_ROWS = 8  # of a sequence, for which tiles are chosen where a call is not a prompt's chunk
 MANY_VERIFY_ROWS = 32  # the same of calls with as many rows as a prompt's chunk
@@ -47,7 +48,7 @@ class TorchSegment:
 
     def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
         """See SegmentProgram. Any bounds can be taken."""
-        return _SegmentCall(self, tensors, bounds).launch
+        return SegmentCall(self, tensors, bounds).launch
 
     def num_splits(self, bounds: CallBounds, pool: torch.Tensor) -> int:
         """Into how many parts a call cuts contexts at most; pool [Hkv, NB, kv_block_size, hd].
@@ -69,7 +70,7 @@ def usual_rows(bounds: CallBounds) -> int:
     return min(bounds.max_rows, VERIFY_ROWS if bounds.num_rows < PROMPT_ROWS else MANY_VERIFY_ROWS)
 
 
-class _SegmentCall:
+class SegmentCall:
     """The segment over the tensors of one call; every temporary is torch's, and falls to its allocator."""
 
     def __init__(self, program: TorchSegment, tensors: Tensors, bounds: CallBounds) -> None:
@@ -95,43 +96,55 @@ class _SegmentCall:
         assert found is not None, "a segment has at least one layer"
         torch.add(hidden, found, out=tensors["hidden_out"])
         if self.bounds.num_candidates:
-            _, normed = self._norm(tensors["hidden_out"], None, weights.norm)
+            _, normed = self.norm(tensors["hidden_out"], None, weights.norm)
             exit_scores(normed, weights.head, tensors["exit_candidates"], tensors["exit_scores"])
 
     def _last_layer(self, hidden: torch.Tensor, found: torch.Tensor | None) -> None:
         """The model's last layer, with logits of the wanted rows; merely its keys and values where none are wanted."""
         layer, tensors = self.model.num_layers - 1, self.tensors
         if self.bounds.num_logit_rows == 0:
-            _, (_, keys, values) = self._qkv(self.weights.layers[layer], hidden, found)
-            pools = tensors[f"k_pool.{layer}"], tensors[f"v_pool.{layer}"]
-            write_kv(keys, values, tensors["slot_mapping"], *pools)
+            _, qkv = self._qkv(layer, hidden, found)
+            self.write_kv(layer, *qkv)
             return
         hidden, found = self._layer(layer, hidden, found, wanted_rows=tensors["logit_rows"])  # [R, d]
-        _, normed = self._norm(hidden, found, self.weights.norm)
-        _head_product(normed, self.weights.head, out=tensors["logits"])
+        _, normed = self.norm(hidden, found, self.weights.norm)
+        head_product(normed, self.weights.head, out=tensors["logits"])
 
     def _layer(
         self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None, wanted_rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [T, d] and what is to be added to it -> the same behind the layer; [R, d] of the wanted rows."""
+        hidden, qkv = self._qkv(layer, hidden, found)
+        return self.attend(layer, hidden, qkv, wanted_rows)
+
+    def attend(
+        self, layer: int, hidden: torch.Tensor, qkv: Rotated, wanted_rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer from its attention on: as _layer, of the wanted rows where they are given."""
         weights = self.weights.layers[layer]
-        hidden, qkv = self._qkv(weights, hidden, found)
         attended = self._attention(layer, *qkv)  # [T, H * hd]
         if wanted_rows is not None:
             attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
         found = product(attended, weights.attention_out, weights.attention_out_bias)
-        hidden, normed = self._norm(hidden, found, weights.mlp_norm)
+        hidden, normed = self.norm(hidden, found, weights.mlp_norm)
         gate_up = product(normed, weights.gate_up, weights.gate_up_bias)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         gated_silu(gate_up, gated)
         return hidden, product(gated, weights.down, weights.down_bias)
 
-    def _qkv(
-        self, weights: LayerTensors, hidden: torch.Tensor, found: torch.Tensor | None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The sum of hidden and found; rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd]."""
+    def _qkv(self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, Rotated]:
+        """The sum of hidden and found, which goes into the layer, and what attention is of."""
+        hidden, normed = self.norm(hidden, found, self.weights.layers[layer].input_norm)
+        if layer in self.model.feature_layers:
+            features, place = self.tensors[FEATURES], self.model.feature_layers.index(layer)
+            slots = feature_slots(self.tensors["slot_mapping"], features)
+            features.flatten(0, 1)[:, place].index_copy_(0, slots, hidden)
+        return hidden, self.rotated(layer, normed)
+
+    def rotated(self, layer: int, normed: torch.Tensor) -> Rotated:
+        """Rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd], of normed [T, any]."""
         num_heads, num_kv = self.model.num_heads, self.model.num_kv_heads
-        hidden, normed = self._norm(hidden, found, weights.input_norm)
+        weights = self.weights.layers[layer]
         qkv = product(normed, weights.qkv, weights.qkv_bias)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
@@ -146,7 +159,12 @@ class _SegmentCall:
             k_norm=weights.k_norm,
             eps=self.model.rms_eps,
         )
-        return hidden, (rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv :])
+        return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv :]
+
+    def write_kv(self, layer: int, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """All that is left of the last layer where nobody wants logits."""
+        pools = self.tensors[f"k_pool.{layer}"], self.tensors[f"v_pool.{layer}"]
+        write_kv(keys, values, self.tensors["slot_mapping"], *pools)
 
     def _attention(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[T, H * hd]; what rows that pad the call get has no meaning, and reaches no other row."""
@@ -171,7 +189,7 @@ class _SegmentCall:
         )
         return out.flatten(1)
 
-    def _norm(
+    def norm(
         self, hidden: torch.Tensor, found: torch.Tensor | None, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden + found, and its RMS norm. A new tensor each: hidden may be what a cut hands over, and stays."""
@@ -191,7 +209,12 @@ def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return result if bias is None else result.add_(bias)
 
 
-def _head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
+def feature_slots(slot_mapping: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Where rows [T] lie in features [blocks, kv_block_size, ...], int64: rows that pad a call in nobody's block."""
+    return slot_mapping.remainder(features.shape[0] * features.shape[1]).long()
+
+
+def head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
     """out [R, V] float32 = normed [R, d] times head [V, d], never rounded to the engine's dtype on the way."""
     if normed.dtype == torch.float32:
         torch.mm(normed, head.t(), out=out)

@@ -5,6 +5,7 @@ Matrices are kept [out, in], as matrix products of a GPU like them best. Knows n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,40 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
     return weights
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadTensors:
+    """An EAGLE-3 head's weights on a device. `layer` is its one layer with what a decoder has around it; its qkv takes
+    [2 * hidden_size], and its head has a row for each logit."""
+
+    layer: ModelTensors
+    hidden_norm: torch.Tensor  # [hidden_size] float32
+    join: torch.Tensor  # [hidden_size, features of all layers, side by side]
+    token_ids: torch.Tensor | None  # [num_logits] int64, the ids that logits are of; None: all, in order
+
+
+def load_head(
+    path: Path, spec: ModelSpec, dtype: str, device: torch.device, lent_embedding: Callable[[], torch.Tensor]
+) -> HeadTensors:
+    """Reads the file that write_torch_head of engines.torch_build wrote. lent_embedding: asked for the target's where
+    the head has none. Errors as of load_weights."""
+    reader = _Reader(path, DTYPES[dtype], device)
+    embedding = reader.matrix("embedding") if "embedding" in reader.names else lent_embedding()
+    token_ids, head = reader.integers("token_ids"), reader.matrix("lm_head")
+    is_id = token_ids < spec.vocab_size  # rows that pad the vocabulary have been cut from the target
+    if not bool(is_id.all()):
+        token_ids, head = token_ids[is_id], head[is_id]
+    is_whole = torch.equal(token_ids, torch.arange(spec.vocab_size, device=device))
+    cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
+    weights = HeadTensors(
+        ModelTensors(embedding, (_read_layer(reader, spec, 0),), reader.norm("norm"), head, cos, sin),
+        hidden_norm=reader.norm("layers.0.hidden_norm"),
+        join=reader.matrix("fc").t().contiguous(),
+        token_ids=None if is_whole else token_ids,
+    )
+    reader.check_all_read()
+    return weights
+
+
 def check_supported(spec: ModelSpec) -> None:
     """Raises ConfigError naming what runtime torch cannot run."""
     if spec.num_experts:
@@ -102,7 +137,8 @@ class _Reader:
         self._path = path
         self._dtype = dtype
         self._file = safe_open(path, framework="pt", device=str(device))
-        self._unread = set(self._file.keys())
+        self.names = frozenset(self._file.keys())
+        self._unread = set(self.names)
 
     def matrix(self, name: str) -> torch.Tensor:
         return self._read(name, self._dtype)
@@ -113,6 +149,9 @@ class _Reader:
     def bias(self, name: str) -> torch.Tensor:
         """Added to products of the engine's dtype, so of that dtype itself."""
         return self._read(name, torch.float32).to(self._dtype)
+
+    def integers(self, name: str) -> torch.Tensor:
+        return self._read(name, torch.int64)
 
     def check_all_read(self) -> None:
         if self._unread:

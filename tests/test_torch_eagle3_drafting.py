@@ -1,0 +1,291 @@
+"""Engines of runtime torch that draft with a head, on the CPU: drafts are a dense reference's and those of llvm's head,
+tokens those of plain decoding, and a device that drafts whole chains drafts what the host would call by call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.build import build_engines
+from faser_backend.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.cuda.draft_loop import TorchDraftLoop
+from faser_backend.device.cuda.head_runner import CudaHeadRunner
+from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.runtime import CudaRuntime
+from faser_backend.device.runtime import ModelPair
+from faser_backend.pipeline import head
+from faser_backend.pipeline.draft_tree import node_rows
+from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.head import HeadTreeCalls
+from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble_on, build_engine
+from faser_backend.serving.runtimes import open_runtime
+from tests.forcing import Forced, at_random, forced
+from tests.harness import drive, guessed
+from tests.head_trees import Agreeing, TreeChecker
+from tests.test_draft_loop import recorded_frontiers
+from tests.test_eagle3 import BLOCK_SIZE, Built
+from tests.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
+
+
+@pytest.fixture(autouse=True)
+def _trees_are_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' head is surer than a trained one."""
+    monkeypatch.setattr(HeadTreeCalls, "difference", 0.7)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A head that is often right."""
+    return Agreeing(tmp_path_factory.mktemp("agreeing"), "torch")
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A head that knows some tokens alone and is hardly ever right."""
+    return Built(tmp_path_factory.mktemp("random"), runtime="torch", exit_layers=(4,))
+
+
+@pytest.fixture(scope="module")
+def greedy(built: Built) -> dict[str, list[int]]:
+    return tokens_of(built, "none", make_requests(is_greedy=True))
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and sampled ones, some with filters, and two with rules, which end first."""
+    made = make_requests()
+    made[2] = replace(made[2], sampling=SamplingParams(temperature=1.0, top_k=7, top_p=0.9, seed=2))
+    made[4] = replace(made[4], sampling=SamplingParams(temperature=0.9, repetition_penalty=1.3, seed=4), max_tokens=6)
+    made[5] = replace(made[5], sampling=SamplingParams(presence_penalty=0.7, seed=5), max_tokens=4)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(built: Built) -> dict[str, list[int]]:
+    return tokens_of(built, "none", mixed_requests())
+
+
+def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaRuntime, "open_draft_loop", lambda *_: None)
+
+
+def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
+    engine, checker = open_engine(built, policy, enable_prefix_reuse=False, **options), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    return engine, checker
+
+
+# -- drafts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "has_loops"),
+    [
+        ("fixed:4", {}, False),
+        ("fixed:4", {"num_kv_blocks": 32}, True),  # one full context: sequences are preempted
+        ("schedule:2:5,3:0,4:2", {}, True),  # rounds without drafts: the head lags behind
+    ],
+)
+def test_every_chain_is_the_reference_s(
+    random: Built, monkeypatch: pytest.MonkeyPatch, policy: str, options: dict[str, object], has_loops: bool
+) -> None:
+    if not has_loops:
+        without_loops(monkeypatch)
+    engine, checker = checked(random, policy, **options)
+    assert isinstance(engine.stepper.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
+    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    assert (engine.metrics().num_preemptions > 0) == bool(options)
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+    assert tokens == tokens_of(random, "none", make_requests(is_greedy=True))
+
+
+@pytest.mark.parametrize(("policy", "options"), [("tree:1", {}), ("tree:12", {"num_kv_blocks": 32}), ("tree:63", {})])
+def test_every_tree_is_the_reference_s(
+    built: Built, greedy: dict[str, list[int]], policy: str, options: dict[str, object]
+) -> None:
+    engine = open_engine(built, policy, enable_prefix_reuse=False, **options)
+    checker = TreeChecker(built, engine)
+    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    metrics = engine.metrics()
+    engine.close()
+    assert (metrics.num_preemptions > 0) == bool(options)
+    assert checker.num_equal == checker.num_parents > 50 and metrics.num_accepted > 30
+    assert policy == "tree:1" or (min(checker.num_siblings, checker.num_deep) > 30 and checker.num_moved > 10)
+    assert tokens == greedy
+
+
+@pytest.mark.parametrize("policy", ["fixed:4", "tree:12"])
+def test_as_much_is_drafted_and_accepted_as_with_llvm_s_head(built: Built, tmp_path: Path, policy: str) -> None:
+    """Of the same weights in float32; greedily both drafts are the reference's, so that counts are equal."""
+    options = {"kv_block_size": BLOCK_SIZE, "exit_layers": (4,), "kv_cache_dtype": "fp32"}
+    build_engines(built.source, built.head_dir, tmp_path, runtime="llvm", **options)
+    found = []
+    for directory in (built.directory, tmp_path):
+        engine = build_engine(directory, EngineConfig(policy=policy, max_num_seqs=4, max_prefill_tokens=16))
+        tokens = drive(engine, make_requests(is_greedy=True)).tokens
+        metrics = engine.metrics()
+        found.append((tokens, metrics.num_drafted, metrics.num_accepted))
+        engine.close()
+    assert found[0] == found[1] and found[0][2] > 30
+
+
+def test_a_loop_drafts_what_the_host_drafts_call_by_call(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, lengths, margins and candidates of every frontier; greedy and sampled, with filters and rules."""
+    seen = []
+    for _ in range(2):
+        pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
+        policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
+        config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16)
+        models = ModelPair(built.manifest.target, built.manifest.draft)
+        engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
+        frontiers = recorded_frontiers(engine.stepper)
+        seen.append((drive(engine, mixed_requests()).tokens, frontiers))
+        engine.close()
+        without_loops(monkeypatch)
+    (with_loops, frontiers), (stepwise, expected) = seen
+    assert with_loops == stepwise and len(frontiers) == len(expected)
+    for drafted, wanted in zip(frontiers, expected, strict=True):
+        for found, other in zip(drafted, wanted, strict=True):
+            assert (found is None) == (other is None)
+            assert found is None or np.allclose(found, other, atol=1e-5)
+
+
+# -- tokens ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("fixed:4", {}), ("fixed:4", {"num_kv_blocks": 32}), ("faser", {}), ("tree:12", {"num_kv_blocks": 32})],
+)
+def test_tokens_equal_plain_decoding(
+    built: Built, plain: dict[str, list[int]], policy: str, options: dict[str, object]
+) -> None:
+    """Greedy sequences beside sampled ones, with penalties and filters, at random times."""
+    engine = open_engine(built, policy, **options)
+    assert drive(engine, mixed_requests(), seed=1).tokens == plain
+    assert policy == "faser" or engine.metrics().num_accepted > 20
+    engine.close()
+
+
+def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
+    """A reused row may hold another sequence's next token, so that a few chains differ; features are never missing."""
+    requests = make_requests(10, is_greedy=True, num_shared=20)
+    engine, checker = open_engine(built, "fixed:3"), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, requests).tokens
+    assert engine.metrics().num_reused_blocks > 0
+    engine.close()
+    assert 0.8 * checker.num_chains < checker.num_equal and checker.num_chains > 20
+    assert tokens == tokens_of(built, "none", requests)
+
+
+def test_chains_beside_look_ups_are_the_reference_s(built: Built, greedy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
+    engine, checker = checked(built, "fixed:3", draft="model+ngram")
+    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
+    assert tokens == greedy
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_tokens_equal_plain_decoding_in_halves(built: Built, tmp_path: Path, dtype: str) -> None:
+    """On a CPU products of a row are the same in any company: no near-tie decides otherwise."""
+    options = {"runtime": "torch", "dtype": dtype, "kv_block_size": BLOCK_SIZE}
+    build_engines(built.source, built.head_dir, tmp_path, **options)
+    found = []
+    for policy in ("none", "fixed:4", "tree:12"):
+        engine = build_engine(tmp_path, EngineConfig(policy=policy))
+        found.append(drive(engine, make_requests(is_greedy=True)).tokens)
+        assert policy == "none" or engine.metrics().num_accepted > 20
+        engine.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = open_engine(built, "fixed:2", pipeline="ping_pong")
+    assert list(engine.stepper.partitions) == [WHOLE]
+    engine.close()
+    assert "pipeline = ping_pong" in caplog.text and "EAGLE-3 head" in caplog.text
+
+
+# -- what a mistake looks like -----------------------------------------------------------------------
+
+
+def other_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes go on from what the head made of each other's parents."""
+    monkeypatch.setattr(CudaHeadRunner, "join_rows", lambda _, pieces: torch.cat(pieces[::-1]))
+
+
+def one_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes lie a row behind their place, behind one that nobody has written."""
+    monkeypatch.setattr(head, "node_rows", lambda batch, level, _: node_rows(batch, level, batch.num_tokens))
+
+
+def features_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the accepted path move, and what the head reads beside them does not."""
+    move = CudaKvPool.move
+
+    def move_without(pool: CudaKvPool, *cells: torch.Tensor) -> None:
+        features, pool.features = pool.features, pool.features[:0]
+        move(pool, *cells)
+        pool.features = features
+
+    monkeypatch.setattr(CudaKvPool, "move", move_without)
+
+
+@pytest.mark.parametrize("mistake", [other_order, one_further, features_stay])
+def test_mistakes_in_trees_are_noticed(
+    built: Built,
+    greedy: dict[str, list[int]],
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each spoils what the head drafts, and no token."""
+    mistake(monkeypatch)
+    engine = open_engine(built, "tree:12", enable_prefix_reuse=False)
+    checker = TreeChecker(built, engine)
+    assert drive(engine, make_requests(is_greedy=True)).tokens == greedy
+    engine.close()
+    assert checker.num_parents - checker.num_equal > 10
+
+
+def states_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a loop read what the first of them read."""
+    monkeypatch.setattr(CudaHeadRunner, "_decode_tensors", CudaRunner._decode_tensors)
+
+
+def positions_are_a_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain's noise is that of the positions before its own."""
+    monkeypatch.setattr(CudaHeadRunner, "num_ahead", 0)
+
+
+@pytest.mark.parametrize("mistake", [states_are_left, positions_are_a_model_s])
+def test_mistakes_of_a_loop_are_noticed(
+    random: Built, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled, where noise is the position's; against chains that the host draws call by call."""
+    found = []
+    with monkeypatch.context() as patched:
+        for change in (mistake, without_loops):
+            change(patched)
+            engine = open_engine(random, "fixed:4", enable_prefix_reuse=False)
+            drafted = recorded_frontiers(engine.stepper)
+            tokens = drive(engine, make_requests()).tokens
+            found.append((tokens, [frontier[0].tolist() for frontier in drafted]))
+            engine.close()
+    assert found[0][0] == found[1][0], "no token depends on it"
+    assert found[0][1] != found[1][1]
