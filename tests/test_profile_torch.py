@@ -16,6 +16,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_model import DRAFT, TARGET
@@ -26,7 +27,7 @@ from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runt
 from lab.profiling import calibration as calibration_module
 from lab.profiling import profile as profile_module
 from lab.profiling.cases import Case, choose_cases, make_batch
-from lab.profiling.measure import Bench, Effort, Share
+from lab.profiling.measure import DRAFT_RUN, Bench, Effort, Share
 from lab.profiling.profile import profile_engine
 from lab.profiling.step_costs import wait_for_calls
 from lab.profiling.timed_calls import TimedRunner, open_loop
@@ -94,14 +95,23 @@ def test_a_draft_sample_is_a_chain_where_the_device_drafts_chains(engine: Path, 
     runner.close()
 
 
-def test_a_head_is_measured_call_by_call_on_features_of_its_own(tmp_path: Path) -> None:
+def test_chains_of_a_head_are_measured_on_features_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=NUM_TARGET_LAYERS)
     head = write_head(tmp_path / "head")
     manifest = build_engines(source, head, tmp_path / "engine", runtime="torch", kv_block_size=4)
     runtime = open_runtime(tmp_path / "engine", manifest, EngineConfig())
     cases = [Case((1, 1, 1), 8, 3), Case((2, 1), 8, 2), Case((9,), 0, 0)]
     bench = Bench(runtime, ModelPair(manifest.target, manifest.draft), dict.fromkeys((TARGET, DRAFT), cases), 0)
+    lengths: list[list[int]] = []
+    draft = TorchDraftLoop.draft
+
+    def noted(loop: TorchDraftLoop, *arguments: Any) -> Any:
+        lengths.append(arguments[2].tolist())
+        return draft(loop, *arguments)
+
+    monkeypatch.setattr(TorchDraftLoop, "draft", noted)
     measured = bench.measure(Share(DRAFT, WHOLE, runtime.menu.whole, None), Effort(0.1, 3), lambda done: None)
+    assert len(lengths) >= 3 and {tuple(each) for each in lengths} == {(DRAFT_RUN,) * 3}
     assert len(measured) == 3 and all(len(each.segment_us) == 2 and min(each.segment_us) > 0 for each in measured)
 
 

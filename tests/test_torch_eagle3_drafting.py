@@ -59,7 +59,7 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def greedy(built: Built) -> dict[str, list[int]]:
-    return tokens_of(built, "none", make_requests(is_greedy=True))
+    return tokens_of(built, "none", make_requests(5, is_greedy=True))
 
 
 def mixed_requests() -> list[Request]:
@@ -104,11 +104,11 @@ def test_every_chain_is_the_reference_s(
         without_loops(monkeypatch)
     engine, checker = checked(random, policy, **options)
     assert isinstance(engine.stepper.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert (engine.metrics().num_preemptions > 0) == bool(options)
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
-    assert tokens == tokens_of(random, "none", make_requests(is_greedy=True))
+    assert tokens == tokens_of(random, "none", make_requests(5, is_greedy=True))
 
 
 @pytest.mark.parametrize(("policy", "options"), [("tree:1", {}), ("tree:12", {"num_kv_blocks": 32}), ("tree:63", {})])
@@ -117,11 +117,11 @@ def test_every_tree_is_the_reference_s(
 ) -> None:
     engine = open_engine(built, policy, enable_prefix_reuse=False, **options)
     checker = TreeChecker(built, engine)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     metrics = engine.metrics()
     engine.close()
     assert (metrics.num_preemptions > 0) == bool(options)
-    assert checker.num_equal == checker.num_parents > 50 and metrics.num_accepted > 30
+    assert checker.num_equal == checker.num_parents > 40 and metrics.num_accepted > 20
     assert policy == "tree:1" or (min(checker.num_siblings, checker.num_deep) > 30 and checker.num_moved > 10)
     assert tokens == greedy
 
@@ -134,15 +134,19 @@ def test_as_much_is_drafted_and_accepted_as_with_llvm_s_head(built: Built, tmp_p
     found = []
     for directory in (built.directory, tmp_path):
         engine = build_engine(directory, EngineConfig(policy=policy, max_num_seqs=4, max_prefill_tokens=16))
-        tokens = drive(engine, make_requests(is_greedy=True)).tokens
+        tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
         metrics = engine.metrics()
         found.append((tokens, metrics.num_drafted, metrics.num_accepted))
         engine.close()
-    assert found[0] == found[1] and found[0][2] > 30
+    assert found[0] == found[1] and found[0][2] > 20
 
 
-def test_a_loop_drafts_what_the_host_drafts_call_by_call(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["built", "random"])
+def test_a_loop_drafts_what_the_host_drafts_call_by_call(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens, lengths, margins and candidates of every frontier; greedy and sampled, with filters and rules."""
+    built: Built = request.getfixturevalue(name)
     seen = []
     for _ in range(2):
         pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
@@ -179,9 +183,15 @@ def test_tokens_equal_plain_decoding(
     engine.close()
 
 
+def test_rejection_sampling_takes_a_head_s_law(built: Built, greedy: dict[str, list[int]]) -> None:
+    assert tokens_of(built, "fixed:4", make_requests(5, is_greedy=True), acceptance="rejection") == greedy
+    sampled = tokens_of(built, "fixed:4", make_requests(4), acceptance="rejection")
+    assert {len(tokens) for tokens in sampled.values()} == {16}
+
+
 def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
     """A reused row may hold another sequence's next token, so that a few chains differ; features are never missing."""
-    requests = make_requests(10, is_greedy=True, num_shared=20)
+    requests = make_requests(7, is_greedy=True, num_shared=20)
     engine, checker = open_engine(built, "fixed:3"), ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
     tokens = drive(engine, requests).tokens
@@ -194,7 +204,7 @@ def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
 def test_chains_beside_look_ups_are_the_reference_s(built: Built, greedy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
     engine, checker = checked(built, "fixed:3", draft="model+ngram")
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     engine.close()
     assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
     assert tokens == greedy
@@ -208,7 +218,7 @@ def test_tokens_equal_plain_decoding_in_halves(built: Built, tmp_path: Path, dty
     found = []
     for policy in ("none", "fixed:4", "tree:12"):
         engine = build_engine(tmp_path, EngineConfig(policy=policy))
-        found.append(drive(engine, make_requests(is_greedy=True)).tokens)
+        found.append(drive(engine, make_requests(5, is_greedy=True)).tokens)
         assert policy == "none" or engine.metrics().num_accepted > 20
         engine.close()
     assert found[0] == found[1] == found[2]
@@ -258,7 +268,7 @@ def test_mistakes_in_trees_are_noticed(
     mistake(monkeypatch)
     engine = open_engine(built, "tree:12", enable_prefix_reuse=False)
     checker = TreeChecker(built, engine)
-    assert drive(engine, make_requests(is_greedy=True)).tokens == greedy
+    assert drive(engine, make_requests(5, is_greedy=True)).tokens == greedy
     engine.close()
     assert checker.num_parents - checker.num_equal > 10
 
@@ -284,7 +294,7 @@ def test_mistakes_of_a_loop_are_noticed(
             change(patched)
             engine = open_engine(random, "fixed:4", enable_prefix_reuse=False)
             drafted = recorded_frontiers(engine.stepper)
-            tokens = drive(engine, make_requests()).tokens
+            tokens = drive(engine, make_requests(4)).tokens
             found.append((tokens, [frontier[0].tolist() for frontier in drafted]))
             engine.close()
     assert found[0][0] == found[1][0], "no token depends on it"
