@@ -138,11 +138,6 @@ def test_a_head_has_the_context_of_its_target(target: Path, tmp_path: Path) -> N
     assert (tmp_path / "out" / MANIFEST_FILE).is_file()
 
 
-@pytest.mark.parametrize("runtime", ["torch", "tensorrt_rtx"])
-def test_other_runtimes_are_refused(runtime: str, target: Path, tmp_path: Path) -> None:
-    refuses(target, write_head(tmp_path / "head"), runtime, "EAGLE-3", "onnxruntime", runtime=runtime)
-
-
 def test_the_command_line_builds_a_head(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head")
     options = ["--target", str(target), "--draft", str(head), "--output", str(tmp_path / "out")]

@@ -105,4 +105,4 @@ def test_overlapped_steps_change_no_token(opened, requests, expected) -> None:
 def test_splits_cost_no_memory_and_times_are_kept_by_who_computes(opened) -> None:
     runtime, _ = opened
     assert "weights" not in runtime.splits_note
-    assert set(identity_of("llvm")) == {"cpu", "num_cores", "numba", "llvmlite"}
+    assert set(identity_of("llvm")) == {"cpu", "num_cores", "matrix_units", "numba", "llvmlite"}

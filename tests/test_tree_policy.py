@@ -59,8 +59,8 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
     ],
 )
 def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, reason: str) -> None:
-    segments = [SimpleNamespace(inputs=(TensorSpec("positions", "int64", ("T",)),))]
-    draft = family and SimpleNamespace(spec=SimpleNamespace(reads_target=family == EAGLE3), segments=segments)
+    segment = SimpleNamespace(first_layer=0, last_layer=1, inputs=(TensorSpec("positions", "int64", ("T",)),))
+    draft = family and SimpleNamespace(spec=SimpleNamespace(reads_target=family == EAGLE3), segments=[segment])
     models = cast(ModelPair, SimpleNamespace(target=draft, draft=draft))
     with pytest.raises(ConfigError, match=f"policy = 'tree:N': .*{reason}"):
         check_trees(runtime, models, parse_policy("tree:4", guessed))
