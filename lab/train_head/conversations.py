@@ -34,7 +34,7 @@ class WritingOptions:
     max_answer: int = 256
     answer_temperature: float = 0.8
     greedy_share: float = 0.5
-    opening_share: float = 0.65
+    opening_share: float = 0.8
     openings: Path = OPENINGS
 
 
@@ -143,7 +143,7 @@ class Opener:
         )
         try:
             self.frame = read_frame(manifest, tokenizer)
-            texts = [line.encode().decode("unicode_escape") for line in options.openings.read_text().splitlines()]
+            texts = [line.replace(r"\n", "\n") for line in options.openings.read_text().splitlines()]
             self._openings = [tokenizer.encode(text) for text in texts if text]
         finally:
             tokenizer.close()
