@@ -15,12 +15,13 @@ import torch
 
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import build_engine
 from lab.train_head import model, torch_writer
 from lab.train_head.begin import TargetTensors, feature_layers, frequent_ids, head_spec, new_head, read_target
 from lab.train_head.conversations import RAREST, WritingOptions, draw
+from lab.train_head.crew import Crew, working_with
 from lab.train_head.export import head_config, save_head
 from lab.train_head.model import SoftCrossEntropy
 from lab.train_head.run import HeadRun, RunOptions
@@ -258,6 +259,43 @@ def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(trained: RunOptions
     assert resumed.is_done
     for name, parameter in whole.head.state_dict().items():
         assert torch.equal(parameter, resumed.head.state_dict()[name]), name
+
+
+def test_two_processes_share_the_batches_of_one(trained: RunOptions, tmp_path: Path) -> None:
+    steps, tokens = {}, {}
+    for num_processes in (1, 2):
+        work = tmp_path / str(num_processes)
+        shutil.copytree(trained.work / "dialogues", work / "dialogues")
+        run = HeadRun(replace(trained, work=work, num_processes=num_processes))
+        run.train()
+        progress = run.trainer(Crew()).progress
+        steps[num_processes], tokens[num_processes] = progress.step, progress.num_tokens
+        losses = [loss for _, loss in progress.losses]
+        assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    assert steps[2] == steps[1] // 2 and tokens[2] == pytest.approx(tokens[1], rel=0.1)
+
+
+def add_two(crew: Crew) -> None:
+    crew.average([torch.full((3,), 2.0)])
+
+
+def test_weights_are_averaged_over_processes() -> None:
+    weights = torch.tensor([1.0, 3.0, 5.0])
+    with working_with(Crew(0, 2), add_two):
+        Crew(0, 2).average([weights])
+    assert weights.tolist() == [1.5, 2.5, 3.5]
+
+
+def end(crew: Crew) -> None:
+    sys.exit(3)
+
+
+def test_a_process_that_ends_ends_all_with_one_error() -> None:
+    with (
+        pytest.raises(FaserError, match="a process that trained beside this one ended with status 3"),
+        working_with(Crew(0, 2), end),
+    ):
+        Crew(0, 2).average([torch.zeros(1)])
 
 
 def test_more_data_are_learned_from_in_another_run(trained: RunOptions, tmp_path: Path) -> None:

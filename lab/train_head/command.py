@@ -61,6 +61,9 @@ def train_head(
         int, typer.Option(help="Conversations that are written side by side.", show_default="64 or 256")
     ] = 0,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Training processes, which share threads and batches and average weights.")
+    ] = 1,
     device: Annotated[str, typer.Option(help="Of training: cpu, cuda, or auto.")] = "auto",
     precision: Annotated[Precision, typer.Option(help="Of products in training.")] = Precision.BF16,
     seed: Annotated[int, typer.Option(help="Of data and training.")] = 0,
@@ -91,6 +94,7 @@ def train_head(
         num_kv_heads=num_kv_heads,
         intermediate_size=intermediate_size,
         num_threads=num_threads,
+        num_processes=processes,
         device=device,
         precision=precision.value,
         writer=writer.value,

@@ -7,7 +7,7 @@ import json
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import MANIFEST_FILE
 from lab.train_head.begin import TargetParts, TargetTensors, feature_layers, frequent_ids, head_spec, read_target
 from lab.train_head.conversations import WritingOptions
+from lab.train_head.crew import Crew, working_with
 from lab.train_head.curve import draw_curve
 from lab.train_head.dialogues import LlvmWriter, Writer, write_dialogues
 from lab.train_head.export import head_config, save_head
@@ -48,6 +49,7 @@ class RunOptions:
     num_kv_heads: int | None = None
     intermediate_size: int | None = None
     num_threads: int | None = None
+    num_processes: int = 1  # that train
     device: str = "auto"
     precision: str = "bf16"
     writer: str = "auto"  # or llvm, torch
@@ -103,11 +105,14 @@ class HeadRun:
     def train(self) -> None:
         """Goes on with a plan that was cut off, or begins one over the data that there are."""
         options = self._options
-        torch.set_num_threads(self._num_threads)
-        trainer = self._trainer()
+        if options.num_processes > 1 and self._device == "cuda":
+            raise ConfigError(f"num_processes = {options.num_processes}: on cuda a head trains in one process")
+        crew = Crew(0, options.num_processes)
+        trainer = self.trainer(crew)
         if trainer.is_done:
             trainer.go_on(self._frequent_ids(trainer.corpus), new_alone=options.has_new_data_alone)
-        with self._bar("training, steps", None) as bar:
+        trainer.save()  # where the others begin
+        with working_with(crew, partial(_learn, options)), self._bar("training, steps", None) as bar:
 
             def on_step(done: int, total: int) -> None:
                 bar.update(bar.task_ids[0], completed=done, total=total)
@@ -126,14 +131,19 @@ class HeadRun:
         num_bytes = save_head(options.output, config, state["head"], token_ids)
         self._console.print(f"saved {options.output} ({num_bytes / 1e6:.1f} MB)")
 
-    def _trainer(self) -> Trainer:
+    @property
+    def _device(self) -> str:
+        if self._options.device != "auto":
+            return self._options.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def trainer(self, crew: Crew) -> Trainer:
+        """As the last checkpoint left it, or a new one."""
         options = self._options
+        torch.set_num_threads(max(1, self._num_threads // options.num_processes))
         corpus = Corpus(self._dialogues)
         if len(corpus.shards) <= HELD_OUT_SHARDS:
             raise ConfigError(f"{self._dialogues}: {len(corpus.shards)} shards; the stage write has to make more first")
-        device = options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         return Trainer(
             self.target,
             self._spec(),
@@ -141,9 +151,10 @@ class HeadRun:
             corpus,
             directory=options.work,
             options=options.training,
-            device=device,
+            device=self._device,
             dtype=DTYPES[options.precision],
-            report=self._console.print,
+            report=self._console.print if crew.leads else lambda line: None,
+            crew=crew,
         )
 
     @cached_property
@@ -187,3 +198,7 @@ class HeadRun:
         bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
         bar.add_task(what, total=total)
         return bar
+
+
+def _learn(options: RunOptions, crew: Crew) -> None:
+    HeadRun(options).trainer(crew).learn()

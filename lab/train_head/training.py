@@ -19,6 +19,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from lab.train_head.batches import Batch, load_batch, plan_batches
 from lab.train_head.begin import TargetParts, new_head
+from lab.train_head.crew import STEPS_APART, Crew
 from lab.train_head.measure import Agreement, agreement
 from lab.train_head.objective import Objective
 from lab.train_head.shards import Corpus
@@ -64,7 +65,7 @@ class Progress:
 
     plan: Plan
     step: int = 0
-    num_tokens: int = 0  # rows learned from, in all runs
+    num_tokens: int = 0  # rows learned from, in all runs; other processes' batches are taken to be as full
     losses: list[tuple[int, float]] = field(default_factory=list)
     checks: list[tuple[int, list[float], float]] = field(default_factory=list)  # tokens, by depth, kept
 
@@ -84,8 +85,11 @@ class Trainer:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         report: Callable[[str], None] = print,
+        crew: Crew | None = None,
     ) -> None:
-        """token_ids [num_ids]: the target's ids that the head may draft. directory: of the checkpoint."""
+        """token_ids [num_ids]: the target's ids that the head may draft. directory: of the checkpoint. crew: that it
+        belongs to; alone unless given."""
+        self._crew = crew or Crew()
         self.options, self.corpus, self._report, self._dtype = options, corpus, report, dtype
         self._path, self._device = directory / STATE_FILE, torch.device(device)
         self._objective = Objective(target, torch.from_numpy(token_ids), self._device, dtype)
@@ -102,7 +106,20 @@ class Trainer:
         on_step: Callable[[int, int], object] = lambda done, total: None,
         on_check: Callable[[], object] = lambda: None,
     ) -> Agreement:
-        """Trains to the end of the plan, or max_steps of it. Returns the agreement over all held-out dialogues.
+        """Learns, then looks at all held-out dialogues and keeps what was learned. Returns the agreement there."""
+        self.learn(max_steps=max_steps, on_step=on_step, on_check=on_check)
+        result = self._check(None)
+        self.save()
+        return result
+
+    def learn(
+        self,
+        *,
+        max_steps: int | None = None,
+        on_step: Callable[[int, int], object] = lambda done, total: None,
+        on_check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Trains to the end of the plan, or max_steps of it.
 
         on_step is told steps done and steps of the plan; on_check is called when a checkpoint has been written.
         """
@@ -114,19 +131,18 @@ class Trainer:
             batch = load_batch(self.corpus, batches[progress.step])
             recent.append(self._learn(batch, len(batches)))
             progress.step += 1
-            progress.num_tokens += int((batch.best_ids >= 0).sum())
+            progress.num_tokens += int((batch.best_ids >= 0).sum()) * self._crew.size
+            if progress.step % STEPS_APART == 0 or progress.step == last:
+                self._crew.average(self.head.parameters())
             on_step(progress.step, len(batches))
             if progress.step % options.report_every == 0 or progress.step == len(batches):
                 progress.losses.append((progress.num_tokens, float(np.mean(recent))))
                 self._report(f"step {progress.step}/{len(batches)}, loss {np.mean(recent):.4f}")
                 recent = []
-            if progress.step % options.check_every == 0:
+            if progress.step % options.check_every == 0 and self._crew.leads:
                 self._check(options.num_checked)
                 self.save()
                 on_check()
-        result = self._check(None)
-        self.save()
-        return result
 
     @property
     def is_done(self) -> bool:
@@ -183,7 +199,8 @@ class Trainer:
         plan = self.progress.plan
         index = self.corpus.training_index(plan.first_shard, plan.num_shards)
         size = self.options.tokens_per_step
-        return [batch for i in range(plan.passes) for batch in plan_batches(index, size, plan.seed * 1000 + i)]
+        every = [batch for i in range(plan.passes) for batch in plan_batches(index, size, plan.seed * 1000 + i)]
+        return self._crew.share(every)
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
         options = self.options
