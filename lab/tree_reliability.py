@@ -18,7 +18,7 @@ import numpy as np
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.core.record import StepRecord
-from faser_backend.policy.tree_choice import MOST_CHILDREN
+from faser_backend.core.tree import MOST_CHILDREN
 from lab import environment
 from lab.answers import jobs_of
 from lab.drive import ClosedLoop, InProcess

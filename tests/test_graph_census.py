@@ -114,7 +114,10 @@ def test_traffic_of_trees_adds_none_where_their_shapes_were_captured(
         assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
         assert not each.machine.broken
         loop = cast(Any, each.engine.stepper.partitions[WHOLE].draft_loop)._loop
-        assert (len(loop._chains) == 0) == is_known, "who drafts trees asks no loop"
+        assert not loop._levels._levels._eager
+        if is_known:
+            assert len(loop._chains) == 0, "who drafts trees drafts no chains"
+            assert len(loop._levels._levels) == 15 * 2, "rows; filters"
         each.engine.close()
 
 
@@ -143,6 +146,7 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
             assert each.machine.num_first_under_capture == 0
             assert [len(calls) for calls in runner._calls] == [15, 35 if has_trees else 20]
             assert len(loop._chains) == (0 if has_trees else 4 * 2 * 2)
+            assert len(loop._levels._levels) == (15 * 2 if has_trees else 0)
         each.engine.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.request import SamplingParams
-from faser_backend.policy.tree_choice import MOST_CHILDREN
+from faser_backend.core.tree import MOST_CHILDREN
 from lab.contestants import ORACLE, TREE_ORACLE, TREE_WHOLE, simulated_contestants
 from lab.simulation.acceptance import Outcomes, demo_process
 from lab.simulation.engine import Outcome, build_sim_engine, run_closed_loop

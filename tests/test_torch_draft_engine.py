@@ -134,9 +134,21 @@ def test_engines_with_and_without_loops(demo, requests, expected, case: tuple[st
 
 @pytest.mark.parametrize("policy", ["tree:1", "tree:7", "tree:12"])
 def test_trees_change_no_token(demo, requests, expected, policy: str) -> None:
-    tokens, frontiers = run(demo, requests, policy, lambda decision: decision, "")
-    assert tokens == expected
-    assert max(int(num_drafted.max()) for _, num_drafted, *_ in frontiers) == int(policy.partition(":")[2])
+    """Drafted by a loop or, for a batch with a request that has rules, level by level; or always so."""
+    seen = []
+    for has_loops in (False, True):
+        demo[0].has_loops = has_loops
+        tokens, frontiers = run(demo, requests, policy, lambda decision: decision, "")
+        assert tokens == expected
+        assert max(int(num_drafted.max()) for _, num_drafted, *_ in frontiers) == int(policy.partition(":")[2])
+        seen.append([tokens_of(frontier) for frontier in frontiers])
+    assert seen[0] == seen[1]
+
+
+def tokens_of(frontier: tuple) -> list[list[int]]:
+    """The draft tokens of each sequence, in order."""
+    drafted, num_drafted, *_ = frontier
+    return [tokens[:count] for tokens, count in zip(drafted.tolist(), num_drafted.tolist(), strict=True)]
 
 
 def siblings_visible(trunk_lens: torch.Tensor, ancestors: torch.Tensor) -> TreeMask:

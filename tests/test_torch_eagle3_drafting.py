@@ -16,7 +16,9 @@ import torch
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
+from faser_backend.device.cuda.draft_levels import TorchDraftLevels, _Levels
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.head_runner import CudaHeadRunner
 from faser_backend.device.cuda.pool import CudaKvPool
@@ -80,6 +82,14 @@ def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaRuntime, "open_draft_loop", lambda *_: None)
 
 
+@pytest.fixture
+def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the device drafts whole chains and trees, as the case asks."""
+    if not request.param:
+        without_loops(monkeypatch)
+    return bool(request.param)
+
+
 def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
     engine, checker = open_engine(built, policy, enable_prefix_reuse=False, **options), ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
@@ -96,12 +106,11 @@ def checked(built: Built, policy: str, **options: object) -> tuple[Engine, Chain
         ("fixed:4", {"num_kv_blocks": 32}, True),  # one full context: sequences are preempted
         ("schedule:2:5,3:0,4:2", {}, True),  # rounds without drafts: the head lags behind
     ],
+    indirect=["has_loops"],
 )
 def test_every_chain_is_the_reference_s(
-    random: Built, monkeypatch: pytest.MonkeyPatch, policy: str, options: dict[str, object], has_loops: bool
+    random: Built, policy: str, options: dict[str, object], has_loops: bool
 ) -> None:
-    if not has_loops:
-        without_loops(monkeypatch)
     engine, checker = checked(random, policy, **options)
     assert isinstance(engine.stepper.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
@@ -111,11 +120,16 @@ def test_every_chain_is_the_reference_s(
     assert tokens == tokens_of(random, "none", make_requests(5, is_greedy=True))
 
 
-@pytest.mark.parametrize(("policy", "options"), [("tree:1", {}), ("tree:12", {"num_kv_blocks": 32}), ("tree:63", {})])
+@pytest.mark.parametrize(
+    ("policy", "options", "has_loops"),
+    [("tree:1", {}, True), ("tree:12", {"num_kv_blocks": 32}, True), ("tree:12", {}, False), ("tree:63", {}, True)],
+    indirect=["has_loops"],
+)
 def test_every_tree_is_the_reference_s(
-    built: Built, greedy: dict[str, list[int]], policy: str, options: dict[str, object]
+    built: Built, greedy: dict[str, list[int]], policy: str, options: dict[str, object], has_loops: bool
 ) -> None:
     engine = open_engine(built, policy, enable_prefix_reuse=False, **options)
+    assert isinstance(engine.stepper.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
     checker = TreeChecker(built, engine)
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     metrics = engine.metrics()
@@ -139,6 +153,35 @@ def test_as_much_is_drafted_and_accepted_as_with_llvm_s_head(built: Built, tmp_p
         found.append((tokens, metrics.num_drafted, metrics.num_accepted))
         engine.close()
     assert found[0] == found[1] and found[0][2] > 20
+
+
+def nodes_of(record: StepRecord) -> list[list[tuple]]:
+    """(token, parent's row, cell, log chance) of each sequence's nodes."""
+    frontier = record.frontier
+    if frontier.tree is None or frontier.tree.log_chances is None:
+        return []
+    arrays = (frontier.drafted, frontier.tree.parents, frontier.tree.draft_cells, frontier.tree.log_chances.round(3))
+    counts = frontier.num_drafted.tolist()
+    return [list(zip(*(a[b, :n].tolist() for a in arrays), strict=True)) for b, n in enumerate(counts)]
+
+
+def test_a_loop_drafts_the_trees_that_the_host_drafts(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled, with filters and rules; not those of a head that goes on from other states than parents'."""
+    sizes, seen, draft, made_at = [], [], TorchDraftLevels.draft, _Levels._made_at
+    monkeypatch.setattr(TorchDraftLevels, "draft", lambda *given: sizes.append(given[2].size) or draft(*given))
+
+    def spoil() -> None:
+        monkeypatch.setattr(_Levels, "_made_at", lambda levels, cells: made_at(levels, torch.full_like(cells, -1)))
+
+    for change in (lambda: None, spoil, lambda: without_loops(monkeypatch)):
+        change()
+        engine, trees = open_engine(built, "tree:12"), []
+        engine.stepper.observers.append(lambda record, trees=trees: trees.append(nodes_of(record)))
+        seen.append((drive(engine, mixed_requests()).tokens, trees))
+        engine.close()
+    assert len(sizes) > 20 and max(sizes) > 2
+    assert seen[0] == seen[2]
+    assert seen[1][0] == seen[2][0] and seen[1][1] != seen[2][1], "states of other rows went unnoticed"
 
 
 @pytest.mark.parametrize("name", ["built", "random"])
@@ -264,7 +307,8 @@ def test_mistakes_in_trees_are_noticed(
     mistake: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each spoils what the head drafts, and no token."""
+    """Each spoils what the head drafts, level by level from the host, and no token."""
+    without_loops(monkeypatch)
     mistake(monkeypatch)
     engine = open_engine(built, "tree:12", enable_prefix_reuse=False)
     checker = TreeChecker(built, engine)

@@ -13,6 +13,23 @@ import numpy as np
 
 MAX_TREE_ROWS = 64  # of a sequence, the anchor's included: one bit each
 MAX_TREE_TOKENS = MAX_TREE_ROWS - 1
+MOST_CHILDREN = 8  # of a node; the demo target draws one of so many 95 times in 100
+
+
+class TreeLaw(NamedTuple):
+    """Which nodes trees of A sequences are made of, in numbers: see policy/tree_choice.py, where they come from.
+
+    A child's log chance is that of a softmax of its parent's best num_children scores divided by `difference`, plus its
+    parent's; the likeliest num_wanted of all known nodes stay.
+    """
+
+    num_wanted: np.ndarray  # [A] int64 >= 1 nodes
+    num_children: int  # of a node, at most
+    difference: float  # in logits
+    node_bar: float  # log chance that a node exceeds, but for the best child of the anchor
+    run_bars: np.ndarray  # [A] log chance: nodes from there, or from the least of a full tree, plus lead are run
+    lead: float
+    level_chance: float  # of all nodes that a level runs together, or it is left out
 
 
 class Lines(NamedTuple):

@@ -6,7 +6,6 @@ alone. What the draft makes of a node are its children: of all nodes that are kn
 
 from __future__ import annotations
 
-import math
 from operator import attrgetter
 from typing import Protocol
 
@@ -15,12 +14,18 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
 from faser_backend.core.decision import TreeRule
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import DeviceArray, ModelRunner, TreeSampler
-from faser_backend.core.tree import Tree
+from faser_backend.core.ports import DeviceArray, DraftLoop, ModelRunner, TreeSampler
+from faser_backend.core.tree import MOST_CHILDREN, Tree
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.tree_choice import DIFFERENCE, MOST_CHILDREN, child_log_chances, next_level
+from faser_backend.policy.tree_choice import (
+    DIFFERENCE,
+    child_log_chances,
+    next_level,
+    node_bar,
+    tree_law,
+)
 
 
 class TreeCalls(Protocol):
@@ -30,6 +35,10 @@ class TreeCalls(Protocol):
     vocab_size: int
     difference: float  # see policy/tree_choice.py
     times: PhaseTimes
+
+    def unseen_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
+        """What the draft has not seen of sequences active [A], logits behind the last row of each."""
+        ...
 
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         """What the draft has not seen of a level's sequences, whose anchors are the nodes; logits of what follows."""
@@ -49,11 +58,13 @@ class ModelTreeCalls:
         self.vocab_size = runner.vocab_size
         self._runner, self.times = runner, times
 
-    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
-        active = list(level)
+    def unseen_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
         sequences = [batch.sequences[index] for index in active]
         starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
-        return self._run(token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True))
+        return token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
+
+    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        return self._run(self.unseen_rows(batch, np.array(list(level))))
 
     def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         return self._run(node_rows(batch, level, batch.num_tokens))
@@ -86,6 +97,29 @@ def propose_trees(
     return _frontier(grown, len(batch), keeps_cells=calls.keeps_cells)
 
 
+def propose_trees_at_once(
+    calls: TreeCalls, loop: DraftLoop, batch: DecodeBatch, num_draft_tokens: np.ndarray, rule: TreeRule
+) -> Frontier:
+    """As propose_trees, of a device that chooses the nodes itself."""
+    active = np.flatnonzero(num_draft_tokens)
+    wanted = num_draft_tokens[active]
+    rows = calls.unseen_rows(batch, active)
+    calls.times.lap("draft_rows")
+    num_children = min(int(wanted.max()), MOST_CHILDREN, calls.vocab_size)
+    found = loop.draft_trees(rows, batch.slots[active], tree_law(wanted, rule, calls.difference, num_children))
+    calls.times.lap("draft_model")
+
+    def of_batch(values: np.ndarray) -> np.ndarray:
+        spread = np.zeros((len(batch), *values.shape[1:]), values.dtype)
+        spread[active] = values
+        return spread
+
+    num_drafted = of_batch(found.num_tokens)
+    cells = found.cells if calls.keeps_cells else np.full_like(found.cells, -1)
+    tree = Tree(of_batch(found.parents), of_batch(cells), of_batch(found.log_chances))
+    return Frontier(of_batch(found.tokens), num_drafted, num_drafted + 1, tree=tree)
+
+
 class Node:
     """A draft token, or the anchor. Its cell, once the draft has run it, is counted behind the committed tokens."""
 
@@ -109,7 +143,7 @@ class GrowingTree:
         self.root = Node(None, [], 0.0)
         self.nodes: list[Node] = []  # likeliest first; at equal chances parents come before children
         self._num_nodes, self._rule = num_nodes, rule
-        self._bar = math.log(max(rule.min_chance, 1e-9))
+        self._bar = node_bar(rule)
         self._num_run = 0
 
     def grow(self, parents: list[Node], offered: list[tuple[list[int], list[float]]]) -> list[Node]:

@@ -126,8 +126,11 @@ class HeadTreeCalls:
         self.vocab_size = head.vocab_size
         self._head, self._proposer, self.times = head, proposer, proposer.times
 
+    def unseen_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
+        return self._proposer.unread_rows(batch, active)
+
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
-        rows = self._proposer.unread_rows(batch, np.array(list(level)))
+        rows = self.unseen_rows(batch, np.array(list(level)))
         self.times.lap("draft_rows")
         return self._run(rows, self._head.run_segment(0, rows, None), level)
 

@@ -66,11 +66,9 @@ class HasMenu(Protocol):
 def capture_menus(partitions: Iterable[Partition], max_num_seqs: int, *, has_trees: bool = False) -> None:
     """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them.
 
-    has_trees: the policy drafts trees. Then no draft loop captures: which nodes come next is chosen on the host, by
-    chances along whole paths, so that every level of a tree is a call of the draft and a wait for it.
+    has_trees: the policy drafts trees. Then draft loops capture levels of trees in the place of chains, and drafts, for
+    requests with rules, calls with rows of trees.
     """
-    if has_trees:
-        _log.info("policy drafts trees: level by level, each a call of the draft from the host; no draft loop")
     for partition in partitions:
         lanes: Any = partition.lanes
         on_target = lanes.on_target if lanes is not None else _here
@@ -81,8 +79,10 @@ def capture_menus(partitions: Iterable[Partition], max_num_seqs: int, *, has_tre
             on_target(lambda target=target, count=num_candidates: target.capture_menu(count, has_trees=has_trees))
         if isinstance(draft, HasMenu):
             on_draft(lambda draft=draft: draft.capture_menu(0, has_trees=has_trees))
-        if isinstance(loop, HasMenu) and not has_trees:
-            on_draft(lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count))
+        if isinstance(loop, HasMenu):
+            on_draft(
+                lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count, has_trees=has_trees)
+            )
 
 
 def _here(work: Callable[[], None]) -> None:

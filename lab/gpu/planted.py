@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens, Sampler
+from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens, DraftTrees, Sampler
 from faser_backend.core.request import SamplingParams
+from faser_backend.core.tree import TreeLaw
 from lab.gpu.economics import expected_accepted
 from lab.profiling.exit_fit import area_under_curve
 from lab.simulation.acceptance import AcceptanceProcess, Outcomes, demo_process
@@ -79,6 +80,13 @@ class PlantedDraftLoop:
         first = rows.context_lens + rows.rows_per_sequence  # [A] positions of the first new tokens
         positions = first[:, None] + np.arange(drawn.tokens.shape[1])
         return planted_draft(drawn, *self._outcomes.draft(slots[:, None], positions))
+
+    def can_draft_trees(self, slots: np.ndarray, num_draft_tokens: np.ndarray) -> bool:
+        """Chains alone are planted."""
+        return False
+
+    def draft_trees(self, rows: RowBatch, slots: np.ndarray, law: TreeLaw) -> DraftTrees:
+        raise NotImplementedError
 
 
 def planted_draft(drawn: DraftTokens, tokens: np.ndarray, margins: np.ndarray) -> DraftTokens:

@@ -15,13 +15,13 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, SamplingParams
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.core.tree import MOST_CHILDREN
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
-from faser_backend.policy.tree_choice import MOST_CHILDREN
 from lab.answers import Answer, summarise
 from lab.contestants import ORACLE, TREE_ORACLE, TREE_WHOLE
 from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests

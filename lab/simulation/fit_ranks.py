@@ -13,7 +13,7 @@ import json
 
 import numpy as np
 
-from faser_backend.policy.tree_choice import MOST_CHILDREN
+from faser_backend.core.tree import MOST_CHILDREN
 from faser_backend.serving.demo_engine import demo_engine_dir
 from lab.places import ROOT
 from lab.prompts import DEMO_PROMPTS, read_prompts

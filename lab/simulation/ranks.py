@@ -13,8 +13,8 @@ from importlib import resources
 
 import numpy as np
 
+from faser_backend.core.tree import MOST_CHILDREN
 from faser_backend.policy.calibration import margin_bins
-from faser_backend.policy.tree_choice import MOST_CHILDREN
 
 RANKS_FILE = "ranks_demo.json"
 

@@ -32,6 +32,11 @@ class CallShapes(Protocol):
         """Of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
         ...
 
+    def of_level(self, num_rows: int) -> CallBounds | None:
+        """Of a call of up to num_rows rows of trees, logits on each, whose integers the device writes: any number of
+        rows of any sequence. None where the host has to say which rows are whose, or for more than a graph's rows."""
+        ...
+
     def menu(self, num_candidates: int, *, has_trees: bool = False) -> list[CallBounds]:
         """Every shape that may be captured and is known beforehand; [] where that depends on the traffic. has_trees:
         those of calls with rows of trees as well."""
@@ -62,6 +67,9 @@ class RowMenu:
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
         return self._shape(num_sequences, 0, has_logits=True)
+
+    def of_level(self, num_rows: int) -> CallBounds | None:
+        return None if num_rows > MAX_GRAPH_ROWS else self._shape(num_rows, 0, has_logits=True, has_trees=True)
 
     def menu(self, num_candidates: int, *, has_trees: bool = False) -> list[CallBounds]:
         kinds = [(count, True) for count in ROW_COUNTS]
@@ -96,6 +104,9 @@ class Buckets:
         rounded = clipped(needed, rounded, self.limits)
         size = min(rounded.num_rows, rounded.num_sequences, rounded.num_logit_rows)
         return CallBounds(size, size, 1, rounded.num_blocks, size, 0)
+
+    def of_level(self, num_rows: int) -> CallBounds | None:
+        return None
 
     def menu(self, num_candidates: int, *, has_trees: bool = False) -> list[CallBounds]:
         return []

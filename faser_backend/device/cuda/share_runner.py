@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens
+from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens, DraftTrees
+from faser_backend.core.tree import TreeLaw
 from faser_backend.device.cuda.streams import SmPartition
 from faser_backend.device.runtime import OpenRunner
 
@@ -92,11 +93,11 @@ class ShareDraftLoop:
         self._loop: Any = loop  # a TorchDraftLoop, until it is closed
         self._share = share
 
-    def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
+    def capture_menu(self, max_num_seqs: int, num_candidates: int, *, has_trees: bool = False) -> None:
         """See TorchDraftLoop."""
         assert self._loop is not None, "the draft loop was closed"
         with self._share.current():
-            self._loop.capture_menu(max_num_seqs, num_candidates)
+            self._loop.capture_menu(max_num_seqs, num_candidates, has_trees=has_trees)
 
     def can_draft(self, slots: np.ndarray) -> bool:
         assert self._loop is not None, "the draft loop was closed"
@@ -109,6 +110,16 @@ class ShareDraftLoop:
         assert self._loop is not None, "the draft loop was closed"
         with self._share.current():
             return self._loop.draft(rows, slots, num_draft_tokens, num_candidates)
+
+    def can_draft_trees(self, slots: np.ndarray, num_draft_tokens: np.ndarray) -> bool:
+        assert self._loop is not None, "the draft loop was closed"
+        return self._loop.can_draft_trees(slots, num_draft_tokens)
+
+    def draft_trees(self, rows: RowBatch, slots: np.ndarray, law: TreeLaw) -> DraftTrees:
+        """See core.ports.DraftLoop."""
+        assert self._loop is not None, "the draft loop was closed"
+        with self._share.current():
+            return self._loop.draft_trees(rows, slots, law)
 
     def close(self) -> None:
         """Lets go of the loop and of its graphs. May be called again."""
