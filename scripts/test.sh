@@ -11,20 +11,10 @@ ensure_venv dev
 say "ruff"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-# Types are checked while tests run; what pyright found is printed behind them, where it found something.
-types=$(mktemp)
-trap 'rm -f "$types"' EXIT
-"$VENV/bin/pyright" --pythonpath "$VENV/bin/python" >"$types" 2>&1 &
-pyright=$!
-say "pytest, with pyright beside"
-# Three workers of one thread each: servers wait for models most of the time, and numeric libraries that each take
+say "pyright"
+"$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
+say "pytest"
+# Two workers of one thread each: servers wait for models most of the time, and numeric libraries that each take
 # every core slow one another down. A file stays with one worker, so that its servers start once.
 export OMP_NUM_THREADS=1
-tests=0
-"$VENV/bin/python" -m pytest -n 3 --dist loadfile "$@" || tests=$?
-if ! wait "$pyright"; then
-    cat "$types"
-    say "pyright found errors"
-    exit 1
-fi
-exit "$tests"
+exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"
