@@ -21,6 +21,8 @@ import pytest
 
 from faser_backend.core.errors import SHUTTING_DOWN
 from faser_backend.serving.admin import AdminError, Administration
+from faser_backend.serving.metrics import REQUESTS
+from faser_backend.serving.processes import arguments, children
 from lab.bench.servers import free_ports
 from tests.collector import Collector, attributes_of, collecting
 from tests.served import FASER
@@ -193,6 +195,11 @@ def in_the_background(count: int, work: Any) -> list[Any]:
     return [thread, found]
 
 
+def processes_of(server: Operated, model: str) -> list[int]:
+    (triton,) = [pid for pid in children(server.process.pid) if arguments(pid)[0].endswith("tritonserver")]
+    return [pid for pid in children(triton) if model in Path(arguments(pid)[1]).parts]
+
+
 def wait_for_active(server: Operated, count: int) -> None:
     deadline = time.monotonic() + 20
     while metric(server.metrics, "nv_trt_llm_request_metrics", "active") < count:
@@ -259,6 +266,18 @@ def test_engines_that_cannot_be_served_leave_those_that_are(
     with pytest.raises(AdminError, match="its admin key is another"):
         wrong.load("tensorrt_llm", config, 60)
     assert server.tokens(20) == before and is_ready(server.http)
+
+
+def test_what_serves_is_still_counted_when_another_engine_has_ended(server: Operated):
+    deadline = time.monotonic() + 20
+    while len(processes_of(server, "tensorrt_llm")) > 1:  # the engine that was replaced
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    counted = metric(server.metrics, REQUESTS, "length")
+    server.tokens(20)
+    while metric(server.metrics, REQUESTS, "length") <= counted:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_drain_is_not_ready_and_answers_what_is_under_way(server: Operated):

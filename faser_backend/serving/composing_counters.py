@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from typing import Any
 
+from faser_backend.serving.lasting_metrics import LastingFamily
 from faser_backend.serving.wire import Answered
 
 COMPOSING_MODELS = ("preprocessing", "tensorrt_llm", "postprocessing")
@@ -32,15 +32,11 @@ class ComposingCounters:
     """
 
     def __init__(self, pb_utils: Any, version: str) -> None:
-        kinds = pb_utils.MetricFamily
         self._counters: dict[tuple[str, str], Any] = {}
         for name in COMPOSING_COUNTERS:
-            family = kinds(name=name, description=name, kind=kinds.COUNTER)
-            _keep_forever(family)
+            family = LastingFamily(pb_utils, "COUNTER", name, name)
             for model in COMPOSING_MODELS:
-                counter = family.Metric(labels={"model": model, "version": version})
-                _keep_forever(counter)
-                self._counters[model, name] = counter
+                self._counters[model, name] = family.metric({"model": model, "version": version})
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, str], int] = {}
         self._closing = threading.Event()
@@ -75,8 +71,3 @@ class ComposingCounters:
             for key, amount in pending.items():
                 if amount:
                     self._counters[key].increment(amount)
-
-
-def _keep_forever(metric: Any) -> None:
-    # Its destructor would take the counter out of the registry, while the model that it belongs to still counts in it.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(metric))

@@ -1,8 +1,4 @@
-"""Engine counters as Triton metric families, under the names that TensorRT-LLM's dashboards already know.
-
-Families and their metrics are both held: a family that is collected takes its metrics along, and the
-next update raises.
-"""
+"""Engine counters as Triton metric families, under the names that TensorRT-LLM's dashboards already know."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from typing import Any, NamedTuple
 
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
 from faser_backend.pipeline.engine import NUM_POSITIONS, STEP_KINDS, EngineMetrics
+from faser_backend.serving.lasting_metrics import LastingFamily
 
 TOKEN_BUCKETS = [10, 50, 100, 500, 1000]
 HISTOGRAMS = (  # family, its type
@@ -188,31 +185,24 @@ class MetricReporter:
 
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
         labels = {"model": model, "version": version}
-        kinds = pb_utils.MetricFamily
-        self._families = []
         self._gauges: dict[tuple[str, str], Any] = {}
         self._last: dict[tuple[str, str], float] = {}
         for name, (label, description, values) in GAUGES.items():
-            family = kinds(name=name, description=description, kind=kinds.GAUGE)
-            self._families.append(family)
+            family = LastingFamily(pb_utils, "GAUGE", name, description)
             for value in values:
-                self._gauges[name, value] = family.Metric(labels={**labels, label: value})
-        self._unused = []
+                self._gauges[name, value] = family.metric({**labels, label: value})
         for name, (label, description, values) in UNUSED_COUNTERS.items():
-            family = kinds(name=name, description=description, kind=kinds.COUNTER)
-            self._families.append(family)
-            self._unused += [family.Metric(labels={**labels, label: value}) for value in values]
+            family = LastingFamily(pb_utils, "COUNTER", name, description)
+            for value in values:
+                family.metric({**labels, label: value})
         self._histograms = []
         for name, kind in HISTOGRAMS:
-            family = kinds(name=name, description="TRT LLM response metrics", kind=kinds.HISTOGRAM)
-            self._families.append(family)
-            metric = family.Metric(labels={**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS)
-            self._histograms.append(metric)
+            family = LastingFamily(pb_utils, "HISTOGRAM", name, "TRT LLM response metrics")
+            self._histograms.append(family.metric({**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS))
         self._latencies = []
         for name, (description, buckets) in LATENCIES.items():
-            family = kinds(name=name, description=description, kind=kinds.HISTOGRAM)
-            self._families.append(family)
-            self._latencies.append(family.Metric(labels=labels, buckets=buckets))
+            family = LastingFamily(pb_utils, "HISTOGRAM", name, description)
+            self._latencies.append(family.metric(labels, buckets=buckets))
         self._totals: dict[tuple[str, str], Any] = {}
         counted: dict[str, tuple[str, str, tuple[str, ...]]] = {
             name: (description, "", ("",)) for name, description in SPECULATION.items()
@@ -223,10 +213,9 @@ class MetricReporter:
         counted[REQUESTS] = ("Requests that have ended", "finished_reason", reasons)
         counted[STEPS] = ("Steps that verified something, by how draft and target took turns", "mode", STEP_KINDS)
         for name, (description, label, values) in counted.items():
-            family = kinds(name=name, description=description, kind=kinds.COUNTER)
-            self._families.append(family)
+            family = LastingFamily(pb_utils, "COUNTER", name, description)
             for value in values:
-                self._totals[name, value] = family.Metric(labels={**labels, **({label: value} if label else {})})
+                self._totals[name, value] = family.metric({**labels, **({label: value} if label else {})})
         self._updates: SimpleQueue[EngineMetrics | Ended | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
