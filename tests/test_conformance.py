@@ -30,6 +30,7 @@ from tests.strict_clients import (
 from tests.triton_clients import events_of, post
 
 PROMPT = "def größe(x):\n"
+LONG = 200  # tokens: even a busy machine cannot join all of such a stream in one response
 STREAM = {"stream": one(True, bool)}
 STREAMING = {"streaming": one(True, bool)}
 EXCLUDE = {"exclude_input_in_output": one(True, bool)}
@@ -57,7 +58,7 @@ def unary(engine_dir: Path) -> Iterator[Served]:
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_text_has_one_dimension_however_it_is_asked_for(decoupled: Served, unary: Served, model: str):
-    arrays = text_request(PROMPT, 20)
+    arrays = text_request(PROMPT, LONG)
     expected = text_of(infer_grpc(unary.grpc_port, model, arrays))
     assert expected.startswith(PROMPT)
     assert text_of(infer_http(unary.http_port, model, arrays)) == expected
@@ -65,7 +66,7 @@ def test_text_has_one_dimension_however_it_is_asked_for(decoupled: Served, unary
     assert text_of(whole) == expected
     streamed = stream_grpc(decoupled.grpc_port, model, arrays | STREAM, ["text_output"])
     assert len(streamed) > 1 and PROMPT + "".join(map(text_of, streamed)) == expected
-    body = {"text_input": PROMPT, "max_tokens": 20, "end_id": 1048576}
+    body = {"text_input": PROMPT, "max_tokens": LONG, "end_id": 1048576}
     status, answer = post(unary.http_port, f"/v2/models/{model}/generate", body)
     assert status == 200 and json.loads(answer)["text_output"] == expected
     status, answer = post(decoupled.http_port, f"/v2/models/{model}/generate_stream", {**body, "stream": True})
@@ -231,7 +232,7 @@ def test_max_tokens_beyond_the_context_are_clamped_and_a_prompt_beyond_it_is_ref
 
 
 def test_perf_metrics_come_with_every_streamed_response(decoupled: Served):
-    arrays = text_request(PROMPT, 24, return_perf_metrics=one(True, bool)) | STREAM
+    arrays = text_request(PROMPT, LONG, return_perf_metrics=one(True, bool)) | STREAM
     responses = stream_grpc(decoupled.grpc_port, "ensemble", arrays, ["text_output", *PERF_OUTPUTS])
     assert len(responses) > 3
     for response in responses:

@@ -120,7 +120,7 @@ def server(tmp_path_factory) -> Iterator[Served]:
 
 
 def ask(server: Served, *outputs: str, **more: np.ndarray) -> list[Any]:
-    given = {"text_input": np.array([b"def f"], dtype=object), "sampling_param_max_tokens": np.array([40], np.int32)}
+    given = {"text_input": np.array([b"def f"], dtype=object), "sampling_param_max_tokens": np.array([200], np.int32)}
     given |= {"sampling_param_temperature": np.array([1.0], np.float32), "sampling_param_seed": SEED}
     return stream_grpc(server.grpc_port, "tensorrt_llm", given | more, outputs)
 

@@ -122,7 +122,7 @@ def test_accumulated_tokens_and_shipped_files_as_they_are(engine_dir: Path, tmp_
     fill(tmp_path / "model_repo" / "tensorrt_llm" / "config.pbtxt", {"engine_dir": str(engine_dir)})
     fill(tmp_path / "model_repo" / "tensorrt_llm_bls" / "config.pbtxt", {"accumulate_tokens": "true"})
     with tritonserver(tmp_path) as (_, grpc):
-        arrays = text_request(max_tokens=24, stream=np.array([[True]]))
+        arrays = text_request(max_tokens=200, stream=np.array([[True]]))
         deltas = [text_of(each) for each in stream_grpc(grpc, "ensemble", arrays, ["text_output"])]
         whole = [text_of(each) for each in stream_grpc(grpc, "tensorrt_llm_bls", arrays, ["text_output"])]
         assert len(deltas) > 1 and whole[-1] == "".join(deltas)
