@@ -26,7 +26,7 @@ from plugins.split_combine import workspace_numel
 from tests.kernel_cases import NAN, SENTINEL, Call, Shape, check, make_call, random_shape, small_tiles
 
 torch.set_num_threads(1)
-CASES = [("fp32", torch.float32, 30), ("fp16", torch.float16, 16), ("bf16", torch.bfloat16, 16)]
+CASES = [("fp32", torch.float32, 16), ("fp16", torch.float16, 8), ("bf16", torch.bfloat16, 8)]
 
 
 @pytest.fixture(autouse=True)

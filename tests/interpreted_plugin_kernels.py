@@ -72,7 +72,7 @@ def run(
     combine_parts_kernel[grid](*inputs, num_sequences, splits, call.out, **combine_constants(geometry))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_ragged_calls(seed: int) -> None:
     rng = np.random.default_rng(500 + seed)
     dtype = torch.float16 if seed % 3 == 2 else torch.float32
