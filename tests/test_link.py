@@ -14,11 +14,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from faser_backend.core.errors import ConfigError, FaserError, QueueFullError, RequestError
+from faser_backend.core.errors import ConfigError, FailedError, FaserError, QueueFullError, RequestError
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats, SamplingParams
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.frames import FrameError, FrameSocket
-from faser_backend.serving.link import MAX_CALL_BYTES, Call, Hello, LinkServer, News, SentError, SocketLink
+from faser_backend.serving.link import MAX_CALL_BYTES, Call, Hello, LinkServer, News, SocketLink
 from faser_backend.serving.packing import PackingError, pack, unpack
 from faser_backend.serving.prompts import PromptFormat
 from tests.harness import CONTEXT, VOCAB, drive, fake_engine, request
@@ -132,13 +132,11 @@ def test_a_hostile_frame_is_refused_by_name(data: bytes, error: str):
 @pytest.mark.parametrize(
     "error", [QueueFullError(3), RequestError("top_p", 2, "must lie in (0, 1]"), ConfigError("x"), FrameError("y")]
 )
-def test_errors_come_back_as_what_they_were(error: FaserError):
-    back = unpack(News, pack(News(error=SentError.of(error)))).error
+def test_errors_keep_their_code_and_field_across_the_link(error: FaserError):
+    back = unpack(News, pack(News(error=error.failure))).error
     assert back is not None
-    restored = back.restored()
-    assert type(restored) is type(error) and str(restored) == str(error)
-    assert getattr(restored, "field", None) == getattr(error, "field", None)
-    assert type(SentError("SystemExit", "z").restored()) is FaserError
+    restored = FailedError(back)
+    assert (str(restored), restored.code, restored.field) == (str(error), error.code, error.field)
 
 
 @pytest.fixture

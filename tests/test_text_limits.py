@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.errors import Failure, QueueFullError, RequestError
 from faser_backend.serving.converters import preprocess
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.guides import MAX_GUIDE_BYTES, read_guide
@@ -221,8 +221,8 @@ class Answers:
     def send(self, arrays: list[Any], *, is_final: bool) -> None:
         raise AssertionError("nothing should be answered")
 
-    def fail(self, message: str, code: str) -> None:
-        self.failures.put(message)
+    def fail(self, failure: Failure) -> None:
+        self.failures.put(failure.message)
 
     def is_cancelled(self) -> bool:
         return False

@@ -16,7 +16,7 @@ import numpy as np
 
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
-from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError, RequestError
 from faser_backend.core.request import FinishReason, Limits, Request
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.core.request import SamplingParams as EngineSampling
@@ -91,7 +91,7 @@ class Batch:
         stopped = []
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
-                raise FaserError(output.error or "the request failed")
+                raise FailedError(output.error or Failure(ErrorCode.CANCELLED, "the request was cancelled"))
             _, answer = self._by_id[output.request_id]
             answer.add(output)
             if answer.is_stopped and not answer.is_ended and output.request_id not in self._stopping:

@@ -1,37 +1,85 @@
-"""The errors that cross rooms. Each message names the field, the value and the limit.
+"""The errors that cross rooms and processes: a code for programs, the field to blame, and a text for people.
 
-Knows nothing of where a request came from; serving turns these into Triton errors.
+Every message names the field, the value and the limit. What a code becomes for a client is decided where that client
+is served: one table makes Triton's codes of them, another HTTP's. No program reads the text.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
+
 SHUTTING_DOWN = "the server is shutting down"
+
+
+class ErrorCode(Enum):
+    """What kind of failure a request met."""
+
+    INVALID = "invalid"  # the request is wrong; sent again, it fails again
+    TOO_LONG = "too_long"  # the prompt, or prompt and output together, exceed the context or a size limit
+    QUEUE_FULL = "queue_full"  # the waiting queue is at its limit; the client may retry later
+    CANCELLED = "cancelled"  # the client, or somebody for it, ended the request
+    UNAVAILABLE = "unavailable"  # the server starts, stops, hangs or has lost its engine
+    INTERNAL = "internal"  # a fault of the server's
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed, as plain data that can be sent to another process."""
+
+    code: ErrorCode
+    message: str
+    field: str | None = None  # of the request, which is to blame
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class FaserError(Exception):
     """Base of every error that a user can cause or mend."""
 
+    code = ErrorCode.INVALID
+    field: str | None = None
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(self.code, str(self), self.field)
+
 
 class RequestError(FaserError):
     """One request is refused or failed; nobody else is touched."""
 
-    def __init__(self, field: str, value: object, limit: str) -> None:
+    code = ErrorCode.INVALID
+
+    def __init__(self, field: str, value: object, limit: str, *, code: ErrorCode = ErrorCode.INVALID) -> None:
         shown = repr(value)
         if len(shown) > 80:
             shown = shown[:77] + "..."
         super().__init__(f"{field} = {shown}: {limit}")
-        self.field = field
+        self.field, self.code = field, code
 
 
 class QueueFullError(RequestError):
     """The waiting queue is at its limit; the client may retry later. Load tools look for both of its phrases."""
 
-    field = "max_queue_size"
-
     def __init__(self, limit: int) -> None:
-        super().__init__(self.field, limit, "")
+        super().__init__("max_queue_size", limit, "", code=ErrorCode.QUEUE_FULL)
         message = f"Exceeds maximum queue size. Maximum queue size of {limit} requests is reached; retry later"
         self.args = (message,)
+
+
+class UnavailableError(FaserError):
+    """The server cannot take or finish requests now: it stops, hangs, or its engine is gone."""
+
+    code = ErrorCode.UNAVAILABLE
+
+
+class FailedError(FaserError):
+    """A failure that was received from another process, raised here."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.code, self.field = failure.code, failure.field
 
 
 class ConfigError(FaserError):

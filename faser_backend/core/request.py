@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import Failure, RequestError
 from faser_backend.core.grammar import Grammar
 
 # Words of a request, and their tokens in all: what they cost is searched for with every token.
@@ -164,7 +164,7 @@ class RequestOutput:
     token_ids: list[int]
     log_probs: list[float] | None = None
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: Failure | None = None  # with finish_reason ERROR
     stats: RequestStats | None = None  # set on the last output, and on every one where the request wants_stats
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, vocab_size] float32, with the first tokens
     generation_logits: np.ndarray | None = None  # [len(token_ids), vocab_size] float32, where the request wants them

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from faser_backend.core.errors import Failure
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.request import FinishReason, Request, RequestOutput
 from faser_backend.core.sequence import Sequence
@@ -64,7 +65,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
 
 
 def final_output(
-    sequence: Sequence, reason: FinishReason, tokens: list[int] | None = None, error: str | None = None
+    sequence: Sequence, reason: FinishReason, tokens: list[int] | None = None, error: Failure | None = None
 ) -> RequestOutput:
     return RequestOutput(
         sequence.request.request_id, tokens or [], finish_reason=reason, error=error, stats=sequence.stats

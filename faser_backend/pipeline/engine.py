@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.frontier import NUM_SOURCES
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
@@ -206,7 +206,7 @@ class Engine:
                 if sequence.slot >= 0:  # not if commit had already released it
                     self.stepper.release(sequence)
                 message = f"the step of this request failed: {type(error).__name__}: {error}"
-                outputs.append(final_output(sequence, FinishReason.ERROR, error=message))
+                outputs.append(final_output(sequence, FinishReason.ERROR, error=Failure(ErrorCode.INTERNAL, message)))
                 self._forget([request_id])
         return outputs
 

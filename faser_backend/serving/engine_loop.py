@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Protocol
 
-from faser_backend.core.errors import SHUTTING_DOWN, FaserError
+from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError
 from faser_backend.core.grammar import Grammar
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats
 from faser_backend.pipeline.engine import EngineMetrics
@@ -128,7 +128,7 @@ class EngineLoop:
     def submit(self, request: Request, client_id: str, subscriber: Subscription) -> None:
         with self._lock:
             if self._failure is not None or self._is_closing or self._is_refusing:
-                raise FaserError(self._failure or SHUTTING_DOWN)
+                raise UnavailableError(self._failure or SHUTTING_DOWN)
             if request.request_id in self._routes:
                 raise FaserError(f"request id {request.request_id} is already in use")
             is_compiling = request.guide is not None and self._guides is not None
@@ -173,16 +173,16 @@ class EngineLoop:
             if route is None:
                 return
             if isinstance(result, FaserError):
-                self._answer_unstarted(request.request_id, FinishReason.ERROR, str(result))
+                self._answer_unstarted(request.request_id, FinishReason.ERROR, result.failure)
                 return
             route.is_compiling = False
             ready = replace(request, guide=None, sampling=replace(request.sampling, grammar=result))
             try:
                 self.engine.submit(ready)
             except FaserError as error:
-                self._answer_unstarted(request.request_id, FinishReason.ERROR, str(error))
+                self._answer_unstarted(request.request_id, FinishReason.ERROR, error.failure)
 
-    def _answer_unstarted(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+    def _answer_unstarted(self, request_id: str, reason: FinishReason, error: Failure | None = None) -> None:
         """The last output of a request that the engine never knew. Under the lock."""
         route = self._routes.pop(request_id)
         last = RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
@@ -202,7 +202,7 @@ class EngineLoop:
         with self._lock:
             self._is_closing = True
         self._thread.join(timeout_s)
-        self._fail_all("the server is shutting down")
+        self._fail_all(SHUTTING_DOWN)
         if self._guides is not None:
             self._guides.close()
         if not self._thread.is_alive():
@@ -252,5 +252,7 @@ class EngineLoop:
         with self._lock:
             routes, self._routes = self._routes, {}
         for request_id, route in routes.items():
-            failed = RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, error=message)
+            failed = RequestOutput(
+                request_id, [], finish_reason=FinishReason.ERROR, error=Failure(ErrorCode.UNAVAILABLE, message)
+            )
             route.subscriber.deliver([failed])

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from faser_backend.core.errors import SHUTTING_DOWN, FaserError, RequestError
+from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello
@@ -154,16 +154,15 @@ class Frontend:
 
     def _refuse(self, exchange: _Exchange | None, life: RequestLife, responder: Responder, error: Exception) -> None:
         if isinstance(error, FaserError):
-            message = str(error)
-            code = _code_of(message, default="INVALID_ARG")
+            failure = error.failure
         else:
             _log.exception("a request could not be taken", extra=about(life.request_id))
-            message, code = f"internal error: {type(error).__name__}: {error}", "INTERNAL"
+            failure = Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
         if exchange is not None:
-            self._abandon(exchange, message)
+            self._abandon(exchange, failure.message)
         else:
-            self._tell(life, message)
-        responder.fail(message, code)
+            self._tell(life, failure.message)
+        responder.fail(failure)
 
     def _tell(self, life: RequestLife | None, error: str = "") -> None:
         """The listeners hear of a request that has ended, once."""
@@ -243,10 +242,9 @@ class Frontend:
             self._stopping.discard(request_id)
             exchange.open_ids.discard(request_id)
         if last.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
-            is_cancelled = last.finish_reason is FinishReason.CANCELLED
-            message = "Request cancelled" if is_cancelled else last.error or "the request failed"
-            self._abandon(exchange, message)
-            exchange.responder.fail(message, "CANCELLED" if is_cancelled else _code_of(message, default="INTERNAL"))
+            failure = last.error or Failure(ErrorCode.CANCELLED, "Request cancelled")
+            self._abandon(exchange, failure.message)
+            exchange.responder.fail(failure)
             return
         exchange.ended_ns = time.perf_counter_ns()
         is_last = not exchange.open_ids
@@ -274,7 +272,7 @@ class Frontend:
         for exchange in exchanges:
             self._tell(exchange.life, message)
             try:
-                exchange.responder.fail(message, "UNAVAILABLE")
+                exchange.responder.fail(Failure(ErrorCode.UNAVAILABLE, message))
             except Exception:  # the others must be told all the same
                 _log.exception("a failure could not be sent")
 
@@ -305,7 +303,3 @@ def _times_of(exchange: _Exchange, last: RequestOutput) -> Answered:
         postprocessing_ns=exchange.postprocessing_ns,
         sending_ns=exchange.sending_ns,
     )
-
-
-def _code_of(message: str, default: str) -> str:
-    return "UNAVAILABLE" if message.startswith(("Exceeds maximum queue size", SHUTTING_DOWN)) else default

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
-from faser_backend.core.errors import ConfigError, FaserError, ManifestError, QueueFullError, RequestError
+from faser_backend.core.errors import ConfigError, FailedError, Failure, FaserError, UnavailableError
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.frames import FrameError, FrameSocket
@@ -63,36 +63,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class SentError:
-    """An error that crosses a link, to be raised on the other side as the class that it was."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: FaserError) -> SentError:
-        return cls(type(error).__name__, str(error))
-
-    def restored(self) -> FaserError:
-        """The error; a class that is not known here becomes FaserError."""
-        kind = next((known for known in _ERRORS if known.__name__ == self.kind), FaserError)
-        error = kind.__new__(kind)
-        Exception.__init__(error, self.message)
-        if isinstance(error, RequestError) and " = " in self.message:
-            error.field = self.message.partition(" = ")[0]
-        return error
-
-
-_ERRORS = (RequestError, QueueFullError, ConfigError, ManifestError, FrameError, PackingError)
-
-
-@dataclass(frozen=True, slots=True)
 class News:
     """What the engine tells a frontend: hello once, then outputs; an error before it hangs up."""
 
     hello: Hello | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
-    error: SentError | None = None
+    error: Failure | None = None
 
 
 class EngineLink(Protocol):
@@ -214,7 +190,7 @@ class LinkServer:
             # Whoever writes such frames is no frontend of this version: it is told, and hung up on.
             _log.warning("a frontend was hung up on: %s", error)
             with contextlib.suppress(FaserError, OSError):
-                frames.send(pack(News(error=SentError.of(error))))
+                frames.send(pack(News(error=error.failure)))
         except OSError:
             pass
         frames.close()
@@ -233,8 +209,7 @@ class LinkServer:
         try:
             subscription.submit(request, client_id)
         except FaserError as error:
-            message = str(error)
-            refusal = RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=message)
+            refusal = RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error.failure)
             subscription.outputs.put([refusal])
 
     def _write(self, frames: FrameSocket, subscription: Subscription) -> None:
@@ -299,7 +274,7 @@ class SocketLink:
         try:
             self._frames.send(pack(call))
         except OSError as error:
-            raise RequestError("engine", "unreachable", f"the engine process is gone ({error})") from None
+            raise UnavailableError(f"the engine process is gone ({error})") from None
 
     def _receive(self) -> News | None:
         """None once the engine has hung up. Raises what it said before."""
@@ -308,7 +283,7 @@ class SocketLink:
             return None
         news = unpack(News, data)
         if news.error is not None:
-            raise news.error.restored()
+            raise FailedError(news.error)
         return news
 
     def _read(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
 from faser_backend.serving.contract import LLM_API_SAMPLING, ParsedRequest, parse_requests
 from faser_backend.serving.link import Hello
@@ -78,7 +78,7 @@ class LlmApiWire:
         return LlmApiReply(parsed, frozenset(requested), tokenizer)
 
     def acknowledge_stop(self, responder: Responder) -> None:
-        responder.fail("Request cancelled by client", "CANCELLED")
+        responder.fail(Failure(ErrorCode.CANCELLED, "Request cancelled by client"))
 
 
 class LlmApiReply:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.composing_counters import ComposingCounters
 from faser_backend.serving.converters import postprocess, preprocess
 from faser_backend.serving.draining import drain_when_asked
@@ -64,7 +64,7 @@ class ServingModel(ConfiguredModel):
                 parameters = parameters_of(request)
                 tensors = self._read(request, parameters)
             except FaserError as error:
-                responder.fail(str(error), "INVALID_ARG")
+                responder.fail(error.failure)
             else:
                 self._frontend.handle(tensors, request.request_id(), responder, context_of(parameters))
 
@@ -97,7 +97,7 @@ class TextModel(ServingModel):
                 self._serve(requests)
             return
         for request in requests:
-            TritonResponder(request).fail(self._failure, "UNAVAILABLE")
+            TritonResponder(request).fail(Failure(ErrorCode.UNAVAILABLE, self._failure))
 
     def finalize(self) -> None:
         self._is_closing.set()
@@ -247,7 +247,7 @@ class _Converter(ConfiguredModel):
                 tensors = self._read(request)
                 self._long_texts.run(tensors, partial(self._answer, tensors, responder))
             except FaserError as error:
-                responder.fail(str(error), "INVALID_ARG")
+                responder.fail(error.failure)
 
     def finalize(self) -> None:
         self._long_texts.drain()
@@ -257,10 +257,10 @@ class _Converter(ConfiguredModel):
         try:
             responder.send(self._convert(tensors), is_final=True)
         except FaserError as error:
-            responder.fail(str(error), "INVALID_ARG")
+            responder.fail(error.failure)
         except Exception as error:
             _log.exception("a request could not be converted")
-            responder.fail(f"internal error: {type(error).__name__}: {error}", "INTERNAL")
+            responder.fail(Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
 
     def _connect(self) -> None:
         before = socket_id(self._socket)

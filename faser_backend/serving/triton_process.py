@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.log_format import set_up_logging
 from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
 from faser_backend.serving.parameters import Parameters, read_log_format
@@ -24,6 +24,14 @@ from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_c
 from faser_backend.serving.tensors import refuse_undeclared
 from faser_backend.serving.triton_io import NamedArray
 
+TRITON_CODES = {
+    ErrorCode.INVALID: "INVALID_ARG",
+    ErrorCode.TOO_LONG: "INVALID_ARG",
+    ErrorCode.QUEUE_FULL: "UNAVAILABLE",
+    ErrorCode.CANCELLED: "CANCELLED",
+    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
+    ErrorCode.INTERNAL: "INTERNAL",
+}
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -44,8 +52,8 @@ class TritonResponder:
         tensors = [pb_utils.Tensor(name, array) for name, array in arrays]
         self._send(pb_utils.InferenceResponse(tensors), is_final)
 
-    def fail(self, message: str, code: str) -> None:
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    def fail(self, failure: Failure) -> None:
+        error = pb_utils.TritonError(failure.message, getattr(pb_utils.TritonError, TRITON_CODES[failure.code]))
         self._send(pb_utils.InferenceResponse(error=error), is_final=True)
 
     def is_cancelled(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from faser_backend.core.errors import Failure
 from faser_backend.core.request import RequestOutput
 from faser_backend.serving.contract import ParsedRequest, parse_requests
 from faser_backend.serving.link import Hello
@@ -20,10 +21,7 @@ class Responder(Protocol):
     requested_outputs: Iterable[str]
 
     def send(self, arrays: list[NamedArray], *, is_final: bool) -> None: ...
-    def fail(self, message: str, code: str) -> None:
-        """`code`: INVALID_ARG, UNAVAILABLE, CANCELLED or INTERNAL."""
-        ...
-
+    def fail(self, failure: Failure) -> None: ...
     def is_cancelled(self) -> bool: ...
 
 
