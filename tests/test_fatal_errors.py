@@ -94,7 +94,7 @@ def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, Fa
             outputs = hub.outputs.get(timeout=30)
             assert outputs is not None
             if outputs[-1].is_final:
-                told.append(outputs[-1].error or "answered")
+                told.append(str(outputs[-1].error or "answered"))
                 break
         stopped.wait(5 if is_fatal(error) else 0)
     loop.close()
