@@ -88,6 +88,7 @@ ChatTemplate = Annotated[
 ]
 
 OpenAiHost = Annotated[str, typer.Option(help="Address to listen on for OpenAI's API; others than loopback need keys.")]
+SpeculationMetrics = Annotated[bool, typer.Option(help="OpenAI's API tells every answer's acceptance, asked or not.")]
 ModelName = Annotated[
     str | None, typer.Option(help="Name of the model in OpenAI's API.", show_default="the engine directory's")
 ]

@@ -37,6 +37,7 @@ from faser_backend.cli_options import (
     Policy,
     Restrict,
     ServedText,
+    SpeculationMetrics,
     Threads,
     TlsCert,
     TlsKey,
@@ -85,6 +86,7 @@ def serve(
     ] = None,
     openai_host: OpenAiHost = "127.0.0.1",
     model_name: ModelName = None,
+    speculation_metrics: SpeculationMetrics = False,
     api_key_file: ApiKeyFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -155,6 +157,7 @@ def serve(
         door = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
         door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
         door += ["--draft", draft.value, "--log-format", log_format.value]
+        door += ["--triton-metrics", f"{host}:{metrics_port}", *["--speculation-metrics"] * speculation_metrics]
         files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
         given = {"model-name": model_name or (None if engine_dir else DEMO_NAME), "max-text-bytes": max_text_bytes}
         given |= files
@@ -181,9 +184,13 @@ def openai(
     *,
     engine_dir: EngineDir = None,
     triton: Annotated[str, typer.Option(help="gRPC address of the Triton server.")] = "127.0.0.1:8001",
+    triton_metrics: Annotated[
+        str | None, typer.Option(help="Address of its metrics, for /metrics.", show_default=False)
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the API.")] = 9000,
     host: OpenAiHost = "127.0.0.1",
     model_name: ModelName = None,
+    speculation_metrics: SpeculationMetrics = False,
     api_key_file: ApiKeyFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -201,4 +208,5 @@ def openai(
     directory = engine_dir or demo_engine_dir(print_progress)
     name = model_name or (None if engine_dir else DEMO_NAME)
     files = (api_key_file, tls_cert, tls_key, chat_template)
-    run_door(DoorOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes))
+    told = {"metrics_address": triton_metrics, "tells_speculation": speculation_metrics}
+    run_door(DoorOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes, **told))

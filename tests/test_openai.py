@@ -58,7 +58,7 @@ def door(engine_dir: Path, tmp_path_factory) -> Iterator[Door]:
     (folder / "keys").write_text(f"another\n{KEY}\n")
     options = ["--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--max-queue-size", 64]
     options += ["--chat-template", folder / "template.jinja", "--openai-port", port, "--model-name", MODEL]
-    options += ["--api-key-file", folder / "keys"]
+    options += ["--api-key-file", folder / "keys", "--speculation-metrics"]
     with serve(*options) as served:
         url = f"http://127.0.0.1:{port}/v1"
         assert served.ready.rstrip().endswith(f"OpenAI's API {url}")
@@ -191,6 +191,12 @@ def test_acceptance_of_a_request_adds_up(door: Door):
     assert "".join(detail["text"] for detail in details) == answer.choices[0].text
 
 
+def test_acceptance_is_told_unasked_and_in_numbers_where_nothing_was_drafted(door: Door):
+    metrics = ask(door.client, CompletionBody, prompt=[7, 8], max_tokens=4, num_draft_tokens=0).metrics
+    told = metrics["speculative_decoding"]
+    assert (told["mean_acceptance_length"], told["draft_acceptance_rate"], told["num_draft_tokens"]) == (1.0, 0.0, 0)
+
+
 # -- grammar and tools ---------------------------------------------------------------------------------------------
 def test_a_schema_is_kept_to_by_every_endpoint(door: Door):
     schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR, "strict": True}}
@@ -202,6 +208,11 @@ def test_a_schema_is_kept_to_by_every_endpoint(door: Door):
     assert response.status == "completed"
 
 
+def test_a_json_object_is_an_object(door: Door):
+    asked = {"messages": MESSAGES, "max_tokens": 8, "n": 12, "seed": 1, "response_format": {"type": "json_object"}}
+    assert {choice.message.content[0] for choice in ask(door.client, ChatBody, **asked).choices} == {"{"}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_required_call_is_made(door: Door, choice: Any, is_streamed: bool):
@@ -210,7 +221,7 @@ def test_a_required_call_is_made(door: Door, choice: Any, is_streamed: bool):
     if is_streamed:
         calls = [call for chunk in answer for choice in chunk.choices for call in choice.delta.tool_calls or []]
         text = "".join(choice.delta.content or "" for chunk in answer for choice in chunk.choices)
-        reason = answer[-1].choices[0].finish_reason
+        reason = [choice.finish_reason for chunk in answer for choice in chunk.choices][-1]
     else:
         calls, text = answer.choices[0].message.tool_calls, answer.choices[0].message.content
         reason = answer.choices[0].finish_reason
@@ -310,6 +321,15 @@ def test_the_page_and_health_need_no_key(door: Door):
     for path, words in (("/", "<title>FASER"), ("/health", "ready")):
         with urllib.request.urlopen(f"http://127.0.0.1:{door.port}{path}", timeout=10) as response:
             assert words in response.read().decode()
+
+
+def test_metrics_are_tritons_own_for_those_with_a_key(door: Door):
+    url = f"http://127.0.0.1:{door.port}/metrics"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=10)
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert REQUESTS in response.read().decode()
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ def speculation_of(answers: Sequence[Answer], *, is_detailed: bool) -> dict[str,
     histogram = [by_count[count] for count in range(max(by_count, default=0) + 1)]
     histogram[0] = max(0, steps - sum(histogram))
     metrics: dict[str, Any] = {
-        "mean_acceptance_length": 1 + accepted / steps if steps else None,
-        "draft_acceptance_rate": accepted / drafted if drafted else None,
+        "mean_acceptance_length": 1 + accepted / max(steps, 1),
+        "draft_acceptance_rate": accepted / max(drafted, 1),
         "acceptance_histogram": histogram,
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,

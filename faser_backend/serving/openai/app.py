@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import secrets
 import time
@@ -22,7 +23,7 @@ from faser_backend.core.errors import RequestError
 from faser_backend.serving.openai import prompts
 from faser_backend.serving.openai.answer import Answer, follow_all
 from faser_backend.serving.openai.errors import ApiError
-from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody, read_body
+from faser_backend.serving.openai.fields import AnyBody, ChatBody, CompletionBody, ResponsesBody, read_body
 from faser_backend.serving.openai.replies import ChatReply, CompletionReply, Event, Reply
 from faser_backend.serving.openai.responses import ResponsesReply
 from faser_backend.serving.openai.sampling import Generation, Guide, format_guide, plan_generation
@@ -34,6 +35,7 @@ from faser_backend.serving.tracing import context_of
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY_BYTES = 4 << 20
 BODY_TIMEOUT_S = 30.0
+METRICS_TIMEOUT_S = 5.0
 MAX_PREDICTED_TOKENS = 32  # of `prediction`: what the engine takes of a client's draft
 
 
@@ -48,6 +50,8 @@ class Served:
     max_context: int
     kv_block_size: int
     max_text_bytes: int  # of a prompt or a conversation, before it is tokenised
+    metrics_address: str | None = None  # HOST:PORT of Triton's metrics
+    tells_speculation: bool = False  # with every answer, not only where the request asks for it
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -65,6 +69,7 @@ def make_app(served: Served, triton_url: str, api_keys: Sequence[str] = ()) -> S
     routes = [
         Route("/", door.page),
         Route("/health", door.health),
+        Route("/metrics", door.answering(door.metrics)),
         Route("/v1/models", door.answering(door.models)),
         Route("/v1/models/{name:path}", door.answering(door.model)),
         Route("/v1/completions", door.answering(door.completions), methods=["POST"]),
@@ -105,6 +110,17 @@ class Door:
         is_ready = await self.client.is_ready()
         return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
+    async def metrics(self, _: Request) -> Response:
+        """Triton's own text: its counters tell of others' requests, so keys hold here as well."""
+        address = self._served.metrics_address
+        if address is None:
+            raise ApiError("/metrics: this server was not told where Triton's metrics are", status=404)
+        try:
+            text = await asyncio.to_thread(_fetch, address, "/metrics")
+        except (OSError, http.client.HTTPException):
+            raise ApiError("Triton's metrics port does not answer", status=503, code="unavailable") from None
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
@@ -113,8 +129,7 @@ class Door:
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Generated:
-        body = read_body(CompletionBody, await _read_json(request))
-        self._check_model(body.model)
+        body = await self._read(CompletionBody, request)
         served = self._served
         limits = served.vocab_size, served.max_text_bytes
         ids = await asyncio.to_thread(prompts.completion_prompts, body, served.tokenizer, *limits)
@@ -126,8 +141,7 @@ class Door:
         return Generated(self.client, reply, is_streamed=bool(body.stream))
 
     async def chat(self, request: Request) -> Generated:
-        body = read_body(ChatBody, await _read_json(request))
-        self._check_model(body.model)
+        body = await self._read(ChatBody, request)
         served = self._served
         has_tools = bool(body.tools) and body.tool_choice != "none"
         form = form_of(served.tokenizer.chat_template) if has_tools else None
@@ -141,9 +155,15 @@ class Door:
         reply = ChatReply(body, served.name, answers, served.kv_block_size, form)
         return Generated(self.client, reply, is_streamed=bool(body.stream))
 
-    async def responses(self, request: Request) -> Generated:
-        body = read_body(ResponsesBody, await _read_json(request))
+    async def _read(self, kind: type[AnyBody], request: Request) -> AnyBody:
+        body = read_body(kind, await _read_json(request))
         self._check_model(body.model)
+        if self._served.tells_speculation and body.spec_decode_metrics is None:
+            body.spec_decode_metrics = "summary"
+        return body
+
+    async def responses(self, request: Request) -> Generated:
+        body = await self._read(ResponsesBody, request)
         served = self._served
         wanted = body.text.format if body.text else None
         if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
@@ -279,6 +299,18 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         results = await asyncio.gather(task, watch, return_exceptions=True)
     if not is_left and isinstance(results[0], Exception):
         raise results[0]
+
+
+def _fetch(address: str, path: str) -> bytes:
+    connection = http.client.HTTPConnection(address, timeout=METRICS_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ConnectionError(response.reason)
+        return response.read()
+    finally:
+        connection.close()
 
 
 async def _read_json(request: Request) -> Any:

@@ -39,6 +39,8 @@ class DoorOptions:
     chat_template_file: Path | None = None
     draft: str = "auto"  # as the server has it: a draft model may limit the context
     max_text_bytes: int | None = None  # None: as much as may fit into the context
+    metrics_address: str | None = None  # of app.Served, as the next one
+    tells_speculation: bool = False
 
 
 def run_door(options: DoorOptions) -> None:
@@ -89,6 +91,8 @@ def describe(options: DoorOptions) -> Served:
         max_context=models.max_context,
         kv_block_size=manifest.kv_block_size,
         max_text_bytes=options.max_text_bytes or default_text_bytes(models.max_context, tokenizer.longest_token),
+        metrics_address=options.metrics_address,
+        tells_speculation=options.tells_speculation,
     )
 
 

@@ -243,7 +243,7 @@ REFUSED: dict[type[_Body], dict[str, str]] = {
     },
 }
 
-AnyBody = TypeVar("AnyBody", bound=_Body)
+AnyBody = TypeVar("AnyBody", bound=_Generation)
 
 
 def read_body(kind: type[AnyBody], content: object) -> AnyBody:

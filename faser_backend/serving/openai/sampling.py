@@ -89,7 +89,7 @@ def format_guide(kind: str, schema: dict[str, Any] | None) -> Guide | None:
     """Of a response_format."""
     if kind == "text":
         return None
-    return Guide("json", "") if kind == "json_object" else Guide("json_schema", json.dumps(schema))
+    return Guide("json_schema", json.dumps({"type": "object"} if kind == "json_object" else schema))
 
 
 def dense_bias(bias: dict[int, float], vocab_size: int) -> np.ndarray:
