@@ -134,22 +134,6 @@ def row_flops(spec: ModelSpec) -> float:
     return 2.0 * weight_count(spec)
 
 
-def call_floor_us(
-    spec: ModelSpec,
-    num_rows: int,
-    num_sequences: int,
-    context: int,
-    itemsize: int,
-    *,
-    bytes_per_s: float,
-    flops_per_s: float,
-) -> float:
-    """The least time of a call with logits of every row: its bytes or its arithmetic, whichever takes longer."""
-    moved = weight_count(spec) * itemsize + num_sequences * context * kv_bytes_per_token(spec, itemsize)
-    attention = 4.0 * num_rows * context * spec.num_heads * spec.head_dim * spec.num_layers
-    return 1e6 * max(moved / bytes_per_s, (num_rows * row_flops(spec) + attention) / flops_per_s)
-
-
 class AttentionShape(NamedTuple):
     """B sequences of `rows` rows each after `context` tokens."""
 

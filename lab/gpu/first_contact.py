@@ -223,10 +223,10 @@ def _time_steps(context: Context, stack: ExitStack, found: Result) -> None:
     """Replayed calls of an 8B target and its draft, beside the time that reading their weights once takes."""
     from faser_backend.core.batch import RowBatch
 
-    runtime = opened_pair(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], stack)
+    runtime, models = opened_pair(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], stack)
     runtime.bind_step_thread()
     rate = copy_bytes_per_s(context.device, (1 << 20) if context.is_tiny else (1 << 30))
-    for role, model in zip(("target", "draft"), runtime.models.present, strict=True):
+    for role, model in zip(("target", "draft"), models.present, strict=True):
         runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, 1024))
         stack.callback(runner.close)
         for count in STEP_ROWS:

@@ -1,11 +1,9 @@
-"""Kernels on the device: right first, then how near to the copy bandwidth, then launches around the table's."""
+"""Kernels on the device: right first, then how near to the copy bandwidth."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,7 @@ from lab.gpu.kernel_checks import CHECKS, normal
 from lab.gpu.timing import Timing, as_graph, take_turns
 from lab.gpu.worker import Context, Result
 from lab.shapes import AttentionShape
-from plugins import pruned_chunk_attention as attention_module
-from plugins.attention_config import LaunchConfig, choose_num_splits, launch_config
+from plugins.attention_config import choose_num_splits
 from plugins.exit_scores import exit_scores
 from plugins.kv_write import write_kv
 from plugins.pruned_chunk_attention import pruned_chunk_attention
@@ -30,8 +27,6 @@ NUM_CASES = 24  # of each type
 ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
 MAX_COPIES = 128
 REPEATS = 15
-SIZES = ((32, 1024, 5), (32, 1024, 1), (8, 1024, 5), (1, 1024, 5), (32, 4096, 5), (64, 1024, 5))
-SPLITS = (1, 2, 4, 8, 16)
 
 
 def correctness(context: Context) -> Result:
@@ -66,9 +61,7 @@ def bandwidth(context: Context) -> Result:
     chosen = [AttentionShape(*size) for size in sizes]
     if context.is_tiny:
         chosen = [AttentionShape(2, 40, 5, 4, 2, 32)]
-    for shape in sorted(
-        chosen, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)
-    ):  # the goal's first
+    for shape in sorted(chosen, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)):
         if not context.has_time(2.0):
             break
         timing, num_splits = time_attention(context, shape)
@@ -90,20 +83,13 @@ def bandwidth(context: Context) -> Result:
     return found
 
 
-def time_attention(
-    context: Context,
-    shape: AttentionShape,
-    *,
-    num_splits: int | None = None,
-    launched_as: AbstractContextManager[None] | None = None,
-) -> tuple[Timing, int]:
-    """Time of one call in bf16, and into how many parts its context was split. launched_as: what holds while it is
-    launched."""
+def time_attention(context: Context, shape: AttentionShape) -> tuple[Timing, int]:
+    """Time of one call in bf16, and into how many parts its context was split."""
     num_bytes = shapes.attention_bytes(shape, 2)
     num_copies = min(MAX_COPIES, max(2, math.ceil(ROTATED_BYTES / num_bytes)))
     calls = timed_calls(shape, 2 if context.is_tiny else num_copies, torch.bfloat16, context.device, context.seed)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
-    num_splits = num_splits or choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
+    num_splits = choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
     numel = workspace_numel(shape.num_sequences * shape.rows, shape.num_heads, shape.head_dim, num_splits)
     workspace = torch.empty(numel, dtype=torch.float32, device=context.device)
 
@@ -113,9 +99,8 @@ def time_attention(
         for call in calls:
             attend(*call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, workspace=workspace)
 
-    with launched_as or nullcontext():
-        work = as_graph(context.device, run)
-        timing = take_turns(context.device, {"attention": work}, 2 if context.is_tiny else REPEATS)["attention"]
+    work = as_graph(context.device, run)
+    timing = take_turns(context.device, {"attention": work}, 2 if context.is_tiny else REPEATS)["attention"]
     return Timing(*(value / len(calls) for value in timing)), num_splits
 
 
@@ -170,59 +155,3 @@ def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
 def as_fields(timing: Timing) -> dict[str, float]:
     """For JSON."""
     return {"us": timing.median_us, "spread": timing.spread}
-
-
-def sweep(context: Context) -> Result:
-    """For each shape: every launch near the table's, then the table's launch with its context cut differently."""
-    chosen = [AttentionShape(2, 40, 5, 4, 2, 32)] if context.is_tiny else [AttentionShape(*size) for size in SIZES]
-    found: Result = {"shapes": []}
-    for shape in chosen:
-        table = launch_config(2, shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.rows)
-        row: Result = {"shape": list(shape), "table": list(table)}
-        launches = {
-            str(list(config)): lambda config=config, shape=shape: time_attention(
-                context, shape, launched_as=_launched_as(config)
-            )
-            for config in neighbours(table)
-        }
-        splits = {
-            str(count): lambda count=count, shape=shape: time_attention(context, shape, num_splits=count)
-            for count in SPLITS
-        }
-        for name, works in (("launches", launches), ("splits", splits)):
-            row[name] = [
-                {"choice": choice, **_timed_or_error(work)} for choice, work in works.items() if context.has_time(1.0)
-            ]
-        found["shapes"].append(row)
-        context.save(found)
-    return found
-
-
-def neighbours(table: LaunchConfig) -> Iterator[LaunchConfig]:
-    """The table's own launch first, then others that hold the same rows."""
-    yield table
-    for block_n, num_warps, num_stages in itertools.product((32, 64, 128), (4, 8), (2, 3)):
-        config = table._replace(
-            block_n=block_n, block_c=min(block_n, table.block_c), num_warps=num_warps, num_stages=num_stages
-        )
-        if config != table:
-            yield config
-
-
-def _timed_or_error(work: Callable[[], tuple[Timing, int]]) -> dict[str, Any]:
-    """Times, or why it could not be launched, as one that asks for more memory than an SM has."""
-    try:
-        return as_fields(work()[0])
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:160]}
-
-
-@contextmanager
-def _launched_as(config: LaunchConfig) -> Iterator[None]:
-    """The launcher takes this configuration in place of its table's."""
-    table = attention_module.launch_config
-    attention_module.launch_config = lambda *_: config
-    try:
-        yield
-    finally:
-        attention_module.launch_config = table

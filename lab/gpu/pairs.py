@@ -19,26 +19,16 @@ from faser_backend.device.cuda.runtime import current_device, open_on_device
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import FileSpec, ModelEngine
-from lab.gpu.lent_runtime import LentRuntime
 from lab.gpu.worker import Context
 from lab.shapes import Pair, kv_bytes_per_token, stored_count
-from lab.simulation.acceptance import Outcomes
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
 KV_BLOCK_SIZE = 16
 SPARE_BYTES = 3 << 30  # for activations, graphs and logits
 
 
-class OpenedPair(LentRuntime):
-    """A lent runtime that knows its models."""
-
-    def __init__(self, real: Any, models: ModelPair, outcomes: Outcomes | None) -> None:
-        super().__init__(real, outcomes=outcomes)
-        self.models = models
-
-
-def opened_pair(context: Context, shape: Pair, stack: ExitStack, *, outcomes: Outcomes | None = None) -> OpenedPair:
-    """The stack closes it. Raises MemoryError where the pair does not fit on the device."""
+def opened_pair(context: Context, shape: Pair, stack: ExitStack) -> tuple[Any, ModelPair]:
+    """A runtime, which the stack closes, and its models. Raises MemoryError where they do not fit on the device."""
     dtype = DTYPE[context.device]
     device = checked_device(context)
     models = model_pair(shape, dtype)
@@ -49,7 +39,7 @@ def opened_pair(context: Context, shape: Pair, stack: ExitStack, *, outcomes: Ou
 
     runtime = open_on_device(TorchPrograms(load), models, KV_BLOCK_SIZE, dtype=dtype)
     stack.callback(runtime.close)
-    return OpenedPair(runtime, models, outcomes)
+    return runtime, models
 
 
 def checked_device(context: Context) -> torch.device:

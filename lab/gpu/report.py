@@ -1,4 +1,4 @@
-"""The results file of a GPU check, and the same as text: a table per part, then the parts and the goals.
+"""The results file of a GPU check, and the same as text: a table per part, then the parts.
 
 Pure but for the file; needs no package beside the standard library. The file is whole after every part.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.environment import describe_checkout, installed_versions, without_places
-from lab.gpu.goals import Goal, judged
 from lab.gpu.harness import Outcome, Setting
 from lab.places import RESULTS
 from lab.tables import markdown_table, number, pairs
@@ -23,13 +22,11 @@ Result = dict[str, Any]
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "onnxruntime", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
 LADDER = (
-    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "e2e_ms_p50", "e2e_ms_p99", "ttft_ms_p50",
-    "tpot_ms_p50", "mean_accepted", "mean_length", "rows_trimmed", "rows_pruned", "retention", "share_serial",
-    "overlap_of_either", "overlap_of_shorter", "plan_us_p50", "plan_share", "num_different", "predicted.round_us",
-    "predicted.time_ratio", "predicted.tokens", "predicted.yield_ratio", "predicted.tokens_per_s",
-    "predicted.speed_ratio",
+    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup_none", "e2e_ms_p50", "ttft_ms_p50",
+    "tpot_ms_p50", "itl_ms_p99", "mean_accepted", "rows_trimmed", "rows_pruned", "retention", "share_serial",
+    "overlap_share", "plan_us_p50", "plan_share", "step_overhead_share", "num_different",
 )  # fmt: skip
-UNSEEN = ("points", "eager", "graph")  # kept in the file for other parts and people, too long to read
+UNSEEN = ("eager", "graph")  # kept in the file for other parts and people, too long to read
 MOST_FIELDS = 12  # of a dictionary that is shown within a table
 
 
@@ -97,13 +94,6 @@ def render(content: dict[str, Any]) -> str:
         for name, part in parts.items()
     ]
     lines += ["", "## Parts", *markdown_table(("part", "status", "s", "of s", "error"), ended)]
-    if not meta["is_tiny"]:
-        results = {name: part["result"] for name, part in parts.items()}
-        goals = [
-            {"goal": goal.name, "limit": _goal_limit(goal), "measured": value, "verdict": word}
-            for goal, value, word in judged(results)
-        ]
-        lines += ["", "## Goals", *markdown_table(("goal", "limit", "measured", "verdict"), goals)]
     return "\n".join(lines) + "\n"
 
 
@@ -159,10 +149,6 @@ def _flat(row: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", "; ".join(pairs(each) for each in value)
         elif name not in UNSEEN and not isinstance(value, dict):
             yield f"{prefix}{name}", value if not isinstance(value, str) else value[:160].replace("\n", " ")
-
-
-def _goal_limit(goal: Goal) -> str:
-    return f"{'<=' if goal.is_most else '>='} {goal.limit:g}{goal.unit}"
 
 
 def _last_line(part: dict[str, Any]) -> str:
