@@ -21,8 +21,6 @@ POLICIES = (
 ORACLE = "oracle"  # knows what will be accepted; no policy that serves, so none that is registered
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
 SIMULATED = ("none", *STATIC, "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser")
-TREE_ORACLE = "oracle (trees)"  # as the oracle, but a draft token counts if it is among the draft's best few
-TREE_WHOLE = "faser (trees)"  # faser that weighs trees as well
 MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
 
 
@@ -39,12 +37,6 @@ class Contestant:
         return f"{self.policy} ({self.note})" if self.note else self.policy
 
 
-# On a GPU, in the order in which they are measured where time is short; rivals take part in the bursty load.
-GPU_RIVALS = ("none", "fixed:4", "faser", "survival", "goodput")
-GPU_NAMES = (
-    *GPU_RIVALS, "fixed:2", "faser (no exit)", "faser (no pipeline)", "fixed:4 (run-ahead)", "fixed:4 (ping-pong)",
-    "fixed:4 (exits on)",
-)  # fmt: skip
 # Each mechanism taken out of the whole, then each forced on a policy that has none: what it costs or gains here.
 ABLATIONS = (
     Contestant(WHOLE, "no exit", {"early_exit": "off"}),
@@ -153,10 +145,7 @@ def _kind(spec: str) -> str:
 def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
     """As choose_contestants, with every fixed length and the oracle, and without those that draft with n-grams: a
     simulated text has none. Raises ConfigError for one of these that the user named."""
-    with_trees = {TREE_WHOLE: Contestant(WHOLE, "trees"), TREE_ORACLE: Contestant(ORACLE, "trees")}
-    others = None if names is None else [name for name in names if name not in with_trees]
-    chosen, missing = choose_contestants(others, SIMULATED)
-    chosen += [with_trees[name] for name in dict.fromkeys(names or []) if name in with_trees]
+    chosen, missing = choose_contestants(names, SIMULATED)
     others = [each.name for each in chosen if "ngram" in each.options.get("draft", "")]
     if others and names is not None:
         raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")

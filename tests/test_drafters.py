@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from lab import drafters, tree_reliability
+from lab import drafters
 from tests.serving_pair import build_pair
 
 
@@ -43,25 +42,3 @@ def test_contestants_take_turns_over_the_same_prompts(
     assert {row["ratios"][0] for row in rows if row["policy"] == "none"} == {1.0}
     assert next(row for row in rows if row["policy"] == "tree:3")["acceptance_rate"] > 0
     assert "| `faser (model+ngram)` |" in capsys.readouterr().out
-
-
-def test_what_nodes_of_trees_come_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Accepted nodes are the tokens that trees kept; one child of a node at most is accepted."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("the quick\nanother one\n")
-    words = f"{build_pair(tmp_path / 'pair')} --num-answers 6 --max-tokens 24 --threads 1 --name found".split()
-    monkeypatch.setattr(sys, "argv", ["x", *words, "--prompts", str(prompts), "--output", str(tmp_path)])
-    tree_reliability.main()
-    text = capsys.readouterr().out
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert [row["temperature"] for row in rows] == [0.0, 0.8] and (tmp_path / "found.png").stat().st_size > 1000
-    for row in rows:
-        num_accepted = sum(node["tested"] * node["accepted"] for node in row["nodes"])
-        found = re.search(rf"## T = {row['temperature']:g}\n\n(\d+) trees kept ([\d.]+) tokens", text)
-        assert found and num_accepted > 0
-        assert num_accepted / int(found[1]) == pytest.approx(float(found[2]), abs=0.006)
-        first = [node for node in row["nodes"] if node["depth"] == 1]
-        assert [node["rank"] for node in first] == list(range(1, len(first) + 1))
-        assert sum(node["tested"] * node["accepted"] for node in first) <= int(found[1]) + 1e-6

@@ -16,97 +16,20 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.batch_times import BatchTimes
-from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.price_rule import PriceRule
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.policy.tree_yield import CUTS, TreeYield
 from faser_backend.serving import drafting
 from faser_backend.serving.explain import Explainer
-from lab.control_worlds import costs
-from lab.simulation.acceptance import demo_process
-from lab.simulation.engine import World, build_sim_engine, run_closed_loop
-from lab.simulation.ranks import RankLaw, demo_ranks
-from lab.traces import Trace
 from tests.forced_engine import check_what_is_in_flight
 from tests.harness import FakeEngine, drive, guessed, open_fake, request
 from tests.test_engine import alone, random_requests
 
-# -- when trees are chosen: the controller in virtual time -------------------------------------------------
-
-
-def second_choices(share: float) -> RankLaw:
-    """Where the draft is wrong at first, its second choice is right so often, and else its eighth."""
-    law = demo_ranks()
-    shares = np.zeros_like(law.shares)
-    shares[:, 0], shares[:, -1] = share, 1.0 - share
-    return RankLaw(shares, law.leads)
-
-
-def records_of(
-    monkeypatch: pytest.MonkeyPatch,
-    model: CostModel,
-    *,
-    agreement: float,
-    second: float,
-    num_nodes: int = 8,
-    num_tokens: int = 500,
-    size: int = 4,
-) -> list[StepRecord]:
-    """Steps of the policy `faser` that answers `size` requests of num_tokens at once."""
-    monkeypatch.setattr("lab.simulation.engine.demo_ranks", lambda: second_choices(second))
-    process = demo_process("sampled").at_level(agreement)
-    world = World("test", model, process, (4,), (1,), (), 1 << 20, 8192, ())
-    policy = PriceRule(replace(world.knowledge(), num_tree_nodes=num_nodes), MAX_ADAPTIVE_TOKENS, with_modes=True)
-    config = EngineConfig.from_options(policy="none", max_num_seqs=size)
-    sim = build_sim_engine(world, config, seed=0, max_output_tokens=num_tokens, policy=policy)
-    records: list[StepRecord] = []
-    sim.observers.append(records.append)
-    run_closed_loop(sim, Trace(np.zeros(size), np.full(size, 4), np.full(size, num_tokens), "made up"), size)
-    return records
+# -- whatever is chosen, tokens are those of plain decoding -----------------------------------------------
 
 
 def has_tree(records: list[StepRecord]) -> np.ndarray:
     return np.array([record.frontier.tree is not None for record in records])
-
-
-FREE_ROWS, DEAR_ROWS = costs(100.0, 4000.0, 0.1), costs(50.0, 100.0, 40.0)
-
-
-def test_trees_are_chosen_and_stay_where_they_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = records_of(monkeypatch, FREE_ROWS, agreement=0.5, second=0.9)
-    late = records[len(records) // 4 :]
-    is_tree = has_tree(late)
-    best = np.array([record.plan.decision.reason == "best" for record in late])
-    assert is_tree[best].all() and is_tree.mean() > 0.6
-    chains = records_of(monkeypatch, FREE_ROWS, agreement=0.5, second=0.9, num_nodes=0)
-    assert not has_tree(chains).any() and not any(record.plan.decision.tree for record in chains)
-    assert records[-1].end_ns - records[0].start_ns < 0.85 * (chains[-1].end_ns - chains[0].start_ns)
-
-
-def test_trees_are_looked_at_while_plain_decoding_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look lasts until trees were seen: at first the draft has to catch up, and drafts nothing."""
-    records = records_of(monkeypatch, DEAR_ROWS, agreement=0.5, second=0.0, num_tokens=1200, size=16)
-    trees = [record for record in records if record.frontier.tree is not None]
-    assert 3 <= len(trees) < 0.02 * len(records)
-    assert {record.plan.decision.reason for record in trees} == {"look"}
-    chosen = [record.plan.decision for record in records[-100:] if record.plan.decision.reason == "best"]
-    assert chosen and not any(any(decision.num_draft_tokens) for decision in chosen)
-    assert any(score.is_tree for score in chosen[-1].scores), "what trees come to is known from then on"
-
-
-def test_looks_at_trees_take_no_more_than_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where chains are best: a second choice is never right."""
-    model = costs(200.0, 1000.0, 60.0)
-    with_trees, without = (
-        records_of(monkeypatch, model, agreement=0.8, second=0.0, num_nodes=nodes, num_tokens=800) for nodes in (8, 0)
-    )
-    assert has_tree(with_trees).any()
-    assert {r.plan.decision.reason for r in np.array(with_trees, object)[has_tree(with_trees)]} == {"look"}
-    took, took_without = (each[-1].end_ns - each[0].start_ns for each in (with_trees, without))
-    assert took < 1.02 * took_without
-
-
-# -- whatever is chosen, tokens are those of plain decoding -----------------------------------------------
 
 
 class AnyTrees(TreeYield):

@@ -9,7 +9,7 @@ first-order autoregression: `ease` sets the margin, `luck` decides the match giv
     margin_p = quantile(ease_p)              match_p = luck_p < threshold(ease_p)
     exit margin_p = d (match_p - 1/2) + noise, d from the exit's separability: AUC = Phi(d / sqrt 2)
 
-Fitted by python -m lab.simulation.fit to traces of the demo pair; docs/simulation.md says how well. Where levels of
+Fitted to traces of the demo pair; docs/simulation.md says how well. Where levels of
 requests are planted (`with_levels`), they take the place of the fitted ones.
 """
 
@@ -30,7 +30,6 @@ from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibrati
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
-from lab.simulation.ranks import RankLaw
 
 CHAIN_SLACK = 64  # positions behind the last output token that chains may still be drafted at
 VOCAB_SIZE = 1 << 20  # of simulated tokens: hashes, so that equal tokens mean equal texts
@@ -142,15 +141,6 @@ class AcceptanceProcess:
             np.stack([path.exit_margins for path in paths], axis=1),
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "ease": [self.ease.request_share, self.ease.persistence],
-            "luck": [self.luck.request_share, self.luck.persistence],
-            "ease_knots": self.ease_knots.round(4).tolist(),
-            "margins": self.margins.round(4).tolist(),
-            "chances": self.chances.round(4).tolist(),
-        }
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> AcceptanceProcess:
         knots, margins, chances = (np.array(fields[name], np.float64) for name in ("ease_knots", "margins", "chances"))
@@ -160,43 +150,22 @@ class AcceptanceProcess:
 class Outcomes:
     """The planted outcomes of the requests in max_num_seqs slots; a slot's row is overwritten by its next request.
 
-    max_output_tokens: of any request. vocab_size: tokens are folded into it. rank_law: where the target's token lies
-    among the draft's, for trees. num_best: how many of the draft's best tokens are as good as its choice: with more
-    than one, chains are the best paths through trees.
+    max_output_tokens: of any request.
     """
 
-    def __init__(
-        self,
-        process: AcceptanceProcess,
-        seed: int,
-        max_num_seqs: int,
-        max_output_tokens: int,
-        vocab_size: int = VOCAB_SIZE,
-        *,
-        rank_law: RankLaw | None = None,
-        num_best: int = 1,
-    ) -> None:
-        self._rank_law, self._num_best = rank_law, num_best
-        self._process, self._seed, self._vocab_size = process, seed, vocab_size
+    def __init__(self, process: AcceptanceProcess, seed: int, max_num_seqs: int, max_output_tokens: int) -> None:
+        self._process, self._seed = process, seed
         self._num_positions = max_output_tokens + CHAIN_SLACK
         shape = (max_num_seqs, self._num_positions)
         self._starts = np.zeros(max_num_seqs, np.int64)
         self._tokens, self._drafted = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._margins = np.zeros(shape, np.float32)
-        self._ranks = np.zeros(shape if rank_law is not None else (max_num_seqs, 0), np.int64)
         self._exit_margins = np.zeros((len(process.exit_aucs), *shape), np.float32)
 
     def plant(self, slot: int, request_seed: int, num_prompt_tokens: int) -> None:
-        path, size = self._process.path((self._seed, request_seed), self._num_positions), self._vocab_size
+        path = self._process.path((self._seed, request_seed), self._num_positions)
         self._starts[slot] = num_prompt_tokens
-        self._tokens[slot], self._margins[slot] = path.tokens % size, path.margins
-        wrong = (self._tokens[slot] + 1 + path.drafted % (size - 1)) % size
-        is_match = path.tokens == path.drafted
-        if self._rank_law is not None:
-            rng = np.random.default_rng([self._seed, request_seed, 5])
-            self._ranks[slot] = self._rank_law.draw(rng, path.margins, is_match)
-            is_match |= self._ranks[slot] < self._num_best
-        self._drafted[slot] = np.where(is_match, self._tokens[slot], wrong)
+        self._tokens[slot], self._drafted[slot], self._margins[slot] = path.tokens, path.drafted, path.margins
         self._exit_margins[:, slot] = path.exit_margins
 
     def target(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -207,22 +176,6 @@ class Outcomes:
         """What the draft draws after the true prefix, and its margins."""
         offsets = self._offsets(slots, positions)
         return self._drafted[slots, offsets], self._margins[slots, offsets]
-
-    def children(
-        self, slots: np.ndarray, positions: np.ndarray, is_true: np.ndarray, num_children: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The draft's best tokens [n, C] at positions [n] and their scores [n, C]; is_true [n]: behind the true prefix.
-
-        Behind a wrong one no token is the target's, and margins are those of another place of the text.
-        """
-        assert self._rank_law is not None, "trees need ranks"
-        offsets = self._offsets(slots, positions)
-        places = np.where(is_true, offsets, (offsets * 7 + 13) % self._num_positions)
-        places_of_children = np.arange(num_children)
-        tokens = (self._tokens[slots, offsets][:, None] + 1 + places_of_children) % self._vocab_size  # wrong ones
-        is_it = is_true[:, None] & (places_of_children == self._ranks[slots, offsets][:, None])
-        tokens = np.where(is_it, self._tokens[slots, offsets][:, None], tokens)
-        return tokens, self._rank_law.scores(self._margins[slots, places])[:, :num_children]
 
     def exit_margins(self, slots: np.ndarray, positions: np.ndarray, place: int = 0) -> np.ndarray:
         """place: of the exit among the exits."""

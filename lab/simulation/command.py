@@ -28,10 +28,9 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import Column, check_output, terminal_table
+from lab.tables import check_output, terminal_table
 from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
-PAPERS_WORLDS = ("h100 + qwen3-32b/0.6b", "h100x2 + qwen3-32b/0.6b", "h100x2 + llama3.3-70b/3.2-1b")
 AT_ONCE = 9e5  # requests per second
 REPORT_BYTES = 1 << 20  # of both files, at most
 MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
@@ -168,7 +167,6 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
         "commit": commit(),
         "command": command,
         "capacity": capacity,
-        "is_papers": world.name in PAPERS_WORLDS,
         "assumptions": list(world.assumptions),
         "missing": missing,
     }
@@ -244,8 +242,7 @@ def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> No
     console = Console()
     for load, group in report.by_load(rows).items():
         title = load or f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
-        console.print(terminal_table(title, [Column("policy", "policy"), *report.SHOWN], group))
-        console.print(report.best_in_words(group).replace("`", ""))
+        console.print(terminal_table(title, report.COLUMNS, group))
     for line in meta["missing"]:
         console.print(f"not simulated: {line}")
     console.print("assumptions:")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, SamplingParams
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.core.tree import MOST_CHILDREN
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
@@ -23,11 +22,10 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
 from lab.answers import Answer, summarise
-from lab.contestants import ORACLE, TREE_ORACLE, TREE_WHOLE
+from lab.contestants import ORACLE
 from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests
 from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes, knowledge_of
 from lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
-from lab.simulation.ranks import demo_ranks
 from lab.steps import StepLog, figures
 from lab.traces import Trace
 
@@ -126,26 +124,18 @@ def build_sim_engine(
     policy: SpeculationPolicy | None = None,
     name: str = "",
 ) -> SimEngine:
-    """policy: instead of the one that config names; name ORACLE: the one that knows the outcomes; TREE_ORACLE: the
-    same, whose chains are the best paths through trees; TREE_WHOLE: the one that config names, told that trees can be
-    drafted. Raises ConfigError for what cannot be simulated."""
+    """policy: instead of the one that config names; name ORACLE: the one that knows the outcomes. Raises ConfigError
+    for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
-    outcomes = Outcomes(
-        world.process,
-        seed,
-        config.max_num_seqs,
-        max_output_tokens,
-        rank_law=demo_ranks(),
-        num_best=MOST_CHILDREN if name == TREE_ORACLE else 1,
-    )
-    if name in (ORACLE, TREE_ORACLE):
+    if config.policy.startswith("tree"):
+        raise ConfigError(f"policy = {config.policy!r}: trees are not simulated")
+    outcomes = Outcomes(world.process, seed, config.max_num_seqs, max_output_tokens)
+    if name == ORACLE:
         policy = OraclePolicy(outcomes, world.costs)
     if policy is None:
         splits = [name for name in world.costs.partitions if name != WHOLE]
-        num_tree_nodes = MAX_ADAPTIVE_TOKENS if name == TREE_WHOLE else 0
-        knowledge = replace(world.knowledge(), num_tree_nodes=num_tree_nodes)
-        policy = make_policy(config, lambda: knowledge, splits[len(splits) // 2] if splits else None)
+        policy = make_policy(config, world.knowledge, splits[len(splits) // 2] if splits else None)
     num_blocks = config.num_kv_blocks or world.num_kv_tokens // KV_BLOCK_SIZE
     one_context = -(-world.max_context // KV_BLOCK_SIZE)
     if num_blocks < one_context:

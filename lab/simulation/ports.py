@@ -178,14 +178,7 @@ class SimSampler:
         return DraftTokens(tokens, margins, candidates)
 
     def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
-        outcomes, width = self._outcomes, rows.drafted.shape[1]
-        columns = np.arange(width)
-        is_token = columns < rows.num_drafted[:, None]  # [R, D] of the path to each row
-        starts = rows.positions - rows.num_drafted
-        slots = np.broadcast_to(rows.slots[:, None], is_token.shape)
-        came = outcomes.target(slots, starts[:, None] + columns)
-        is_true = ((rows.drafted[rows.sequence] == came) | ~is_token).all(axis=1)
-        return DraftChildren(*outcomes.children(rows.slots, rows.positions, is_true, num_children))
+        raise ConfigError("trees: are not simulated")
 
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool

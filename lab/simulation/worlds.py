@@ -18,10 +18,6 @@ from lab.simulation.costs import ASSUMPTIONS, host_in_words, kv_capacity_tokens,
 from lab.simulation.engine import World
 
 AGREEMENT = ("Draft and target agree", "Acceptance is that")  # how what is assumed of acceptance begins
-TREES = (
-    "Trees: which of the draft's best tokens the target draws, and how far these lie apart, is as on the demo pair at "
-    "temperature 0.8, by margin; the host's own work for a tree is charged as for a chain, though it is more."
-)
 SPREAD_LEVELS = 64  # acceptances that stand for a normal distribution
 ACCEPTANCE = 0.75  # share of positions at which draft and target agree, of pairs that nobody has traced here
 EXIT_AUC = 0.75  # of an exit at a fifth of the depth, given the draft's margin
@@ -54,7 +50,6 @@ def roofline_world(
             f"Exit after layer {', '.join(map(str, pair.exit_layers))} of {pair.target.num_layers}: its margin tells "
             f"accepted from rejected tokens with AUC {exit_auc:g} beyond what the draft's margin tells; its threshold "
             f"keeps {RETENTION:.0%} of the tokens that would be accepted.",
-            TREES,
             "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no "
             "time.",
         ),
@@ -115,7 +110,6 @@ def profile_world(
             f"Acceptance is that {level} ({kind} texts)."
             + "".join(f" Exit at {layer}: AUC {auc:.2f}." for (_, layer), auc in zip(exits, aucs, strict=True)),
             "Prompt chunks pay for their model calls alone. Calls of a shape that was never seen cost no more.",
-            TREES,
             "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no "
             "time.",
         ),
