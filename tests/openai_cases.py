@@ -27,6 +27,7 @@ WEATHER = {
         },
     },
 }
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}  # as /v1/responses has it
 COLOUR = {
     "type": "object",
     "properties": {"hue": {"enum": ["red", "blue"]}},
@@ -67,6 +68,11 @@ _CHOICES = {
     "stop": Field(["zz", "qq"], "the text ends before it; `stop_reason` tells which"),
     "logit_bias": Field({"5": 1.5}),
 }
+_TOOLS = {
+    "tools": Field([WEATHER], "functions"),
+    "tool_choice": Field("required", "none, auto, required or a name, by grammar", {"tools": [WEATHER]}),
+    "parallel_tool_calls": Field(False, "false keeps the first call alone", {"tools": [WEATHER]}),
+}
 FIELDS: dict[type, dict[str, Field]] = {
     CompletionBody: {
         "prompt": Field([[5, 6, 7], [8, 9]], "text, token ids, or lists of either"),
@@ -86,15 +92,15 @@ FIELDS: dict[type, dict[str, Field]] = {
         "logprobs": Field(True, "of the target's own distribution"),
         "top_logprobs": Field(3, "at most 20", {"logprobs": True}),
         "response_format": Field(_SCHEMA, "text, json_object, json_schema: [structured output](structured-output.md)"),
-        "tools": Field([WEATHER], "functions, where the chat template shows tools"),
-        "tool_choice": Field("required", "none, auto, required or a name, by grammar", {"tools": [WEATHER]}),
-        "parallel_tool_calls": Field(False, "false keeps the first call alone", {"tools": [WEATHER]}),
+        **_TOOLS,
         "prediction": Field({"type": "content", "content": "red"}, "verified as the client's own draft"),
     },
     ResponsesBody: {
-        "input": Field("Name a colour.", "text, or messages of text"),
+        "input": Field("Name a colour.", "text, or messages of text, calls and their results"),
         "max_output_tokens": Field(4, "the rest of the context unless given"),
         **_SHARED,
+        **{name: field._replace(beside={"tools": [FLAT_WEATHER]}) for name, field in _TOOLS.items()},
+        "tools": Field([FLAT_WEATHER], "functions"),
         "instructions": Field("Be brief.", "a system message before the input"),
         "text": Field({"format": {"type": "json_schema", "name": "colour", "schema": COLOUR}}, "format"),
         "metadata": Field({"a": "b"}, "repeated"),
@@ -111,7 +117,7 @@ BASE: dict[type, dict[str, Any]] = {
     ChatBody: {"messages": MESSAGES, "max_tokens": 4},
     ResponsesBody: {"input": "Name a colour.", "max_output_tokens": 16},
 }
-REFUSED_VALUE = {"functions": [{"name": "f"}], "tools": [WEATHER]}  # what uses a refused field; else this
+REFUSED_VALUE = {"functions": [{"name": "f"}]}  # what uses a refused field; else this
 SOME_VALUE = "x"
 
 

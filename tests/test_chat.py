@@ -17,9 +17,13 @@ from faser_backend.serving.chat import ChatRenderer, read_messages
 from faser_backend.serving.chat_worker import MAX_CHARS, MAX_MEMORY_BYTES
 from faser_backend.serving.converters import preprocess
 from faser_backend.serving.llmapi import LlmApiWire
+from faser_backend.serving.openai.fields import ChatBody, read_body
+from faser_backend.serving.openai.prompts import chat_prompt
+from faser_backend.serving.openai.tools import shows_tools
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
-from tests.chat_templates import CHATML, CONVERSATIONS, LLAMA_3, MISTRAL, TEMPLATES, USER
+from tests.chat_templates import CHATML, CONVERSATIONS, HERMES, LLAMA_3, MISTRAL, TEMPLATES, USER
+from tests.openai_cases import WEATHER
 from tests.serving_pair import byte_level_tokenizer
 from tests.test_contract import HELLO as SMALL_HELLO
 from tests.test_contract import number, parse, parse_requests, text
@@ -116,6 +120,34 @@ def test_the_llmapi_takes_messages_too(chat_tokenizer: TextTokenizer):
     given = {"messages": np.array([json.dumps(USER).encode()], dtype=object)}
     (parsed,) = LlmApiWire().parse(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
     assert parsed.prompt_text == render(LLAMA_3)
+
+
+@pytest.mark.parametrize("template", [CHATML, MISTRAL])
+def test_a_template_that_shows_no_tools_is_given_them_in_words(template: str):
+    ours = TextTokenizer(TOKENIZER, PromptFormat(template, SPECIAL))
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "2", "content": "cloudy"},
+    ]
+    body = read_body(ChatBody, {"messages": messages, "tools": [WEATHER]})
+    text = ours.decode(chat_prompt(body, ours, 10_000), skips_special_tokens=False)
+    assert text.index("Be brief.") < text.index(json.dumps(WEATHER["function"]))
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert f"{written}\n{written}" in text
+    assert "<tool_response>\nsunny\n</tool_response>\n<tool_response>\ncloudy" in text
+    unoffered = body.model_copy(update={"tool_choice": "none"})
+    text = ours.decode(chat_prompt(unoffered, ours, 10_000), skips_special_tokens=False)
+    assert json.dumps(WEATHER["function"]) not in text and written in text
+
+
+@pytest.mark.parametrize(("template", "shows"), [(HERMES, True), (LLAMA_3, True), (CHATML, False), (None, False)])
+def test_templates_that_show_tools_are_known(template: str | None, shows: bool):
+    assert shows_tools(template) is shows
 
 
 def test_prompts_exclude_each_other(chat_tokenizer: TextTokenizer):

@@ -1,4 +1,5 @@
 """The OpenAI-compatible door as its users meet it: the official client against `faser serve --openai-port`."""
+# size: all of it asks one server; another file would start another
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from tests.openai_cases import (
     COLOUR,
     DOCS,
     FIELDS,
+    FLAT_WEATHER,
     MESSAGES,
     MODEL,
     PATHS,
@@ -238,6 +240,47 @@ def test_a_conversation_with_calls_goes_on(door: Door):
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
     ]
     assert ask(door.client, ChatBody, messages=messages, tools=[WEATHER], max_tokens=4).choices[0].message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_response_calls_a_function_and_its_events_build_the_call(door: Door, choice: Any):
+    asked = {"input": "Weather in Rome?", "tools": [FLAT_WEATHER], "tool_choice": choice, "temperature": 0}
+    [call] = ask(door.client, ResponsesBody, **asked).output
+    assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    with door.client.responses.stream(model=MODEL, **asked) as stream:
+        events = list(stream)
+    assert [event.type.removeprefix("response.") for event in events] == [
+        *("created", "in_progress", "output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    [streamed] = events[-1].response.output
+    assert (streamed.name, streamed.arguments) == (call.name, call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    talk = [{"role": "user", "content": "Weather in Rome?"}, call.model_dump(), result]
+    more = ask(door.client, ResponsesBody, input=talk, tools=[FLAT_WEATHER], tool_choice="none", max_output_tokens=4)
+    assert more.output[0].type == "message" and more.usage.input_tokens > 20
+
+
+def test_beside_tools_an_answer_that_is_no_call_keeps_to_its_format(door: Door):
+    """Without a grammar for both, random weights write neither."""
+    schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
+    asked = {"messages": MESSAGES, "tools": [WEATHER], "response_format": schema, "max_tokens": 100, "n": 6, "seed": 1}
+    for choice in ask(door.client, ChatBody, **asked).choices:
+        calls = choice.message.tool_calls
+        said = json.loads(calls[0].function.arguments if calls else choice.message.content)
+        assert said.get("city") in ("Rome", "Oslo") or said.get("hue") in ("red", "blue")
+
+
+def test_a_tools_references_have_their_root(door: Door):
+    """pydantic writes nested models as references to #/$defs of the tool's own schema."""
+    place = {"$ref": "#/$defs/Place"}
+    defs = {"Place": {"enum": ["Rome", "Oslo"]}}
+    parameters = {"type": "object", "properties": {"city": place}, "required": ["city"], "$defs": defs}
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters | {"additionalProperties": False}}}
+    asked = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 100}
+    [call] = ask(door.client, ChatBody, **asked).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
 
 
 def test_the_events_of_a_response_build_it(door: Door):

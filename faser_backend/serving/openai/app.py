@@ -26,8 +26,8 @@ from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import AnyBody, ChatBody, CompletionBody, ResponsesBody, read_body
 from faser_backend.serving.openai.replies import ChatReply, CompletionReply, Event, Reply
 from faser_backend.serving.openai.responses import ResponsesReply
-from faser_backend.serving.openai.sampling import Generation, Guide, format_guide, plan_generation
-from faser_backend.serving.openai.tools import form_of, tool_guide
+from faser_backend.serving.openai.sampling import Generation, Guide, plan_generation
+from faser_backend.serving.openai.tools import answer_guide, form_of
 from faser_backend.serving.openai.triton_client import TokenClient
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.tracing import context_of
@@ -143,12 +143,8 @@ class Door:
     async def chat(self, request: Request) -> Generated:
         body = await self._read(ChatBody, request)
         served = self._served
-        has_tools = bool(body.tools) and body.tool_choice != "none"
-        form = form_of(served.tokenizer.chat_template) if has_tools else None
-        guide = tool_guide(body, form) if form is not None else None
-        if body.response_format is not None:
-            schema = body.response_format.json_schema
-            guide = guide or format_guide(body.response_format.type, schema.json_schema if schema else None)
+        form = form_of(served.tokenizer.chat_template) if body.offered_tools else None
+        guide = answer_guide(body, form, body.response_format.schema_of_answer if body.response_format else None)
         ids = await asyncio.to_thread(prompts.chat_prompt, body, served.tokenizer, served.max_text_bytes)
         draft = await asyncio.to_thread(self._predicted, body)
         answers = self._answers(body, ids, body.num_choices, guide, draft)
@@ -168,10 +164,11 @@ class Door:
         wanted = body.text.format if body.text else None
         if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
             raise ApiError("text.format.schema: is required with type json_schema", param="text.format.schema")
-        guide = None if wanted is None else format_guide(wanted.type, wanted.json_schema)
+        form = form_of(served.tokenizer.chat_template) if body.offered_tools else None
+        guide = answer_guide(body, form, wanted.schema_of_answer if wanted else None)
         ids = await asyncio.to_thread(prompts.responses_prompt, body, served.tokenizer, served.max_text_bytes)
         [answer] = self._answers(body, ids, 1, guide)
-        reply = ResponsesReply(body, served.name, answer, served.kv_block_size)
+        reply = ResponsesReply(body, served.name, answer, served.kv_block_size, form)
         return Generated(self.client, reply, is_streamed=bool(body.stream), has_done=False)
 
     def _answers(

@@ -141,11 +141,34 @@ class NamedTool(_Body):
     function: NamedFunction
 
 
+class _Tools(_Generation):
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @model_validator(mode="after")
+    def _chooses_of_its_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or []]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice = {self.tool_choice.function.name!r}: no tool has this name")
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError(f"tool_choice = {self.tool_choice!r}: needs tools")
+        return self
+
+
 class JsonSchema(_Body):
     name: str = "answer"
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
     description: str | None = None
+
+
+def _schema_of(kind: str, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {"text": None, "json_object": {"type": "object"}, "json_schema": given}[kind]
 
 
 class ResponseFormat(_Body):
@@ -158,6 +181,10 @@ class ResponseFormat(_Body):
             raise ValueError("json_schema.schema: is required with type json_schema")
         return self
 
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        return _schema_of(self.type, self.json_schema.json_schema if self.json_schema else None)
+
 
 class Prediction(_Body):
     type: Literal["content"]
@@ -168,33 +195,20 @@ class Prediction(_Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(_Choices):
+class ChatBody(_Choices, _Tools):
     messages: list[Message] = Field(min_length=1, max_length=4096)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None  # verified as the client's own draft
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs = {self.top_logprobs}: needs logprobs = true")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.tool_names:
-            raise ValueError(f"tool_choice = {self.tool_choice.function.name!r}: no tool has this name")
-        if self.tool_choice in ("auto", "required") and not self.tools:
-            raise ValueError(f"tool_choice = {self.tool_choice!r}: needs tools")
-        if self.tools and self.response_format and self.response_format.type != "text":
-            raise ValueError("response_format: not supported together with tools")
         return self
-
-    @property
-    def tool_names(self) -> list[str]:
-        return [tool.function.name for tool in self.tools or []]
 
 
 class TextFormat(_Body):
@@ -202,18 +216,67 @@ class TextFormat(_Body):
     name: str = "answer"
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
 
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        return _schema_of(self.type, self.json_schema)
+
 
 class TextOptions(_Body):
     format: TextFormat | None = None
 
 
-class ResponsesBody(_Generation):
+def _nested(value: object) -> object:
+    """Functions of /v1/responses lie flat: {"type": "function", "name": ...} -> as in chats."""
+    if not isinstance(value, Mapping) or value.get("type") != "function" or "function" in value:
+        return value
+    return {"type": "function", "function": {name: one for name, one in value.items() if name != "type"}}
+
+
+def _messages_of(items: object) -> object:
+    """Items of /v1/responses -> messages of a chat: calls that follow one another are one message's."""
+    if not isinstance(items, list):
+        return items
+    messages: list[object] = []
+    calls: list[object] | None = None
+    for item in items:
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if calls is None:
+                calls = []
+                messages.append({"role": "assistant", "tool_calls": calls})
+            calls.append({"id": item.get("call_id"), "function": function})
+            continue
+        calls = None
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        else:
+            messages.append(item)
+    return messages
+
+
+class ResponsesBody(_Tools):
     input: Text | Annotated[list[Message], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _items_are_messages(cls, value: object) -> object:
+        return _messages_of(value)
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _tools_are_nested(cls, value: object) -> object:
+        return [_nested(one) for one in value] if isinstance(value, list) else value
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _choice_is_nested(cls, value: object) -> object:
+        return _nested(value)
 
 
 # -- refused where they ask for something --------------------------------------------------------------------------
@@ -233,12 +296,11 @@ REFUSED: dict[type[_Body], dict[str, str]] = {
         "previous_response_id": "stored answers; send the conversation as input",
         "conversation": "stored conversations; send the conversation as input",
         "background": "background answers",
-        "tools": "tools; use /v1/chat/completions",
         "prompt": "stored prompts",
         "include": "further outputs",
         "reasoning": "reasoning models",
         "top_logprobs": "log-probabilities; use /v1/chat/completions",
-        "max_tool_calls": "tools; use /v1/chat/completions",
+        "max_tool_calls": "tools of the server's own",
         **_REFUSED_EVERYWHERE,
     },
 }

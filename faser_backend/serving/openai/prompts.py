@@ -8,6 +8,7 @@ from typing import Any
 from faser_backend.core.errors import RequestError
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, Message, ResponsesBody, TextPart
+from faser_backend.serving.openai.tools import shows_tools, written_out
 from faser_backend.serving.tensor_values import check_length
 from faser_backend.serving.tokenizer import TextTokenizer
 
@@ -48,11 +49,7 @@ def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]
 
 def chat_prompt(body: ChatBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
     """The conversation as the chat template writes it, with its tools. Raises ApiError."""
-    messages = [_for_template(index, message) for index, message in enumerate(body.messages)]
-    tools = None
-    if body.tools and body.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    return _encode(tokenizer, messages, tools, max_bytes)
+    return _encode(body, body.messages, tokenizer, max_bytes)
 
 
 def responses_prompt(body: ResponsesBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
@@ -60,13 +57,17 @@ def responses_prompt(body: ResponsesBody, tokenizer: TextTokenizer, max_bytes: i
     given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     if body.instructions:
         given = [Message(role="system", content=body.instructions), *given]
-    return _encode(tokenizer, [_for_template(index, message) for index, message in enumerate(given)], None, max_bytes)
+    return _encode(body, given, tokenizer, max_bytes)
 
 
 def _encode(
-    tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, max_bytes: int
+    body: ChatBody | ResponsesBody, given: list[Message], tokenizer: TextTokenizer, max_bytes: int
 ) -> list[int]:
+    messages = [_for_template(index, message) for index, message in enumerate(given)]
     check_text("messages", "".join(message["content"] or "" for message in messages), max_bytes)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
+    if not shows_tools(tokenizer.chat_template):
+        messages, tools = written_out(messages, tools), None
     try:
         return tokenizer.encode_conversation("messages", messages, tools, max_bytes=max_bytes)[1]
     except RequestError as error:

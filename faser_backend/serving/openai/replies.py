@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from faser_backend.serving.openai.answer import Answer, Piece, TokenLogProb, speculation_of
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
-from faser_backend.serving.openai.tools import Call, ToolForm
+from faser_backend.serving.openai.tools import CallFinder, ToolForm
 
 Event = tuple[str | None, dict[str, Any]]  # name of a server-sent event, if it has one, and its data
 
@@ -139,8 +139,7 @@ class ChatReply(_Choices):
         self, body: ChatBody, model: str, answers: list[Answer], kv_block_size: int, form: ToolForm | None = None
     ) -> None:
         super().__init__(body, model, answers, kv_block_size)
-        self._readers = [form.reader() if form is not None else None for _ in answers]
-        self._calls: list[list[Call]] = [[] for _ in answers]
+        self._finders = [CallFinder(form, is_single=body.parallel_tool_calls is False) for _ in answers]
         self._texts = ["" for _ in answers]
         self._log_probs: list[list[TokenLogProb]] = [[] for _ in answers]
 
@@ -149,10 +148,10 @@ class ChatReply(_Choices):
         return [(None, self._chunk_of([_delta(index, begun)])) for index in range(len(self.answers))]
 
     def chunk(self, index: int, piece: Piece) -> list[Event]:
-        text, calls = self._read(index, piece)
+        text, calls = self._finders[index].read(piece.text, is_last=piece.finish_reason is not None)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
-            first = len(self._calls[index]) - len(calls)
+            first = len(self._finders[index].calls) - len(calls)
             delta["tool_calls"] = [{"index": first + place, **call.as_dict()} for place, call in enumerate(calls)]
         choice = _delta(index, delta, self._finish_reason(index, piece.finish_reason))
         if piece.log_probs:
@@ -162,13 +161,13 @@ class ChatReply(_Choices):
         return [(None, self._chunk_of([_with_details(choice, self.body, piece)]))]
 
     def add(self, index: int, piece: Piece) -> None:
-        self._texts[index] += self._read(index, piece)[0]
+        self._texts[index] += self._finders[index].read(piece.text, is_last=piece.finish_reason is not None)[0]
         self._log_probs[index] += piece.log_probs
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(self.answers):
-            calls = self._calls[index]
+            calls = self._finders[index].calls
             message: dict[str, Any] = {"role": "assistant", "content": self._texts[index] or (None if calls else "")}
             message |= {"refusal": None}
             if calls:
@@ -185,21 +184,8 @@ class ChatReply(_Choices):
             )
         return self._whole_of(choices)
 
-    def _read(self, index: int, piece: Piece) -> tuple[str, list[Call]]:
-        reader = self._readers[index]
-        if reader is None:
-            return piece.text, []
-        text, calls = reader.push(piece.text)
-        if piece.finish_reason is not None:
-            rest, last = reader.finish()
-            text, calls = text + rest, calls + last
-        if self.body.parallel_tool_calls is False:
-            calls = calls[: 1 - len(self._calls[index])]
-        self._calls[index] += calls
-        return ("" if self._calls[index] and not text.strip() else text), calls
-
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._calls[index] else reason
+        return "tool_calls" if reason == "stop" and self._finders[index].calls else reason
 
 
 def usage_of(answers: Sequence[Answer], num_choices: int, kv_block_size: int) -> dict[str, Any]:

@@ -1,60 +1,95 @@
-"""The objects and events of /v1/responses: text in, text out."""
+"""The objects and events of /v1/responses."""
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
 from typing import Any
 
 from faser_backend.serving.openai.answer import Answer, Piece
-from faser_backend.serving.openai.fields import ResponsesBody
+from faser_backend.serving.openai.fields import NamedTool, ResponsesBody, Tool
 from faser_backend.serving.openai.replies import Event, metrics_of, usage_of
+from faser_backend.serving.openai.tools import Call, CallFinder, ToolForm
 
 
 class ResponsesReply:
-    """replies.Reply, of one answer."""
+    """replies.Reply, of one answer. Text and calls become items in the order in which they come."""
 
-    def __init__(self, body: ResponsesBody, model: str, answer: Answer, kv_block_size: int) -> None:
+    def __init__(
+        self, body: ResponsesBody, model: str, answer: Answer, kv_block_size: int, form: ToolForm | None = None
+    ) -> None:
         self.answers = [answer]
         self._body, self._model, self._answer = body, model, answer
         self._kv_block_size = kv_block_size
-        self._id, self._message_id = (f"{prefix}_{secrets.token_hex(16)}" for prefix in ("resp", "msg"))
+        self._id = _new_id("resp")
         self._created = int(time.time())
-        self._text = ""
+        self._finder = CallFinder(form, is_single=body.parallel_tool_calls is False)
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False  # whether the last item is a message that text is added to
         self._num_events = 0
 
     def begin(self) -> list[Event]:
-        place = {"output_index": 0}
-        part = {"item_id": self._message_id, **place, "content_index": 0, "part": _part("")}
         return [
             self._event("response.created", response=self._response("in_progress", [])),
             self._event("response.in_progress", response=self._response("in_progress", [])),
-            self._event("response.output_item.added", **place, item=self._message("in_progress", [])),
-            self._event("response.content_part.added", **part),
         ]
 
     def chunk(self, index: int, piece: Piece) -> list[Event]:
-        self.add(index, piece)
-        if not piece.text:
-            return []
-        return [self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])]
+        is_last = piece.finish_reason is not None
+        text, calls = self._finder.read(piece.text, is_last=is_last)
+        events = []
+        if text or (is_last and not calls and not self._items):  # an answer has an item, if an empty one
+            events += [] if self._is_open else self._open_message()
+            self._items[-1]["content"][0]["text"] += text
+            if text:
+                events.append(self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[]))
+        if calls or is_last:
+            events += self._close_message(self._status() if is_last and not calls else "completed")
+        for call in calls:
+            events += self._add_call(call)
+        return events
 
     def end(self) -> list[Event]:
-        part, status = _part(self._text), self._status()
-        item = self._message(status, [part])
-        return [
-            self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
-            self._event("response.content_part.done", **self._place(), part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{status}", response=self.whole()),
-        ]
+        return [self._event(f"response.{self._status()}", response=self.whole())]
 
     def add(self, index: int, piece: Piece) -> None:
-        self._text += piece.text
+        self.chunk(index, piece)
+
+    def _open_message(self) -> list[Event]:
+        self._is_open = True
+        message = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
+        self._items.append({**message, "status": "in_progress", "content": [_part("")]})
+        return [
+            self._item_event("response.output_item.added", self._items[-1] | {"content": []}),
+            self._event("response.content_part.added", **self._place(), part=_part("")),
+        ]
+
+    def _close_message(self, status: str) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        [part], self._items[-1]["status"] = self._items[-1]["content"], status
+        return [
+            self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=[]),
+            self._event("response.content_part.done", **self._place(), part=part),
+            self._item_event("response.output_item.done", self._items[-1]),
+        ]
+
+    def _add_call(self, call: Call) -> list[Event]:
+        item = {"id": _new_id("fc"), "type": "function_call", "call_id": call.call_id, "name": call.name}
+        self._items.append(item | {"arguments": call.arguments, "status": "completed"})
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        done = {**place, "name": call.name, "arguments": call.arguments}
+        return [
+            self._item_event("response.output_item.added", item | {"arguments": "", "status": "in_progress"}),
+            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **done),
+            self._item_event("response.output_item.done", self._items[-1]),
+        ]
 
     def whole(self) -> dict[str, Any]:
-        status = self._status()
-        response = self._response(status, [self._message(status, [_part(self._text)])])
+        response = self._response(self._status(), self._items)
         usage = usage_of(self.answers, 1, self._kv_block_size)
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -72,6 +107,7 @@ class ResponsesReply:
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
+        choice = body.tool_choice or ("auto" if body.tools else "none")
         text_format = body.text.format.model_dump(by_alias=True) if body.text and body.text.format else {"type": "text"}
         return {
             "id": self._id,
@@ -85,33 +121,37 @@ class ResponsesReply:
             "metadata": body.metadata or {},
             "model": self._model,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": text_format},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": _flat(body.tool_choice) if isinstance(body.tool_choice, NamedTool) else choice,
+            "tools": [_flat(tool) for tool in body.tools or []],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None,
         }
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        """Of the text of the last item."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _event(self, name: str, **data: Any) -> Event:
-        event = {"type": name, "sequence_number": self._num_events, **data}
+    def _item_event(self, name: str, item: dict[str, Any]) -> Event:
+        return self._event(name, output_index=len(self._items) - 1, item=copy.deepcopy(item))
+
+    def _event(self, kind: str, /, **data: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
-        return name, event
+        return kind, event
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def _flat(named: Tool | NamedTool) -> dict[str, Any]:
+    """A function as /v1/responses writes it."""
+    return {"type": "function", **named.function.model_dump()}
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,13 +82,6 @@ def plan_generation(
         draft_ids=draft_ids,
         guide=guide,
     )
-
-
-def format_guide(kind: str, schema: dict[str, Any] | None) -> Guide | None:
-    """Of a response_format."""
-    if kind == "text":
-        return None
-    return Guide("json_schema", json.dumps({"type": "object"} if kind == "json_object" else schema))
 
 
 def dense_bias(bias: dict[int, float], vocab_size: int) -> np.ndarray:

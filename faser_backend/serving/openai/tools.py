@@ -1,7 +1,8 @@
 """Tool calls: what grammar makes a model write one, and how one is found in its text.
 
 Two forms are known, told apart by the chat template: Hermes's and Qwen's (each call between <tool_call> tags) and
-Llama 3's (the answer is one JSON object, or several with semicolons between).
+Llama 3's (the answer is one JSON object, or several with semicolons between). A template that shows no tools, or whose
+form of calls is not known, is given the first form in words: a system message lists the functions.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from faser_backend.serving.guides import JSON_STYLE
-from faser_backend.serving.openai.errors import ApiError
-from faser_backend.serving.openai.fields import ChatBody, FunctionTool, NamedTool
+from faser_backend.serving.openai.fields import ChatBody, FunctionTool, NamedTool, ResponsesBody
 from faser_backend.serving.openai.sampling import Guide
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _ANYTHING: dict[str, Any] = {"type": "object"}
+_PROMPT = """\
+You can call functions. These are the functions, as JSON:
+{functions}
+
+To call a function, answer with its name and its arguments in this form, and nothing else:
+{open}
+{{"name": NAME, "arguments": {{...}}}}
+{close}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +49,8 @@ class ToolForm(Protocol):
 
     arguments_key: str
 
-    def required_guide(self, tools: list[FunctionTool]) -> Guide:
-        """The grammar of an answer that is exactly one call of one of the tools."""
+    def required_guide(self, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
+        """The grammar of an answer that is exactly one call of one of the tools, or of this schema."""
         ...
 
     def offered_guide(self, tools: list[FunctionTool]) -> Guide | None:
@@ -62,24 +70,75 @@ class ToolReader(Protocol):
 
 
 def form_of(template: str | None) -> ToolForm:
-    """Raises ApiError where the template shows no tools to the model or its form of calls is unknown."""
-    if template is None or "tools" not in template:
-        raise ApiError("tools: the chat template of these engines does not show tools to the model", param="tools")
-    if OPEN in template:
-        return TaggedForm()
-    if "<|python_tag|>" in template or '"parameters":' in template or "ipython" in template:
-        return BareForm()
-    raise ApiError("tools: this chat template's form of tool calls is not known here", param="tools")
+    return BareForm() if shows_tools(template) and OPEN not in (template or "") else TaggedForm()
 
 
-def tool_guide(body: ChatBody, form: ToolForm) -> Guide | None:
-    """The grammar that tool_choice asks for."""
-    tools = [tool.function for tool in body.tools or []]
+def shows_tools(template: str | None) -> bool:
+    """Whether the template lists tools, and writes calls in a form that is known here."""
+    marks = (OPEN, "<|python_tag|>", '"parameters":', "ipython")
+    return template is not None and "tools" in template and any(mark in template for mark in marks)
+
+
+def written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The conversation for a template that knows no tools: the functions are listed in the system message, calls are
+    text of the assistant, and results messages of the user."""
+    written: list[dict[str, Any]] = []
+    if tools:
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        written.append({"role": "system", "content": _PROMPT.format(functions=functions, open=OPEN, close=CLOSE)})
+        if messages[0]["role"] in ("system", "developer"):
+            written[0]["content"] = f"{messages[0]['content']}\n\n{written[0]['content']}"
+            messages = messages[1:]
+    is_result = False
+    for message in messages:
+        was_result, is_result = is_result, message["role"] == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if was_result:  # many templates want the roles to alternate
+                written[-1]["content"] += f"\n{text}"
+            else:
+                written.append({"role": "user", "content": text})
+            continue
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        texts = [message["content"]] if message["content"] or not calls else []
+        texts += [f"{OPEN}\n{call}\n{CLOSE}" for call in calls]
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        written.append(kept | {"content": "\n".join(texts)})
+    return written
+
+
+def answer_guide(body: ChatBody | ResponsesBody, form: ToolForm | None, schema: dict[str, Any] | None) -> Guide | None:
+    """The grammar that tool_choice and the format of the answer ask for. schema: of an answer that is no call."""
+    if form is None:
+        return None if schema is None else Guide("json_schema", json.dumps(schema))
+    tools = [tool.function for tool in body.offered_tools]
     if isinstance(body.tool_choice, NamedTool):
         return form.required_guide([tool for tool in tools if tool.name == body.tool_choice.function.name])
-    if body.tool_choice == "required":
-        return form.required_guide(tools)
+    if body.tool_choice == "required" or schema is not None:
+        return form.required_guide(tools, None if body.tool_choice == "required" else schema)
     return form.offered_guide(tools) if any(tool.strict for tool in tools) else None
+
+
+class CallFinder:
+    """Splits one answer's text, as it comes, into text and calls. form: None where no tools are offered."""
+
+    def __init__(self, form: ToolForm | None, *, is_single: bool) -> None:
+        self.calls: list[Call] = []
+        self._reader = form.reader() if form is not None else None
+        self._is_single = is_single
+
+    def read(self, text: str, *, is_last: bool) -> tuple[str, list[Call]]:
+        """What is new. Behind a call, space is no text; if is_single, neither are further calls calls."""
+        if self._reader is None:
+            return text, []
+        text, calls = self._reader.push(text)
+        if is_last:
+            rest, last = self._reader.finish()
+            text, calls = text + rest, calls + last
+        if self._is_single:
+            calls = calls[: 1 - len(self.calls)]
+        self.calls += calls
+        return ("" if self.calls and not text.strip() else text), calls
 
 
 class TaggedForm:
@@ -87,10 +146,8 @@ class TaggedForm:
 
     arguments_key = "arguments"
 
-    def required_guide(self, tools: list[FunctionTool]) -> Guide:
-        # The grammar's own schemas are not written in the style of guides that are schemas: it is told here.
-        schema = json.dumps(_call_schema(tools, self.arguments_key) | {"x-guidance": JSON_STYLE})
-        return Guide("ebnf_grammar", f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {schema}\n')
+    def required_guide(self, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
+        return _call_guide(f'"{OPEN}\\n" call "\\n{CLOSE}"', tools, self.arguments_key, schema)
 
     def offered_guide(self, tools: list[FunctionTool]) -> Guide:
         structures = [
@@ -146,8 +203,8 @@ class BareForm:
 
     arguments_key = "parameters"
 
-    def required_guide(self, tools: list[FunctionTool]) -> Guide:
-        return Guide("json_schema", json.dumps(_call_schema(tools, self.arguments_key)))
+    def required_guide(self, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
+        return _call_guide("call", tools, self.arguments_key, schema)
 
     def offered_guide(self, tools: list[FunctionTool]) -> None:
         return None
@@ -184,17 +241,20 @@ class BareReader:
         return ("", found) if found and len(found) == len(calls) else (held, [])
 
 
-def _call_schema(tools: list[FunctionTool], key: str) -> dict[str, Any]:
-    schemas = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, key: tool.parameters or _ANYTHING},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+def _call_guide(start: str, tools: list[FunctionTool], key: str, schema: dict[str, Any] | None) -> Guide:
+    """start: what an answer with a call is, in Lark. Every schema is a document of its own, so that references in it
+    have their root."""
+    rules = [f"start: {start}" + (" | answer" if schema is not None else "")]
+    rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
+    for index, tool in enumerate(tools):
+        begin = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
+        rules += [f'call{index}: {begin} arguments{index} "}}"', _json_rule(f"arguments{index}", tool.parameters)]
+    return Guide("ebnf_grammar", "\n".join(rules + ([_json_rule("answer", schema)] if schema is not None else [])))
+
+
+def _json_rule(name: str, schema: dict[str, Any] | None) -> str:
+    """Schemas within a grammar are not written in the style of guides that are schemas: it is told here."""
+    return f"{name}: %json {json.dumps((schema or _ANYTHING) | {'x-guidance': JSON_STYLE})}"
 
 
 def _read_call(text: str, key: str) -> Call | None:
