@@ -17,7 +17,8 @@ from faser_backend.serving.chat import ChatRenderer, read_messages
 from faser_backend.serving.chat_worker import MAX_CHARS, MAX_MEMORY_BYTES
 from faser_backend.serving.converters import preprocess
 from faser_backend.serving.llmapi import LlmApiWire
-from faser_backend.serving.openai.fields import ChatBody, read_body
+from faser_backend.serving.openai.bodies import check_body
+from faser_backend.serving.openai.fields import ChatBody
 from faser_backend.serving.openai.prompts import chat_prompt
 from faser_backend.serving.openai.tools import shows_tools
 from faser_backend.serving.prompts import PromptFormat
@@ -134,7 +135,7 @@ def test_a_template_that_shows_no_tools_is_given_them_in_words(template: str):
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
         {"role": "tool", "tool_call_id": "2", "content": "cloudy"},
     ]
-    body = read_body(ChatBody, {"messages": messages, "tools": [WEATHER]})
+    body = check_body(ChatBody, {"messages": messages, "tools": [WEATHER]})
     text = ours.decode(chat_prompt(body, ours, 10_000), skips_special_tokens=False)
     assert text.index("Be brief.") < text.index(json.dumps(WEATHER["function"]))
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from faser_backend.core.errors import RequestError
 from faser_backend.serving.openai import prompts
-from faser_backend.serving.openai.answer import Answer, follow_all
+from faser_backend.serving.openai.answer import Answer
+from faser_backend.serving.openai.bodies import read_body
 from faser_backend.serving.openai.errors import ApiError
-from faser_backend.serving.openai.fields import AnyBody, ChatBody, CompletionBody, ResponsesBody, read_body
-from faser_backend.serving.openai.replies import ChatReply, CompletionReply, Event, Reply
+from faser_backend.serving.openai.fields import AnyBody, ChatBody, CompletionBody, ResponsesBody
+from faser_backend.serving.openai.replies import ChatReply, CompletionReply
 from faser_backend.serving.openai.responses import ResponsesReply
 from faser_backend.serving.openai.sampling import Generation, Guide, plan_generation
+from faser_backend.serving.openai.sending import Generated, Json, error_response
 from faser_backend.serving.openai.tools import answer_guide, form_of
 from faser_backend.serving.openai.triton_client import TokenClient
 from faser_backend.serving.tokenizer import TextTokenizer
-from faser_backend.serving.tracing import context_of
 
 PAGE = Path(__file__).with_name("page.html")
-MAX_BODY_BYTES = 4 << 20
-BODY_TIMEOUT_S = 30.0
 METRICS_TIMEOUT_S = 5.0
 MAX_PREDICTED_TOKENS = 32  # of `prediction`: what the engine takes of a client's draft
 
@@ -76,7 +72,10 @@ def make_app(served: Served, triton_url: str, api_keys: Sequence[str] = ()) -> S
         Route("/v1/chat/completions", door.answering(door.chat), methods=["POST"]),
         Route("/v1/responses", door.answering(door.responses), methods=["POST"]),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _not_found, 405: _not_found})
+    handlers = {404: _not_found, 405: _not_found, Exception: _failed}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to a host that the client names
+    return app
 
 
 class Door:
@@ -95,10 +94,8 @@ class Door:
             try:
                 self._check_key(request)
                 return await endpoint(request)
-            except ApiError as error:
-                return _error_response(error)
-            except RequestError as error:
-                return _error_response(ApiError.of_request(error))
+            except Exception as error:
+                return error_response(error)
 
         return answer
 
@@ -108,7 +105,7 @@ class Door:
 
     async def health(self, _: Request) -> Response:
         is_ready = await self.client.is_ready()
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+        return Json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
         """Triton's own text: its counters tell of others' requests, so keys hold here as well."""
@@ -122,11 +119,11 @@ class Door:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return Json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return Json(self._model())
 
     async def completions(self, request: Request) -> Generated:
         body = await self._read(CompletionBody, request)
@@ -152,7 +149,7 @@ class Door:
         return Generated(self.client, reply, is_streamed=bool(body.stream))
 
     async def _read(self, kind: type[AnyBody], request: Request) -> AnyBody:
-        body = read_body(kind, await _read_json(request))
+        body = await read_body(kind, request)
         self._check_model(body.model)
         if self._served.tells_speculation and body.spec_decode_metrics is None:
             body.spec_decode_metrics = "summary"
@@ -216,88 +213,6 @@ class Door:
             raise ApiError("an API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
 
 
-class Generated:
-    """An ASGI response that generates while it is sent; it ends in the engine as soon as its client goes away.
-
-    has_done: whether a stream ends with the line [DONE].
-    """
-
-    def __init__(self, client: TokenClient, reply: Reply, *, is_streamed: bool, has_done: bool = True) -> None:
-        self._client, self._reply = client, reply
-        self._is_streamed, self._has_done = is_streamed, has_done
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-        if trace := context_of(dict(given)):
-            self._client = self._client.carrying(trace)
-        await _while_connected(receive, self._answer(scope, receive, send))
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_streamed:
-            await self._stream(scope, receive, send)
-            return
-        try:
-            async with aclosing(follow_all(self._client, self._reply.answers)) as pieces:
-                async for index, piece in pieces:
-                    self._reply.add(index, piece)
-            response: Response = JSONResponse(self._reply.whole())
-        except ApiError as error:
-            response = _error_response(error)
-        await response(scope, receive, send)
-
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The status waits for the first piece: until then a refusal can still be told by it."""
-        reply, has_begun = self._reply, False
-        try:
-            async with aclosing(follow_all(self._client, reply.answers)) as pieces:
-                async for index, piece in pieces:
-                    if not has_begun:
-                        has_begun = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                        await _send_events(send, reply.begin())
-                    await _send_events(send, reply.chunk(index, piece))
-            await _send_events(send, reply.end())
-        except ApiError as error:
-            if not has_begun:
-                await _error_response(error)(scope, receive, send)
-                return
-            await _send_events(send, [(None, error.body())])
-        done = b"data: [DONE]\n\n" if self._has_done else b""
-        await send({"type": "http.response.body", "body": done, "more_body": False})
-
-
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-
-async def _send_events(send: Send, events: list[Event]) -> None:
-    lines = [
-        (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-        for name, data in events
-    ]
-    if lines:
-        await send({"type": "http.response.body", "body": "".join(lines).encode(), "more_body": True})
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end or the client's going away."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watch.cancel()
-        is_left = not task.done()
-        if is_left:
-            task.cancel()
-        results = await asyncio.gather(task, watch, return_exceptions=True)
-    if not is_left and isinstance(results[0], Exception):
-        raise results[0]
-
-
 def _fetch(address: str, path: str) -> bytes:
     connection = http.client.HTTPConnection(address, timeout=METRICS_TIMEOUT_S)
     try:
@@ -310,33 +225,11 @@ def _fetch(address: str, path: str) -> bytes:
         connection.close()
 
 
-async def _read_json(request: Request) -> Any:
-    """The body, of limited size, depth and time. Raises ApiError."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
-    except TimeoutError:
-        raise ApiError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s", status=408) from None
-    except ClientDisconnect:
-        raise ApiError("the client is gone", status=400) from None
-    try:
-        return json.loads(body)
-    except RecursionError:
-        raise ApiError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
-
-
-def _error_response(error: ApiError) -> JSONResponse:
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body(), error.status, headers)
-
-
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    message = f"{request.method} {request.url.path}: there is no such endpoint"
-    return _error_response(ApiError(message, status=status))
+    message = f"{request.method} {request.scope['path']}: there is no such endpoint"
+    return error_response(ApiError(message, status=status))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return error_response(error)

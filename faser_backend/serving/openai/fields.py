@@ -9,17 +9,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from faser_backend.serving.openai.errors import ApiError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of a message
+MAX_CALLS = 128  # of a message, and tools of a request
+MAX_BIASES = 1024
+MAX_METADATA = 16
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
-Text = Annotated[str, Field(max_length=16 << 20)]
+FIRST: Any = Field(fail_fast=True)  # of a list: an error for each of many entries would take seconds and gigabytes
+Ids = Annotated[list[int], FIRST]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Name = Annotated[str, Field(max_length=64)]
+
+
+def rule_error(param: str, message: str) -> PydanticCustomError:
+    """A request breaks a rule that a validator of ours knows; param: the field to blame."""
+    return PydanticCustomError("rule", "{message}", {"message": message, "param": param})
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Counts an object's entries before any of them is checked."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries: at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
 
 
 class _Body(BaseModel):
@@ -52,10 +82,13 @@ class _Generation(_Body):
     return_token_details: bool = False  # chunks tell which pieces of text were drafted
 
 
+AnyBody = TypeVar("AnyBody", bound=_Generation)
+
+
 class _Choices(_Generation):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=MAX_STOPS)
-    logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    stop: Annotated[list[Stop], FIRST, Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -68,7 +101,7 @@ class _Choices(_Generation):
 
 
 class CompletionBody(_Choices):
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], FIRST] | Ids | Annotated[list[Ids], FIRST]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
@@ -78,23 +111,25 @@ class CompletionBody(_Choices):
     @classmethod
     def _holds_a_prompt(cls, value: Any) -> Any:
         if isinstance(value, list) and not value:
-            raise ValueError("must hold at least one prompt")
+            raise rule_error("prompt", "prompt: must hold at least one prompt")
         return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise ValueError(
-                f"best_of = {self.best_of}: must equal n = {self.num_choices}: all candidates are returned"
-            )
+            limit = f"must equal n = {self.num_choices}: all candidates are returned"
+            raise rule_error("best_of", f"best_of = {self.best_of}: {limit}")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo = true: not supported with logprobs: a prompt has none here")
+            raise rule_error("echo", "echo = true: not supported with logprobs: a prompt has none here")
         return self
 
 
 class TextPart(_Body):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str = ""
+
+
+Parts = Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
 class CalledFunction(_Body):
@@ -110,14 +145,17 @@ class ToolCall(_Body):
 
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+
+
+Messages = Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionTool(_Body):
@@ -142,7 +180,7 @@ class NamedTool(_Body):
 
 
 class _Tools(_Generation):
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], FIRST, Field(max_length=MAX_CALLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -154,14 +192,14 @@ class _Tools(_Generation):
     def _chooses_of_its_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or []]
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice = {self.tool_choice.function.name!r}: no tool has this name")
+            raise rule_error("tool_choice", f"tool_choice = {self.tool_choice.function.name!r}: no tool has this name")
         if self.tool_choice == "required" and not self.tools:
-            raise ValueError(f"tool_choice = {self.tool_choice!r}: needs tools")
+            raise rule_error("tool_choice", f"tool_choice = {self.tool_choice!r}: needs tools")
         return self
 
 
 class JsonSchema(_Body):
-    name: str = "answer"
+    name: Name = "answer"
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
     description: str | None = None
@@ -178,7 +216,8 @@ class ResponseFormat(_Body):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.json_schema is None):
-            raise ValueError("json_schema.schema: is required with type json_schema")
+            name = "response_format.json_schema.schema"
+            raise rule_error(name, f"{name}: is required with type json_schema")
         return self
 
     @property
@@ -188,7 +227,7 @@ class ResponseFormat(_Body):
 
 class Prediction(_Body):
     type: Literal["content"]
-    content: Text | list[TextPart]
+    content: str | Parts
 
     @property
     def text(self) -> str:
@@ -196,7 +235,7 @@ class Prediction(_Body):
 
 
 class ChatBody(_Choices, _Tools):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -207,13 +246,13 @@ class ChatBody(_Choices, _Tools):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs = {self.top_logprobs}: needs logprobs = true")
+            raise rule_error("top_logprobs", f"top_logprobs = {self.top_logprobs}: needs logprobs = true")
         return self
 
 
 class TextFormat(_Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = "answer"
+    name: Name = "answer"
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
 
     @property
@@ -256,11 +295,11 @@ def _messages_of(items: object) -> object:
 
 
 class ResponsesBody(_Tools):
-    input: Text | Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    instructions: Text | None = None
+    input: str | Messages
+    instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], _at_most(MAX_METADATA)] | None = None
     store: bool | None = None
 
     @field_validator("input", mode="before")
@@ -280,7 +319,7 @@ class ResponsesBody(_Tools):
 
 
 # -- refused where they ask for something --------------------------------------------------------------------------
-_NOTHING = (None, False, 0, [], {}, "", "none")
+NOTHING = (None, False, 0, [], {}, "", "none")
 _REFUSED_EVERYWHERE = {"use_beam_search": "beam search", "lora": "adapters"}
 REFUSED: dict[type[_Body], dict[str, str]] = {
     CompletionBody: {"suffix": "text behind the completion", **_REFUSED_EVERYWHERE},
@@ -304,40 +343,3 @@ REFUSED: dict[type[_Body], dict[str, str]] = {
         **_REFUSED_EVERYWHERE,
     },
 }
-
-AnyBody = TypeVar("AnyBody", bound=_Generation)
-
-
-def read_body(kind: type[AnyBody], content: object) -> AnyBody:
-    """A checked request. Raises ApiError naming the first field that is wrong, its value and the limit."""
-    if not isinstance(content, Mapping):
-        raise ApiError(f"the body must be a JSON object, not {type(content).__name__}")
-    for name, meaning in REFUSED[kind].items():
-        if name in content and content[name] not in _NOTHING:
-            raise ApiError(f"{name} = {_shown(content[name])}: not supported: {meaning}", param=name)
-    modalities = content.get("modalities")
-    if modalities not in (None, ["text"]):
-        raise ApiError(f"modalities = {_shown(modalities)}: must be ['text']", param="modalities")
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        raise _of_validation(error) from None
-
-
-def _of_validation(error: ValidationError) -> ApiError:
-    details = error.errors(include_url=False, include_context=False)
-    first = max(details, key=lambda one: len(one["loc"]))  # of a union's branches the one that got furthest
-    message = first["msg"].removeprefix("Value error, ")
-    path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-    if first["type"] == "value_error" and " = " in message:  # a rule between fields names them itself
-        return ApiError(message, param=message.split(" = ")[0])
-    if first["type"] == "missing":
-        return ApiError(f"{name}: is required", param=name)
-    shown = "" if first["type"] == "value_error" else f" = {_shown(first['input'])}"
-    return ApiError(f"{name}{shown}: {message}", param=name)
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

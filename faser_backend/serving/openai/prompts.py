@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from faser_backend.core.errors import RequestError
+from faser_backend.serving.openai.bodies import parse
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, Message, ResponsesBody, TextPart
 from faser_backend.serving.openai.tools import shows_tools, written_out
@@ -40,8 +40,8 @@ def check_text(name: str, text: str, max_bytes: int) -> None:
 
 def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer.encode_prompt(_valid(prompt, "prompt"))
-    bad = next((one for one in prompt if not 0 <= one < vocab_size), None)
+        return tokenizer.encode_prompt(prompt)
+    bad = next((one for one in (min(prompt, default=0), max(prompt, default=0)) if not 0 <= one < vocab_size), None)
     if bad is not None:
         raise ApiError(f"prompt = {bad}: token ids must lie in [0, {vocab_size - 1}]", param="prompt")
     return prompt
@@ -63,8 +63,7 @@ def responses_prompt(body: ResponsesBody, tokenizer: TextTokenizer, max_bytes: i
 def _encode(
     body: ChatBody | ResponsesBody, given: list[Message], tokenizer: TextTokenizer, max_bytes: int
 ) -> list[int]:
-    messages = [_for_template(index, message) for index, message in enumerate(given)]
-    check_text("messages", "".join(message["content"] or "" for message in messages), max_bytes)
+    messages = _for_template(given, max_bytes)
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
     if not shows_tools(tokenizer.chat_template):
         messages, tools = written_out(messages, tools), None
@@ -74,14 +73,21 @@ def _encode(
         raise ApiError.of_request(error) from None
 
 
-def _for_template(index: int, message: Message) -> dict[str, Any]:
+def _for_template(messages: list[Message], max_bytes: int) -> list[dict[str, Any]]:
+    calls = [call.function for message in messages for call in message.tool_calls or ()]
+    texts = [message.text for message in messages] + [call.arguments for call in calls]
+    check_text("messages", "".join(texts), max_bytes)
+    return [_one_for_template(index, message) for index, message in enumerate(messages)]
+
+
+def _one_for_template(index: int, message: Message) -> dict[str, Any]:
     """Content is text, as templates expect, and the arguments of calls are objects."""
     name = f"messages[{index}]"
     if message.content is None and not message.tool_calls:
         raise ApiError(f"{name}.content: is required", param=f"{name}.content")
     if isinstance(message.content, list) and any(not isinstance(part, TextPart) for part in message.content):
         raise ApiError(f"{name}.content: must be text", param=f"{name}.content")
-    shown: dict[str, Any] = {"role": message.role, "content": _valid(message.text, f"{name}.content")}
+    shown: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         shown["tool_calls"] = [
             {
@@ -99,15 +105,7 @@ def _for_template(index: int, message: Message) -> dict[str, Any]:
 
 def _arguments(name: str, text: str) -> Any:
     try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        return parse(text.encode() or b"{}")
+    except ApiError:
         field = f"{name}.tool_calls.function.arguments"
         raise ApiError(f"{field} = {text[:60]!r}: must be JSON", param=field) from None
-
-
-def _valid(text: str, field: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
-        raise ApiError(f"{field}: must be valid Unicode", param=field) from None
-    return text

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from faser_backend.serving.guides import GUIDE, MAX_GUIDE_BYTES
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
 
+MAX_DIGITS = 10  # of a token id
 MAX_SEED = 2**64 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's completions have it
 
@@ -68,6 +70,8 @@ def plan_generation(
     if asked is not None and asked > room:
         limit = f"must lie in [1, {room}] (context length {max_context} - prompt of {len(prompt_ids)} tokens)"
         raise ApiError(f"{name} = {asked}: {limit}", param=name, code="context_length_exceeded")
+    if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # the engine would say so, of a larger message
+        raise ApiError(f"{GUIDE}: {len(guide.text)} bytes: must be at most {MAX_GUIDE_BYTES}", param=GUIDE)
     default = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionBody) else room
     choices = body if isinstance(body, CompletionBody | ChatBody) else None
     return Generation(
@@ -125,7 +129,9 @@ def _scalars(body: CompletionBody | ChatBody | ResponsesBody) -> dict[str, Any]:
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     bias = {}
     for key, value in given.items():
-        if not key.isdecimal() or int(key) >= vocab_size:
-            raise ApiError(f"logit_bias = {key!r}: token ids must lie in [0, {vocab_size - 1}]", param="logit_bias")
+        if not key.isdecimal() or len(key) > MAX_DIGITS or int(key) >= vocab_size:
+            raise ApiError(
+                f"logit_bias = {key[:60]!r}: token ids must lie in [0, {vocab_size - 1}]", param="logit_bias"
+            )
         bias[int(key)] = value
     return bias
