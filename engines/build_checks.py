@@ -33,7 +33,9 @@ def check_output(output: Path) -> None:
     if not output.exists():
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
-        raise CheckpointError(f"output_dir = {output}: exists and is not an engine directory; name another")
+        raise CheckpointError(
+            f"output_dir = {output}: holds something else than engines, which stays; name a new or empty directory"
+        )
 
 
 def num_bytes_of(weights: ModelWeights, weight_format: WeightFormat, dtype: str) -> int:

@@ -61,8 +61,8 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.origin = path
         self._file = GGUFFile(path)
+        self.fields = read_config(self._file)  # first: an architecture that is unknown is told before its tokenizer
         vocabulary = read_gguf_vocabulary(path, self._file.metadata)
-        self.fields = read_config(self._file)
         self.config = self.fields.values
         self.config["eos_token_id"] = list(vocabulary.end_ids)
         self._sources: dict[str, _Source] = {}

@@ -11,9 +11,10 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from faser_backend.cli_build import build
 from faser_backend.cli_chat import chat
@@ -39,7 +40,20 @@ from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
 from faser_backend.version import VERSION
 
+
+class _Commands(TyperGroup):
+    """The commands; Ctrl-C ends any of them with one line and status 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=False,

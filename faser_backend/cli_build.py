@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from faser_backend.cli_options import parse_integers, print_progress
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_bytes, shown
+from faser_backend.manifest import MANIFEST_FILE
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ MIB = 1 << 20
 TENSORRT = "TensorRT:"
 FORMATS = "fp32, fp16, bf16, int8, or int4 (llvm alone)"
 WHERE = "For CPUs alone, which compute in fp32 (--dtype)."
+MIN_CONTEXT = 32  # in which a profile can be taken
 NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can be given as ./ngram
 
 
@@ -95,6 +97,8 @@ def build(
     _check_source("--target", str(target))
     if draft != NGRAM:
         _check_source("--draft", draft)
+    if max_context is not None and max_context < MIN_CONTEXT:
+        raise ConfigError(f"--max-context = {max_context}: must be at least {MIN_CONTEXT} tokens of prompt and output")
 
     asked = {
         "--max-num-seqs": max_num_seqs,
@@ -127,8 +131,9 @@ def build(
             progress=handles.enter_context(progress_display()),
         )
         profile = _profile_of(output)
+        was_built = (output / MANIFEST_FILE).is_file()
         manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
-    print(summary(output, manifest))
+    print(summary(output, manifest) + "; replaces the engines that were there" * was_built)
     if manifest.draft is not None and manifest.draft.num_weight_bytes > manifest.target.num_weight_bytes:
         print(_large_draft_warning(manifest.target, manifest.draft), file=sys.stderr)
     if profile is not None:
@@ -139,7 +144,16 @@ def build(
 
 def _check_source(option: str, given: str) -> None:
     """Raises ConfigError where there is nothing of that name, with what was probably meant."""
-    if os.path.isfile(given) or os.path.isdir(given):
+    if os.path.isdir(given):
+        return
+    if os.path.isfile(given):
+        if given.endswith(".safetensors"):
+            folder = shown(os.path.dirname(given) or ".")
+            raise ConfigError(
+                f"{option} = {shown(given)!r}: holds weights alone; give its directory: {option} {folder}"
+            )
+        if not given.endswith(".gguf") and not _begins_as_gguf(given):
+            raise ConfigError(f"{option} = {shown(given)!r}: must be a checkpoint's directory or a GGUF file")
         return
     if os.path.exists(given):
         raise ConfigError(f"{option} = {shown(given)!r}: must be a directory or a regular file")
@@ -149,6 +163,11 @@ def _check_source(option: str, given: str) -> None:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
     raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{remedy}")
+
+
+def _begins_as_gguf(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _large_draft_warning(target: ModelEngine, draft: ModelEngine) -> str:

@@ -38,6 +38,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,14 +219,30 @@ def read_manifest_fields(directory: Path) -> dict[str, Any]:
     try:
         fields = read_json(path, MAX_MANIFEST_BYTES)
     except FileError as error:
-        mend = "; build engines into this directory first" if error.is_missing else ""
-        raise ManifestError(f"{error}{mend}") from None
+        raise ManifestError(_not_an_engine(Path(directory)) or str(error)) from None
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if version != FORMAT_VERSION:
         raise ManifestError(
             f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build again"
         )
     return fields
+
+
+def _not_an_engine(directory: Path) -> str:
+    """Says what a place without a manifest is, and which command makes engines of it; "" where it has a manifest."""
+    place, build = shown(directory), "faser build --target"
+    is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    if is_model or directory.suffix == ".gguf" or any(directory.glob("*.gguf")):
+        output = f"{directory.absolute().name.removesuffix('.gguf')}-engine"
+        command = f"{build} {shlex.quote(str(directory))} --output {shlex.quote(output)}"
+        return f"{place}: a checkpoint, not an engine directory; run `{command}` and name {shlex.quote(output)} here"
+    if directory.is_file():
+        return f"{place}: a file, not an engine directory; `{build} CHECKPOINT --output DIR` makes one"
+    if os.path.lexists(directory / MANIFEST_FILE):
+        return ""
+    if directory.is_dir() and any(directory.iterdir()):
+        return f"{place}/{MANIFEST_FILE}: missing; `{build} CHECKPOINT --output DIR` makes an engine directory"
+    return f"{place}/{MANIFEST_FILE}: missing; build engines into this directory first"
 
 
 def file_sha256(path: Path) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TypeVar
 
 from faser_backend.core.errors import FaserError
+from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.serving.processes import die_with_parent
 
 LOOK_S = 1.0  # between two looks at whether all workers are there
@@ -20,19 +23,33 @@ R = TypeVar("R")
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does. For the main thread; in others it changes nothing."""
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does, and neither within a call of kernels, whose other threads would
+    wait at a barrier for ever. For the main thread; in others it changes nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def interrupt(*_: object) -> None:
+    call = LlvmRunner._on_all_threads.__code__
+
+    def at_return(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is call:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is call:
+                sys.setprofile(at_return)
+                return
+            frame = frame.f_back
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def in_processes(work: Callable[[J], R], jobs: Sequence[J], num_workers: int) -> Iterator[R]:

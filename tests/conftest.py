@@ -16,11 +16,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def _broken_pipes_are_errors() -> Iterator[None]:
-    """Commands let a broken pipe end their process, which here is that of all tests."""
-    before = signal.getsignal(signal.SIGPIPE)
+def _signals_stay_as_they_are() -> Iterator[None]:
+    """Commands change what signals do to their process, which here is that of all tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGPIPE, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

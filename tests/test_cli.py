@@ -13,7 +13,7 @@ import pytest
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
-from faser_backend.places import MODEL_REPO
+from faser_backend.places import DEMO_PAIR, MODEL_REPO
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.doctor import examine
 from faser_backend.serving.parameters import Parameters
@@ -84,7 +84,17 @@ def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
 
 
 def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
-    assert "manifest.json: missing" in run("serve", "--engine-dir", tmp_path)[2]
+    target, gguf = engine_dir.parent / "pair" / "target", tmp_path / "some model.gguf"
+    for given, message in (
+        (tmp_path / "new", "manifest.json: missing; build engines into this directory first"),
+        (target, f"a checkpoint, not an engine directory; run `faser build --target {target} --output target-engine`"),
+        (gguf, f"run `faser build --target '{gguf}' --output 'some model-engine'` and name 'some model-engine' here"),
+        (target / "config.json", "config.json: a file, not an engine directory; `faser build"),
+        (target.parent, "pair/manifest.json: missing; `faser build"),
+    ):
+        gguf.touch()
+        status, _, err = run("serve", "--engine-dir", given)
+        assert status == 1 and message in err and err.count("\n") == 1
     assert "policy = 'x'" in run("serve", "--engine-dir", engine_dir, "--policy", "x")[2]
     status, _, err = run("serve", "--engine-dir", engine_dir, "--http-port", 70000)
     assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
@@ -109,6 +119,12 @@ def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
             ["--target", ".", "--draft", "ngrams"],
             "--draft = 'ngrams': no such file or directory; for n-grams of",
         ),
+        (
+            ["--target", DEMO_PAIR / "target" / "model.safetensors"],
+            f"give its directory: --target {DEMO_PAIR}/target\n",
+        ),
+        (["--target", __file__], "must be a checkpoint's directory or a GGUF file\n"),
+        (["--target", DEMO_PAIR / "target", "--max-context", 8], "--max-context = 8: must be at least 32 tokens"),
     ],
 )
 def test_build_says_what_was_probably_meant(run, tmp_path, options, message):
@@ -130,6 +146,10 @@ def test_build_makes_a_directory_that_loads(run, tmp_path):
     assert EngineManifest.load(output).exit_layers == (1, 2)
     status, _, err = run(*command, "--exit-layers", "7")
     assert status == 1 and "error: exit_layers" in err
+    status, out, _ = run(*command)
+    assert status == 0 and out.endswith("; replaces the engines that were there\n")
+    status, _, err = run("build", "--target", pair / "target", "--output", pair)
+    assert status == 1 and "holds something else than engines, which stays; name a new or empty directory\n" in err
 
 
 def test_damaged_engine_directory_is_named(run, tmp_path):

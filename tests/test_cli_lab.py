@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,17 +10,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.device.host_threads import Helper
+from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
+from faser_backend.places import DEMO_PAIR
 from faser_backend.serving.processes import children, is_running
 from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 from lab.answers import Answer
@@ -28,6 +34,7 @@ from lab.bench.estimate import MIN_TOKENS, Speed, closed_loads, estimate_s, fitt
 from lab.bench.measure import Ladder
 from lab.bench.memory import plan_memory
 from lab.contestants import Sizing, choose_contestants
+from lab.interrupts import terminable
 from lab.profiling import profile as profile_module
 from lab.profiling.budget import MIN_CASES, share_of, thinned
 from lab.profiling.cases import choose_cases
@@ -103,6 +110,43 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:
     return BenchOptions(home / "out", build_pair(home), "none,fixed:2", prompts=prompts)
 
 
+HELD = "the files hold what was measured until then"
+
+
+def test_an_interrupt_within_a_call_of_kernels_waits_for_its_end():
+    """The other thread would be at the barrier for ever, and whoever closes the runner with it."""
+    meeting = threading.Barrier(2)
+
+    class Interrupted(Helper):
+        def start(self, *work: Any) -> None:
+            super().start(*work)
+            while not meeting.n_waiting:
+                time.sleep(0.001)
+            signal.raise_signal(signal.SIGINT)
+
+    for scope, is_whole in ((terminable, True), (contextlib.nullcontext, False)):
+        runner = SimpleNamespace(_helpers=[Interrupted()])
+        with pytest.raises(KeyboardInterrupt), scope():
+            LlvmRunner._on_all_threads(runner, lambda: meeting.wait(9), [(), ()])  # type: ignore[arg-type]
+        assert (meeting.n_waiting == 0) == is_whole
+    meeting.abort()
+
+
+@pytest.mark.parametrize("arguments", [("build", "--target", DEMO_PAIR / "target"), ("profile",)], ids=lambda a: a[0])
+def test_an_interrupted_command_says_so_in_one_line(
+    arguments: tuple, run, options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("engines.build.open_pair", interrupted)
+    monkeypatch.setattr(profile_module, "open_runtime", interrupted)
+    rest = (options.engine_dir,) if arguments == ("profile",) else ("--output", tmp_path / "out")
+    status, out, err = run(*arguments, *rest)
+    assert (status, out) == (130, "") and re.fullmatch(r"interrupted(: .* is as it was)?", err.splitlines()[-1])
+    assert "Traceback" not in err and not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
     options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -118,14 +162,14 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
     for num_whole, names in ((0, set()), (2, {"bench.json", "report.html", "timeline.json"})):
         output = tmp_path / str(num_whole)
         loads.clear()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as interrupted_with:
             run_bench(replace(options, output=output), TINY, command="faser bench --test")
         assert {path.name for path in output.iterdir()} == names
+        assert interrupted_with.value.args == (HELD if num_whole else f"{output} is as it was",)
     bench = json.loads((output / "bench.json").read_text())
     assert {row["load"] for row in bench["rows"]} == {"low", "middle"} and not bench["meta"]["is_whole"]
     assert "The run was interrupted" in (output / "report.html").read_text()
     told = capsys.readouterr().err
-    assert "the files hold what was measured until then" in told and "0 is as it was" in told
     assert re.search(r"2 contestants; memory: about 0\.\d GiB, [\d.]+ GiB are available\n", told)
     assert re.search(r"time: about \d+ s, answers of 6 tokens\n", told)
     assert re.search(r"^ +\d+ s +\d+%  low, T=0$", told, re.MULTILINE), "a line per part where nobody sees a bar"

@@ -180,6 +180,10 @@ BAD_CONTENT: dict[str, tuple[Edit, Words]] = {
         key("general.architecture", "mamba", Kind.STRING),
         ["general.architecture", "'mamba'", "qwen3moe"],
     ),
+    "unknown_architecture_and_tokenizer": (
+        lambda w: (w.add_string("general.architecture", "gemma2"), w.add_string("tokenizer.ggml.pre", "gemma")),
+        ["general.architecture", "'gemma2'", "must be one of llama, qwen2"],
+    ),
     "architecture_is_a_number": (key("general.architecture", 5, Kind.UINT32), ["general.architecture", "5"]),
     "a_part_of_several": (key("split.count", 3, Kind.UINT16), ["split.count", "3"]),
     "layers_are_text": (key("qwen2.block_count", "one", Kind.STRING), ["qwen2.block_count", "'one'"]),

@@ -55,7 +55,7 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
         ("--runtime torch --compute-capability 8.9", "--compute-capability = 8.9: for --runtime tensorrt_rtx or "),
         ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 7.5, "),
         ("--runtime tensorrt_rtx --max-num-seqs 0", "max_num_seqs = 0: must lie in"),
-        ("--runtime tensorrt_rtx --max-context 0", "max_context = 0: must lie in"),
+        ("--runtime tensorrt_rtx --max-context 0", "--max-context = 0: must be at least 32"),
         ("--dtype bf16", "dtype = 'bf16': runtime 'llvm' is built for 'fp32' alone"),
     ],
 )

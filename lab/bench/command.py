@@ -88,11 +88,9 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
         try:
             is_whole = _run(options, sizing, command)
         except KeyboardInterrupt:
-            print(f"interrupted: {options.output} is as it was", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(f"{options.output} is as it was") from None
     if not is_whole:
-        print("interrupted: the files hold what was measured until then", file=sys.stderr)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("the files hold what was measured until then")
 
 
 def _run(options: BenchOptions, sizing: Sizing, command: str) -> bool:

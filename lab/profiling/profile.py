@@ -222,15 +222,18 @@ def run_profile(
     check_room(engine_dir, PROFILE_BYTES, PROFILE_FILE)
     with terminable(), progress_bar() as bar:
         task = bar.add_task("loading", total=1.0)
-        profile = profile_engine(
-            engine_dir,
-            is_quick=is_quick,
-            prompts=prompts,
-            retention=retention,
-            report=lambda what, done: bar.update(task, description=what, completed=done),
-            budget_s=budget_s,
-            tell=lambda text: print(text, file=sys.stderr),
-        )
+        try:
+            profile = profile_engine(
+                engine_dir,
+                is_quick=is_quick,
+                prompts=prompts,
+                retention=retention,
+                report=lambda what, done: bar.update(task, description=what, completed=done),
+                budget_s=budget_s,
+                tell=lambda text: print(text, file=sys.stderr),
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{engine_dir} is as it was") from None
     profile.save(engine_dir)
     print_tables(profile, load_cost_model(engine_dir, EngineManifest.load(engine_dir)))
     Console().print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
