@@ -14,8 +14,8 @@ import pytest
 
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
-from faser_backend.core.errors import FaserError, RequestError
-from faser_backend.core.grammar import Grammar
+from faser_backend.core.errors import ErrorCode, FaserError, RequestError
+from faser_backend.core.grammar import GUIDE, Grammar
 from faser_backend.core.request import Request, RequestOutput, SamplingParams
 from faser_backend.device.grammar_rule import GrammarRule
 from faser_backend.pipeline.engine import Engine
@@ -244,6 +244,63 @@ def test_any_json_and_tagged_text_can_be_asked_for(built: Built) -> None:
     tagged = GrammarRule(built.compiler.compile(read_guide("structural_tag", json.dumps(TAGGED))), [])
     assert tagged.allowed(encode("hello <f=a>{}</f> and more")) is not None
     assert tagged.allowed(encode("hello <f=a>[")) is None
+
+
+def chain_without_end(key: str) -> dict[str, object]:
+    """A schema that no finite text follows: each object holds another one."""
+    node = {"type": "object", "properties": {key: {"$ref": "#/$defs/n"}}, "required": [key]}
+    return {"$ref": "#/$defs/n", "$defs": {"n": node}}
+
+
+def doubled(depth: int) -> dict[str, object]:
+    rules: dict[str, object] = {f"d{depth}": {"type": "string"}}
+    for level in range(depth):
+        ref = {"$ref": f"#/$defs/d{level + 1}"}
+        rules[f"d{level}"] = {"type": "object", "properties": {"a": ref, "b": ref}, "required": ["a", "b"]}
+    return {"$ref": "#/$defs/d0", "$defs": rules}
+
+
+# Each with what becomes of its request: compiling refuses it, it is answered, or it fails on the way.
+HOSTILE: dict[str, tuple[dict[str, object], str]] = {
+    "recursive": (chain_without_end("c"), "refused"),
+    "wide": ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}, "refused"),
+    "doubled": (doubled(60), "answered"),
+    "recursive later": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
+            "required": ["a", "n"],
+            "$defs": chain_without_end("c")["$defs"],
+        },
+        "fails",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "fixed:4"])
+def test_a_hostile_schema_ends_its_own_request_alone(built: Built, policy: str) -> None:
+    """What the library finds too complex while it compiles is refused; what it finds later fails its request."""
+    hostile = {}
+    for name, (schema, fate) in HOSTILE.items():
+        guide = read_guide("json_schema", json.dumps(schema))
+        if fate == "refused":
+            with pytest.raises(RequestError, match=r"guided_decoding_guide = .*(limit|too big)"):
+                built.compiler.compile(guide)
+        else:
+            sampling = SamplingParams(grammar=built.compiler.compile(guide))
+            hostile[name] = Request(name, np.array([5, 6], np.int64), 24, sampling, end_ids=(END_ID,))
+    good = built.requests(3)
+    undisturbed, _ = built.run(policy, good)
+    driven, engine = built.run(policy, [*good, *hostile.values()], max_num_seqs=8)
+    assert {key: driven.tokens[key] for key in undisturbed.tokens} == undisturbed.tokens
+    assert engine.metrics().num_failed_steps == 0
+    for name in hostile:
+        failure = driven.final[name].error
+        if HOSTILE[name][1] == "answered":
+            assert failure is None
+        else:
+            assert failure is not None and (failure.code, failure.field) == (ErrorCode.INVALID, GUIDE)
+            assert "a limit of grammars was reached: " in failure.message
 
 
 class LoopFixture:

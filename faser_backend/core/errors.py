@@ -6,9 +6,12 @@ is served: one table makes Triton's codes of them, another HTTP's. No program re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, TypeVar
 
+Result = TypeVar("Result")
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -80,6 +83,21 @@ class FailedError(FaserError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.code, self.field = failure.code, failure.field
+
+
+def blamed(field: str, error: Exception) -> Failure:
+    """Why one request fails: an error in what belongs to it alone, which is its field `field`."""
+    if isinstance(error, FaserError):
+        return Failure(error.code, str(error), error.field or field)
+    return Failure(ErrorCode.INTERNAL, f"{field}: {type(error).__name__}: {error}", field)
+
+
+def blaming(field: str, work: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls `work`, which belongs to one request: its error is raised as FailedError that names the field."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        raise FailedError(blamed(field, error)) from error
 
 
 class ConfigError(FaserError):

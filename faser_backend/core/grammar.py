@@ -9,9 +9,14 @@ from typing import Protocol
 
 import numpy as np
 
+GUIDE = "guided_decoding_guide"  # the field of a request that holds its grammar
+
 
 class GrammarState(Protocol):
-    """How far one answer has come in its grammar. Not thread-safe."""
+    """How far one answer has come in its grammar. Not thread-safe.
+
+    Every call raises RequestError that names GUIDE where it exceeds the library's limits.
+    """
 
     def advance(self, tokens: list[int]) -> int:
         """Takes tokens up to the first that the grammar forbids. Returns how many."""
@@ -22,9 +27,7 @@ class GrammarState(Protocol):
         ...
 
     def allowed(self) -> np.ndarray:
-        """[V] bool: what may come next, end tokens where the answer may end; at least one is true.
-
-        Raises FaserError where working it out exceeds the library's limits."""
+        """[V] bool: what may come next, end tokens where the answer may end; at least one is true."""
         ...
 
     def forced(self) -> list[int]:

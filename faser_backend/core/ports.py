@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
+from faser_backend.core.errors import Failure
 from faser_backend.core.request import SamplingParams
 from faser_backend.core.tree import TreeLaw
 
@@ -111,7 +112,16 @@ class DraftChildren(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Turns logits into tokens; keeps sampling parameters and token counts per slot."""
+    """Turns logits into tokens; keeps sampling parameters and token counts per slot.
+
+    An error in one slot's rules (penalties, bias, bad words, its grammar) is never raised but noted in `failures`: the
+    slot's rows count as unconstrained, and the other rows do not notice.
+    """
+
+    @property
+    def failures(self) -> Mapping[int, Failure]:
+        """By slot, until it is removed."""
+        ...
 
     def add(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from faser_backend.core.errors import Failure, blamed
 from faser_backend.core.request import Request, RequestStats
 
 
@@ -33,6 +34,7 @@ class Sequence:
     num_client_tested: int = 0  # of these drafts, up to the first rejection of each
     num_client_accepted: int = 0
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
+    failure: Failure | None = None  # of what belongs to it alone: the step that it is in goes on, and then ends it
     stats: RequestStats = field(default_factory=RequestStats)
 
     @classmethod
@@ -77,6 +79,10 @@ class Sequence:
         """(accepted, tested) draft tokens of the server: a client's guesses say nothing of its draft."""
         stats = self.stats
         return stats.num_accepted - self.num_client_accepted, stats.num_tested - self.num_client_tested
+
+    def fail(self, field: str, error: Exception) -> None:
+        """Notes that the sequence has to end; of several failures the first counts."""
+        self.failure = self.failure or blamed(field, error)
 
     def append(self, tokens: list[int]) -> None:
         self.token_ids[self.num_tokens : self.num_tokens + len(tokens)] = tokens

@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.batch import SamplingRows
+from faser_backend.core.errors import blaming
+from faser_backend.core.grammar import GUIDE
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.grammar_rule import GrammarRule
 from faser_backend.device.logits import penalize
 
 _MAX_BIAS = 1e30  # keeps biased logits finite in float32, after any temperature as well
 _MIN_REPETITION = 1e-6
+_PENALTIES = "repetition_penalty"  # the field to blame; presence and frequency belong to it
 
 
 class _BadWords:
@@ -101,7 +104,20 @@ class LogitRules:
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],
     ) -> bool:
-        """Starts a slot; arguments as in core.ports.Sampler.add. Returns whether it has any rule."""
+        """Starts a slot; arguments as in core.ports.Sampler.add. Returns whether it has any rule.
+
+        Here as in `append`, `forced` and `apply`, what goes wrong is raised as FailedError that names the field."""
+        output = token_ids[num_prompt_tokens:]
+        blaming("logit_bias", self._add_bias, slot, sampling, num_prompt_tokens, end_ids)
+        if sampling.bad_words:
+            self._bad_words[slot] = blaming("bad_words", _BadWords, sampling.bad_words, token_ids)
+        if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
+            blaming(_PENALTIES, self._add_penalties, slot, sampling, token_ids[:num_prompt_tokens], output)
+        if sampling.grammar is not None:
+            self._grammars[slot] = blaming(GUIDE, GrammarRule, sampling.grammar, output.tolist())
+        return any(slot in rules for rules in self._all)
+
+    def _add_bias(self, slot: int, sampling: SamplingParams, num_prompt_tokens: int, end_ids: tuple[int, ...]) -> None:
         forbids_end = sampling.min_tokens > 0 and bool(end_ids)
         if sampling.logit_bias or forbids_end:
             bias = sampling.logit_bias or {}
@@ -111,23 +127,18 @@ class LogitRules:
                 end_ids=np.array(end_ids, np.int64),
                 min_position=num_prompt_tokens + sampling.min_tokens if forbids_end else 0,
             )
-        if sampling.bad_words:
-            self._bad_words[slot] = _BadWords(sampling.bad_words, token_ids)
-        if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
-            in_prompt = np.zeros(self._vocab_size, np.bool_)
-            in_prompt[token_ids[:num_prompt_tokens]] = True
-            penalties = _Penalties(
-                max(sampling.repetition_penalty, _MIN_REPETITION),
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                in_prompt,
-                np.zeros(self._vocab_size, np.float32),
-            )
-            penalties.append(token_ids[num_prompt_tokens:])
-            self._penalties[slot] = penalties
-        if sampling.grammar is not None:
-            self._grammars[slot] = GrammarRule(sampling.grammar, token_ids[num_prompt_tokens:].tolist())
-        return any(slot in rules for rules in self._all)
+
+    def _add_penalties(self, slot: int, sampling: SamplingParams, prompt: np.ndarray, output: np.ndarray) -> None:
+        in_prompt = np.zeros(self._vocab_size, np.bool_)
+        in_prompt[prompt] = True
+        penalties = self._penalties[slot] = _Penalties(
+            max(sampling.repetition_penalty, _MIN_REPETITION),
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            in_prompt,
+            np.zeros(self._vocab_size, np.float32),
+        )
+        penalties.append(output)
 
     def remove(self, slot: int) -> None:
         for rules in self._all:
@@ -135,36 +146,25 @@ class LogitRules:
 
     def append(self, slot: int, tokens: list[int]) -> None:
         if (bad_words := self._bad_words.get(slot)) is not None:
-            bad_words.append(np.array(tokens, np.int64))
+            blaming("bad_words", bad_words.append, np.array(tokens, np.int64))
         if (penalties := self._penalties.get(slot)) is not None:
-            penalties.append(np.array(tokens, np.int64))
+            blaming(_PENALTIES, penalties.append, np.array(tokens, np.int64))
         if (grammar := self._grammars.get(slot)) is not None:
-            grammar.append(tokens)
+            blaming(GUIDE, grammar.append, tokens)
 
     def forced(self, slot: int) -> list[int]:
         """See core.ports.Sampler."""
         grammar = self._grammars.get(slot)
-        return [] if grammar is None else grammar.forced()
+        return [] if grammar is None else blaming(GUIDE, grammar.forced)
 
     def apply(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
         """In place on logits [n, V], the logits of rows.slots[index]; index [n] int64."""
         slots = rows.slots[index].tolist()
-        forbidden = self._forbidden_by_grammars(rows, index, slots)
+        forbidden = blaming(GUIDE, self._forbidden_by_grammars, rows, index, slots)
         raw = {row: logits[row].copy() for row in forbidden}
-        self._penalize(logits, rows, index, slots)
-        for row, slot in enumerate(slots):
-            if (rules := self._rules.get(slot)) is None:
-                continue
-            line = logits[row]
-            if rules.bias_ids.size:
-                line[rules.bias_ids] += rules.bias_values
-            if rows.positions[index[row]] < rules.min_position:
-                line[rules.end_ids] = -np.inf
-        for slot in self._bad_words.keys() & set(slots):
-            where = np.flatnonzero(rows.slots[index] == slot)
-            source = index[where]
-            drafted = rows.drafted[rows.sequence[source]]
-            self._bad_words[slot].forbid(logits, where, drafted, rows.num_drafted[source])
+        blaming(_PENALTIES, self._penalize, logits, rows, index, slots)
+        blaming("logit_bias", self._bias, logits, rows, index, slots)
+        blaming("bad_words", self._forbid_words, logits, rows, index, slots)
         for row, mask in forbidden.items():
             logits[row, mask] = -np.inf
             if logits[row].max() == -np.inf:  # the other rules leave nothing of what is legal
@@ -180,6 +180,23 @@ class LogitRules:
                 if (allowed := grammar.allowed(path)) is not None:
                     forbidden[row] = ~allowed
         return forbidden
+
+    def _bias(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray, slots: list[int]) -> None:
+        for row, slot in enumerate(slots):
+            if (rules := self._rules.get(slot)) is None:
+                continue
+            line = logits[row]
+            if rules.bias_ids.size:
+                line[rules.bias_ids] += rules.bias_values
+            if rows.positions[index[row]] < rules.min_position:
+                line[rules.end_ids] = -np.inf
+
+    def _forbid_words(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray, slots: list[int]) -> None:
+        for slot in self._bad_words.keys() & set(slots):
+            where = np.flatnonzero(rows.slots[index] == slot)
+            source = index[where]
+            drafted = rows.drafted[rows.sequence[source]]
+            self._bad_words[slot].forbid(logits, where, drafted, rows.num_drafted[source])
 
     def check_integrity(self, active_slots: set[int]) -> None:
         for slots in self._all:

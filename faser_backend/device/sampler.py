@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from faser_backend.core.batch import SamplingRows
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import Failure, FaserError, blamed
 from faser_backend.core.ports import DraftChildren, DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device import noise
@@ -27,7 +27,7 @@ class NumpySampler:
     """core.ports.Sampler for up to max_num_seqs slots.
 
     `sample_draft`, `candidate_margins`, `probabilities` and `uniforms` may run at the same time on different
-    threads, as in a step that overlaps drafting and verification: they write nothing but their results.
+    threads, as in a step that overlaps drafting and verification: they write nothing but their results and failures.
     `add`, `remove` and `append` must run alone.
     """
 
@@ -35,6 +35,7 @@ class NumpySampler:
         self._vocab_size = vocab_size
         self._noise = noise.GumbelNoise(vocab_size)
         self._rules = LogitRules(vocab_size)
+        self.failures: dict[int, Failure] = {}  # by slot; lanes may note one at the same time
         self.parameters = SlotParameters(vocab_size, max_num_seqs)  # for reading
         # Counts over active slots decide the path of a whole batch without looking at its rows.
         self._num_active = 0
@@ -51,23 +52,35 @@ class NumpySampler:
     ) -> None:
         """See core.ports.Sampler. The parameters are valid (SamplingParams.validate)."""
         self.parameters.check_free(slot)
-        has_rules = self._rules.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
+        try:
+            has_rules = self._rules.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
+        except Exception as error:
+            has_rules = False
+            self._note(slot, error)
         self.parameters.add(slot, sampling, has_rules=has_rules)
         self._count()
 
     def remove(self, slot: int) -> None:
         self.parameters.check_active(slot)
         self._rules.remove(slot)
+        self.failures.pop(slot, None)
         self.parameters.remove(slot)
         self._count()
 
     def append(self, slot: int, tokens: list[int]) -> None:
         if self.parameters.has_rules[slot]:
-            self._rules.append(slot, tokens)
+            try:
+                self._rules.append(slot, tokens)
+            except Exception as error:
+                self._note(slot, error)
 
     def forced(self, slot: int) -> list[int]:
         """See core.ports.Sampler."""
-        return self._rules.forced(slot) if self.parameters.has_rules[slot] else []
+        try:
+            return self._rules.forced(slot) if self.parameters.has_rules[slot] else []
+        except Exception as error:
+            self._note(slot, error)
+            return []
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] float32 (unchanged) -> token ids [R] int64.
@@ -219,7 +232,10 @@ class NumpySampler:
         slots = rows.slots[index]
         known = self.parameters
         if known.has_rules[slots].any():
-            self._rules.apply(scores, rows, index)
+            try:
+                self._rules.apply(scores, rows, index)
+            except Exception:
+                self._apply_by_slot(logits, scores, rows, index)
             all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
             scores[all_forbidden] = logits[index[all_forbidden]]
         check_finite(scores.max(axis=1), rows, index)  # before filters, which presume numbers
@@ -228,6 +244,23 @@ class NumpySampler:
         _apply(keep_top, scores, (top_k < self._vocab_size) | (top_p < 1.0), top_k, top_p)
         _apply(keep_min_p, scores, min_p > 0.0, min_p)
         return scores
+
+    def _apply_by_slot(self, logits: np.ndarray, scores: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
+        """Applies the rules anew, slot by slot, to find out whose they are that fail: the others' rows get the same
+        scores as in one batch."""
+        slots = rows.slots[index]
+        for slot in np.unique(slots).tolist():
+            where = np.flatnonzero(slots == slot)
+            lines = logits.take(index[where], axis=0)
+            try:
+                self._rules.apply(lines, rows, index[where])
+            except Exception as error:
+                self._note(slot, error)
+                lines = logits[index[where]]
+            scores[where] = lines
+
+    def _note(self, slot: int, error: Exception) -> None:
+        self.failures.setdefault(slot, blamed("sampling", error))
 
     @staticmethod
     def _pick(scores: np.ndarray, rows: SamplingRows) -> np.ndarray:

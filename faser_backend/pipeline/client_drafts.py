@@ -12,16 +12,18 @@ import numpy as np
 
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import InFlight
-from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.in_flight import join
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import MAX_DRAFT_TOKENS
+
+_NO_CHAIN = np.zeros(0, np.int64)
 
 
 def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows: int | None) -> InFlight:
     """What is in flight, and the chains of clients whose prompts have been read since.
 
-    max_logit_rows: of a sequence, that the target takes. Who finds no free blocks for a chain goes on without it.
+    max_logit_rows: of a sequence, that the target takes. Who finds no free blocks for a chain goes on without it; whose
+    chain cannot be read has failed.
     """
     fresh = [sequence for sequence in scheduler.running if sequence.client_draft and sequence.is_ready]
     if fresh:
@@ -30,14 +32,19 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
     if not fresh:
         return in_flight
     longest = _longest(len(fresh), scheduler.max_prefill_tokens, max_logit_rows)
-    entering = []
+    entering, chains = [], []
     for sequence in fresh:
-        sequence.client_draft = sequence.client_draft[:longest]
-        if sequence.client_draft and scheduler.reserve(sequence, len(sequence.client_draft)):
+        try:
+            chain = np.array(sequence.client_draft[:longest], np.int64)
+        except Exception as error:
+            sequence.fail("draft_input_ids", error)
+            chain = _NO_CHAIN
+        if chain.size and scheduler.reserve(sequence, chain.size):
             entering.append(sequence)
+            chains.append(chain)
         else:
             sequence.client_draft = ()
-    return join(in_flight, InFlight(entering, _frontier(entering)))
+    return join(in_flight, InFlight(entering, _frontier(chains)))
 
 
 def _longest(num_chains: int, max_prefill_tokens: int, max_logit_rows: int | None) -> int:
@@ -47,10 +54,10 @@ def _longest(num_chains: int, max_prefill_tokens: int, max_logit_rows: int | Non
     return longest if max_logit_rows is None else min(longest, max_logit_rows - 1)
 
 
-def _frontier(sequences: list[Sequence]) -> Frontier:
+def _frontier(chains: list[np.ndarray]) -> Frontier:
     """A row for every token of each chain, and one for the bonus token."""
-    counts = np.array([len(sequence.client_draft) for sequence in sequences], np.int64)
+    counts = np.array([chain.size for chain in chains], np.int64)
     drafted = np.zeros((counts.size, counts.max(initial=0)), np.int64)
-    for row, sequence in enumerate(sequences):
-        drafted[row, : counts[row]] = sequence.client_draft
+    for row, chain in enumerate(chains):
+        drafted[row, : chain.size] = chain
     return Frontier(drafted, counts, counts + 1, is_client=np.ones(counts.size, np.bool_))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.errors import Failure
+from faser_backend.core.errors import Failure, blaming
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.request import FinishReason, Request, RequestOutput
 from faser_backend.core.sequence import Sequence
@@ -38,14 +38,15 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
 
 
 def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
-    """Appends tokens (cut in place at the first stop) and advances both KV lengths.
+    """Appends tokens (cut in place at the first stop) and advances both KV lengths. Raises, with the sequence as it
+    was, what looking for stop words meets.
 
     The target has run the anchor and all drafts, the draft all drafts but its last one (of a tree some), and nothing
     of what a client guessed or n-grams made; of these only the rows of accepted tokens are true, and lie where their
     positions are.
     """
     old = sequence.num_tokens
-    finish = _cut_at_stop(sequence, tokens)
+    finish = blaming("stop_words", _cut_at_stop, sequence, tokens)
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
     if counts.is_client:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from faser_backend.core.errors import blaming
 from faser_backend.core.frontier import Acceptance, Verification
 from faser_backend.core.ports import Sampler
 from faser_backend.core.request import RequestOutput
@@ -38,7 +39,8 @@ class Extras:
 def extras_of(
     sequence: Sequence, sampler: Sampler, verification: Verification, acceptance: Acceptance, index: int
 ) -> Extras | None:
-    """What the request of sequence `index` of a batch wants, before the sequence holds the tokens that it emits."""
+    """What the request of sequence `index` of a batch wants, before the sequence holds the tokens that it emits. Raises
+    FailedError that names the field."""
     request = sequence.request
     if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):
         return None
@@ -49,11 +51,12 @@ def extras_of(
         logits = verification.logits[first + acceptance.path.rows[index, :count]]
     log_probs = generated = context = None
     if request.wants_log_probs:
-        log_probs = sampler.log_probs(logits, acceptance.tokens[index, :count]).tolist()
+        log_probs = blaming("return_log_probs", sampler.log_probs, logits, acceptance.tokens[index, :count]).tolist()
     if request.wants_generation_logits:
-        generated = sampler.to_host(logits)
+        generated = blaming("return_generation_logits", sampler.to_host, logits)
     if sequence.owes_context_logits:
-        anchor = sampler.to_host(logits[:1]) if generated is None else generated[:1]
+        to_host = sampler.to_host
+        anchor = blaming("return_context_logits", to_host, logits[:1]) if generated is None else generated[:1]
         context = context_logits(sequence, anchor.shape[1])
         context[-1:] = anchor  # the first anchor is the prompt's last token
         sequence.context_logits = None

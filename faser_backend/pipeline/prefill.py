@@ -54,12 +54,12 @@ class Prefiller:
         caught_up_ns = self._clock.now_ns()
         if not plan.prefills:
             return PrefillTimes(0.0, (caught_up_ns - start_ns) / 1e3)
-        plain = [chunk for chunk in plan.prefills if not chunk.sequence.owes_context_logits]
+        wanting = [chunk for chunk in plan.prefills if _takes_logits(chunk.sequence, partition.target.vocab_size)]
+        plain = [chunk for chunk in plan.prefills if chunk not in wanting] if wanting else plan.prefills
         if plain:
             self._read(partition.target, plain)
-        for chunk in plan.prefills:
-            if chunk.sequence.owes_context_logits:
-                self._read_with_logits(partition.target, chunk)
+        for chunk in wanting:
+            self._read_with_logits(partition.target, chunk)
         read_ns = self._clock.now_ns()
         if self._proposer is not None and plan.decision.prefills_draft:
             self._proposer.prefill(partition, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
@@ -102,6 +102,17 @@ def context_logits(sequence: Sequence, vocab_size: int) -> np.ndarray:
     if sequence.context_logits is None:
         sequence.context_logits = np.empty((sequence.num_prompt_tokens, vocab_size), np.float32)
     return sequence.context_logits
+
+
+def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
+    """Whether its prompt is read with logits. One that finds no memory for them is read without, and has failed."""
+    if sequence.owes_context_logits and sequence.failure is None:
+        try:
+            context_logits(sequence, vocab_size)
+            return True
+        except Exception as error:
+            sequence.fail("return_context_logits", error)
+    return False
 
 
 def _is_for_draft(chunk: PrefillChunk) -> bool:

@@ -14,11 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import Failure
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock, Sampler
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import RequestOutput
+from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.accepted_cells import move_accepted
 from faser_backend.pipeline.client_drafts import with_client_drafts
@@ -103,13 +104,14 @@ class Stepper:
             phases = self._run_phases_in_turn(plan, batch, ready)
         if phases.verified is None:
             drafting_us = plan.in_flight.drafting_us + phases.propose_us
-            return [], replace(join(waiting, phases.ahead), drafting_us=drafting_us)
+            outputs = self._end_failed()
+            return outputs, replace(join(waiting, phases.ahead).present(), drafting_us=drafting_us)
         ahead = surviving(phases.ahead, batch.sequences, phases.frontier, phases.verified.acceptance)
         in_flight = join(replace(waiting, drafting_us=0.0), ahead)
         # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
         planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
         num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
-        outputs = self._commit(batch, phases.frontier, phases.verified, num_ahead)
+        outputs = self._commit(batch, phases.frontier, phases.verified, num_ahead) + self._end_failed()
         record = recorded(plan, batch, phases, reading, Span(start_ns, self.clock.now_ns()))
         for observe in self.observers:
             observe(record)
@@ -176,7 +178,8 @@ class Stepper:
         verified: Verified,
         num_ahead: Mapping[Sequence, int],
     ) -> list[RequestOutput]:
-        """Tokens enter their sequences; a finished sequence gives back slot and blocks at once.
+        """Tokens enter their sequences; a finished sequence gives back slot and blocks at once. One that has failed
+        emits nothing.
 
         num_ahead: positions past its tokens that a sequence keeps blocks for.
         """
@@ -188,9 +191,15 @@ class Stepper:
         num_emitted = acceptance.num_emitted.tolist()
         counts = round_counts(frontier, verification, acceptance)
         for index, sequence in enumerate(batch.sequences):
+            if self._failure_of(sequence) is not None:
+                continue
             tokens = emitted[index][: num_emitted[index]]
-            extras = extras_of(sequence, self.sampler, verification, acceptance, index)
-            finish = commit_tokens(sequence, tokens, counts[index])
+            try:
+                extras = extras_of(sequence, self.sampler, verification, acceptance, index)
+                finish = commit_tokens(sequence, tokens, counts[index])
+            except Exception as error:
+                sequence.fail("request", error)
+                continue
             stats = sequence.stats
             stats.first_token_ns = stats.first_token_ns or now
             stats.last_token_ns = now
@@ -201,6 +210,8 @@ class Stepper:
             else:
                 self.sampler.append(sequence.slot, tokens)
                 self._draft_forced(sequence)
+                if self._failure_of(sequence) is not None:
+                    continue
                 blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
                 output = RequestOutput(sequence.request.request_id, tokens)
                 if sequence.request.wants_stats:  # as they are now: the sequence goes on counting
@@ -220,6 +231,18 @@ class Stepper:
             most = min(most, sequence.request.max_draft_tokens)
         if len(forced := self.sampler.forced(sequence.slot)[:most]) >= FEWEST_FORCED:
             sequence.client_draft = tuple(forced)
+
+    def _failure_of(self, sequence: Sequence) -> Failure | None:
+        """Why the sequence has to end: something that belongs to it alone."""
+        return sequence.failure or self.sampler.failures.get(sequence.slot)
+
+    def _end_failed(self) -> list[RequestOutput]:
+        outputs = []
+        for sequence in self.scheduler.running.copy():
+            if (failure := self._failure_of(sequence)) is not None:
+                self.release(sequence)
+                outputs.append(final_output(sequence, FinishReason.ERROR, error=failure))
+        return outputs
 
     def release(self, sequence: Sequence) -> None:
         """Takes a sequence out of the engine, whatever state it is in."""

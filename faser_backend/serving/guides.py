@@ -14,16 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from faser_backend.core.errors import FaserError, RequestError
-from faser_backend.core.grammar import Grammar
+from faser_backend.core.grammar import GUIDE, Grammar
 
-GUIDE = "guided_decoding_guide"
 GUIDE_TYPE = "guided_decoding_guide_type"
 TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 MAX_GUIDE_BYTES = 256 << 10
@@ -33,9 +32,18 @@ MAX_GBNF_WORK = 1 << 20  # rules times bytes: a quarter of a second
 MAX_TAGS = 256  # structures of a structural tag, and triggers
 MAX_COMPILED = 64  # grammars that are kept
 MAX_WAITING = 64  # grammars that wait to be compiled
-LEXER_FUEL = 100_000  # a tenth of the library's own limit: what a regular expression may cost is 50 ms, not a second
+# Of the library, where its own are too high to share a server. Compiling runs beside everybody; a token's mask, and the
+# text that a grammar forces, are worked out between two steps, and everybody waits.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=100_000,  # a tenth: what a regular expression may cost is 50 ms, not a second
+    max_grammar_size=20_000,  # a 25th: schemas of thousands of properties take seconds
+    step_max_items=5_000,  # a tenth: of a mask or of forced text
+    verbose_errors=False,
+)
+MAX_TRIED = 64  # tokens that a grammar forces from the start, walked before anybody waits for it
 # As json.dumps writes: a small model given leave to indent does so until its tokens are spent.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+Answer = TypeVar("Answer")
 _LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:)")  # the others are GBNF, llama.cpp's
 
 
@@ -97,28 +105,38 @@ def _structural_tag(tag: Any) -> str:
 
 
 class LlgState:
-    """core.grammar.GrammarState."""
+    """core.grammar.GrammarState. A matcher that has met a limit stays in its error."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._mask = np.zeros(-(-vocab_size // 32), np.int32)
 
     def advance(self, tokens: list[int]) -> int:
-        return self._matcher.try_consume_tokens(tokens) if tokens else 0
+        return self._ask(self._matcher.try_consume_tokens, tokens) if tokens else 0
 
     def rollback(self, num_tokens: int) -> None:
-        if num_tokens and not self._matcher.rollback(num_tokens):
-            raise FaserError(f"grammar: {self._matcher.get_error()}")
+        if num_tokens:
+            self._ask(self._matcher.rollback, num_tokens)
 
     def allowed(self) -> np.ndarray:
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._matcher.is_error():
-            raise FaserError(f"grammar: {_first_line(self._matcher.get_error())}")
+        self._ask(self._matcher.unsafe_compute_mask_ptr, self._mask.ctypes.data, self._mask.nbytes)
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little", count=self._vocab_size)
         return bits.view(np.bool_)
 
     def forced(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+        return self._ask(self._matcher.compute_ff_tokens)
+
+    def _ask(self, ask: Callable[..., Answer], *arguments: Any) -> Answer:
+        try:
+            answer = ask(*arguments)
+            reason = _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the library is no Exception
+            raise RequestError(GUIDE, "given", f"the grammar failed: {_first_line(error)}") from None
+        if reason:
+            raise RequestError(GUIDE, "given", f"a limit of grammars was reached: {reason}")
+        return answer
 
 
 class LlgGrammar:
@@ -167,13 +185,13 @@ class GuideCompiler:
         if self._tokenizer is None:
             text = self._tokenizer_file.read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids))
-        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
-        matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=limits)
-        grammar = LlgGrammar(matcher, self._vocab_size)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the dearest of all: what it finds out is shared with the requests' states
+        matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(GUIDE, f"{len(guide)} characters", _first_line(matcher.get_error()))
+        LlgState(matcher, self._vocab_size).allowed()  # the dearest of all: it is worked out before states are copied
+        grammar = LlgGrammar(matcher, self._vocab_size)
+        trial = grammar.start()
+        trial.advance(trial.forced()[:MAX_TRIED])
         with self._lock:
             self._compiled[guide] = grammar
             if len(self._compiled) > MAX_COMPILED:

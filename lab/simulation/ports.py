@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, Failure
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.ports import DraftChildren, DraftTokens, Proposed, Sampler, Verified
 from faser_backend.core.request import SamplingParams
@@ -148,6 +148,7 @@ class SimSampler:
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
+        self.failures: dict[int, Failure] = {}  # rules are not simulated
 
     def add(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from faser_backend.core.batch import SamplingRows
+from faser_backend.core.errors import Failure
 from faser_backend.core.ports import DraftChildren, DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.cuda.choice import (
@@ -50,6 +51,11 @@ class TorchSampler:
     def parameters(self) -> SlotParameters:
         """For reading."""
         return self._host.parameters
+
+    @property
+    def failures(self) -> dict[int, Failure]:
+        """See core.ports.Sampler."""
+        return self._host.failures
 
     def add(
         self,
