@@ -92,6 +92,10 @@ SpeculationMetrics = Annotated[bool, typer.Option(help="OpenAI's API tells every
 ModelName = Annotated[
     str | None, typer.Option(help="Name of the model in OpenAI's API.", show_default="the engine directory's")
 ]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="Allow web pages of this origin to ask, as https://HOST. Repeatable.", show_default=False),
+]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one per line.", show_default=False)]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain, for https.", show_default=False)]
 TlsKey = Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)]

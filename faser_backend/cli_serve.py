@@ -14,6 +14,7 @@ from faser_backend.cli_options import (
     AcceptanceRule,
     AdminKeyFile,
     Admission,
+    AllowOrigin,
     ApiKeyFile,
     ChatTemplate,
     Contract,
@@ -88,6 +89,7 @@ def serve(
     model_name: ModelName = None,
     speculation_metrics: SpeculationMetrics = False,
     api_key_file: ApiKeyFile = None,
+    allow_origin: AllowOrigin = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
@@ -103,8 +105,10 @@ def serve(
     restricted = tuple(name.strip() for name in restrict.split(",") if name.strip())
     tls = GrpcTls.of(grpc_tls_cert, grpc_tls_key, grpc_tls_root)
     if openai_port is not None:
+        from faser_backend.serving.openai.callers import check_origins
         from faser_backend.serving.openai.door import check_exposure, check_server, check_way, read_keys
 
+        check_origins(allow_origin or ())
         check_server(openai_port, is_decoupled=decoupled, contract=contract.value)
         check_way(openai_port, is_encrypted=tls is not None, restricted=restricted)
         check_exposure(openai_host, read_keys(api_key_file))
@@ -162,6 +166,7 @@ def serve(
         given = {"model-name": model_name or (None if engine_dir else DEMO_NAME), "max-text-bytes": max_text_bytes}
         given |= files
         door += [f"--{name}={value}" for name, value in given.items() if value is not None]
+        door += [f"--allow-origin={origin}" for origin in allow_origin or ()]
     raise typer.Exit(serve_until_signalled(options, shows_log=verbose, log_format=log_format.value, door=door))
 
 
@@ -192,6 +197,7 @@ def openai(
     model_name: ModelName = None,
     speculation_metrics: SpeculationMetrics = False,
     api_key_file: ApiKeyFile = None,
+    allow_origin: AllowOrigin = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     chat_template: ChatTemplate = None,
@@ -209,4 +215,5 @@ def openai(
     name = model_name or (None if engine_dir else DEMO_NAME)
     files = (api_key_file, tls_cert, tls_key, chat_template)
     told = {"metrics_address": triton_metrics, "tells_speculation": speculation_metrics}
+    told["allowed_origins"] = tuple(allow_origin or ())
     run_door(DoorOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes, **told))

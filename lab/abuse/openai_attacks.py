@@ -128,6 +128,12 @@ def ask(
         connection.close()
 
 
+def head_of(path: str, headers: dict[str, str]) -> bytes:
+    """Of a POST, as it goes over the wire."""
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
+
+
 class Watch:
     """A well-behaved client, for the time of the block."""
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from faser_backend.serving.openai import prompts
 from faser_backend.serving.openai.answer import Answer
 from faser_backend.serving.openai.bodies import read_body
+from faser_backend.serving.openai.callers import Callers
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import AnyBody, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.serving.openai.replies import ChatReply, CompletionReply
@@ -51,9 +53,10 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def make_app(served: Served, triton_url: str, api_keys: Sequence[str] = ()) -> Starlette:
-    """api_keys: one of them must come with every request under /v1; none: everybody may ask."""
-    door = Door(served, api_keys)
+def make_app(served: Served, triton_url: str, callers: Callers | None = None) -> Starlette:
+    """callers: who may ask; None: whoever reaches the port."""
+    callers = callers or Callers()
+    door = Door(served, callers)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -73,7 +76,9 @@ def make_app(served: Served, triton_url: str, api_keys: Sequence[str] = ()) -> S
         Route("/v1/responses", door.answering(door.responses), methods=["POST"]),
     ]
     handlers = {404: _not_found, 405: _not_found, Exception: _failed}
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    pages = Middleware(CORSMiddleware, allow_origins=callers.origins, allow_methods=["*"], allow_headers=["*"])
+    middleware = [pages] if callers.origins else []
+    app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to a host that the client names
     return app
 
@@ -83,16 +88,15 @@ class Door:
 
     client: TokenClient
 
-    def __init__(self, served: Served, api_keys: Sequence[str]) -> None:
-        self._served = served
-        self._keys = [key.encode() for key in api_keys]
+    def __init__(self, served: Served, callers: Callers) -> None:
+        self._served, self._callers = served, callers
 
     def answering(self, endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
         """The endpoint for those who may use it, its errors in the API's form."""
 
         async def answer(request: Request) -> Any:
             try:
-                self._check_key(request)
+                self._callers.check(request)
                 return await endpoint(request)
             except Exception as error:
                 return error_response(error)
@@ -202,15 +206,6 @@ class Door:
         if name is not None and name != self._served.name:
             limit = f"is not served here; the model is {self._served.name!r}"
             raise ApiError(f"model = {name[:80]!r}: {limit}", status=404, param="model", code="model_not_found")
-
-    def _check_key(self, request: Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        # Every key is compared, so that the time tells nothing.
-        matches = [secrets.compare_digest(key.strip().encode(), known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError("an API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
 
 
 def _fetch(address: str, path: str) -> bytes:

@@ -15,6 +15,8 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.serving.doors import is_loopback
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.openai.app import Served, make_app
+from faser_backend.serving.openai.callers import Callers, check_origins
+from faser_backend.serving.openai.connections import Connection, allow_files
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -41,6 +43,7 @@ class DoorOptions:
     max_text_bytes: int | None = None  # None: as much as may fit into the context
     metrics_address: str | None = None  # of app.Served, as the next one
     tells_speculation: bool = False
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask, beside the chat page
 
 
 def run_door(options: DoorOptions) -> None:
@@ -49,9 +52,13 @@ def run_door(options: DoorOptions) -> None:
     check_exposure(options.host, keys)
     if (options.tls_cert_file is None) != (options.tls_key_file is None):
         raise ConfigError("tls-cert, tls-key: both are needed, or none")
-    app = make_app(describe(options), options.triton_url, keys)
+    callers = Callers(keys, options.host, check_origins(options.allowed_origins))
+    app = make_app(describe(options), options.triton_url, callers)
+    allow_files()
     config = uvicorn.Config(
         app,
+        http=Connection,
+        ws="none",
         host=options.host,
         port=options.port,
         log_level="warning",
