@@ -62,6 +62,11 @@ ServedText = Annotated[
 ]
 
 
+class StopRequests(Enum):
+    ON = "on"
+    OFF = "off"
+
+
 class LogFormat(Enum):
     TEXT = "text"
     JSON = "json"
@@ -105,6 +110,14 @@ OtlpEndpoint = Annotated[
     str | None, typer.Option(help="OpenTelemetry collector, http://HOST:PORT, for traces.", show_default=False)
 ]
 Logs = Annotated[LogFormat, typer.Option("--log-format", help="JSON has an object per line, requests by their ids.")]
+StopRequest = Annotated[
+    StopRequests | None,
+    typer.Option(
+        "--stop-requests",
+        help="Let `stop` = true end a request by its id, anybody's.",
+        show_default="off with --expose-triton, else on",
+    ),
+]
 Restrict = Annotated[
     str, typer.Option(help=f"What else needs the admin key, of {', '.join(ALSO_RESTRICTABLE)}.", show_default="nothing")
 ]

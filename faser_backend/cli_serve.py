@@ -39,6 +39,8 @@ from faser_backend.cli_options import (
     Restrict,
     ServedText,
     SpeculationMetrics,
+    StopRequest,
+    StopRequests,
     Threads,
     TlsCert,
     TlsKey,
@@ -80,6 +82,7 @@ def serve(
     out_of_vocab: Annotated[OutOfVocab, typer.Option(help="What to do with unknown token ids.")] = OutOfVocab.REJECT,
     chat_template: ChatTemplate = None,
     max_text_bytes: MaxTextBytes = None,
+    stop_requests: StopRequest = None,
     exclude_input_in_output: Annotated[bool, typer.Option(help="Unary answers without the prompt.")] = False,
     contract: Annotated[Contract, typer.Option(help="Names of models and tensors.")] = Contract.INFLIGHT_BATCHER,
     openai_port: Annotated[
@@ -92,6 +95,9 @@ def serve(
     allow_origin: AllowOrigin = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    hang_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds without progress after which a process is killed. 0: never.")
+    ] = 10.0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
@@ -132,6 +138,7 @@ def serve(
         "out_of_vocab": out_of_vocab.value,
         "exclude_input_in_output": str(exclude_input_in_output).lower(),
         "log_format": log_format.value,
+        "stop_requests": (stop_requests or (StopRequests.OFF if expose_triton else StopRequests.ON)).value,
     }
     template_file = None if chat_template is None else chat_template.resolve()
     optional = {
@@ -167,7 +174,10 @@ def serve(
         given |= files
         door += [f"--{name}={value}" for name, value in given.items() if value is not None]
         door += [f"--allow-origin={origin}" for origin in allow_origin or ()]
-    raise typer.Exit(serve_until_signalled(options, shows_log=verbose, log_format=log_format.value, door=door))
+    status = serve_until_signalled(
+        options, shows_log=verbose, log_format=log_format.value, door=door, hang_timeout_s=hang_timeout
+    )
+    raise typer.Exit(status)
 
 
 def reload(

@@ -125,11 +125,11 @@ OUTPUTS = {
     "text_output": Output("[1]"),
     "output_ids": Output("[1, 1, n]"),
     "sequence_length": Output("[1, 1]"),
-    "cum_log_probs": Output("[1, 1]", "return_log_probs"),
+    "cum_log_probs": Output("[1, 1]"),
     "output_log_probs": Output("[1, 1, n]", "return_log_probs"),
     "context_logits": Output("[1, p, V]", "return_context_logits"),
     "generation_logits": Output("[1, 1, n, V]", "return_generation_logits"),
-    "batch_index": Output("[1, 1]", "a batch"),
+    "batch_index": Output("[1, 1]"),
     "sequence_index": Output("[1, 1]", "num_return_sequences"),
     "num_input_tokens": Output("[1, 1]", "return_num_input_tokens"),
     "num_output_tokens": Output("[1, 1]", "return_num_output_tokens"),
@@ -192,7 +192,7 @@ def table_lines() -> Iterator[str]:
         for spec, names in _by_spec(models, "outputs"):
             output = output_of(models[0] if models is LLMAPI else INFLIGHT_BATCHER[0], spec)
             sent = "every response" if not output.flag else output.flag if output is _NEVER else f"`{output.flag}`"
-            sent = output.flag if output.flag in ("never", "a batch") else sent
+            sent = output.flag if output.flag == "never" else sent
             yield f"| `{spec.name}` | {spec.data_type} | {names} | {output.shape} | {sent} |"
         yield ""
 

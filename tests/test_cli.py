@@ -100,6 +100,19 @@ def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
     assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), "on"), (("--expose-triton",), "off"), (("--expose-triton", "--stop-requests", "on"), "on")],
+)
+def test_stop_requests_are_off_where_others_reach_the_server(run, engine_dir, monkeypatch, options, expected):
+    seen: list[LaunchOptions] = []
+    monkeypatch.setattr(
+        "faser_backend.serving.launch.serve_until_signalled", lambda given, **_: seen.append(given) or 0
+    )
+    assert run("serve", "--engine-dir", engine_dir, *options)[0] == 0
+    assert seen[0].parameters["stop_requests"] == expected
+
+
 def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
     pair = engine_dir.parent / "pair"
     run("build", "--target", pair / "target", "--draft", pair / "draft", "--output", tmp_path, "--runtime", "llvm")

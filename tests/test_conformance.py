@@ -185,9 +185,10 @@ def test_several_sequences_of_one_prompt(decoupled: Served, unary: Served):
     assert merged.as_numpy("sequence_index").tolist() == [[0, 1, 2]]
 
 
-def test_index_outputs_are_absent_where_there_is_nothing_to_number(unary: Served):
+def test_clients_of_v0_13_find_what_they_index_whatever_they_ask_for(unary: Served):
     answer = infer_grpc(unary.grpc_port, "tensorrt_llm", token_request(5, 6, num_return_sequences=one(1)))
-    assert answer.as_numpy("batch_index") is None and answer.as_numpy("sequence_index") is None
+    assert answer.as_numpy("batch_index")[0][0] == 0 and answer.as_numpy("cum_log_probs")[0][0] == 0
+    assert answer.as_numpy("sequence_index") is None, "there is nothing to number"
 
 
 def test_draft_tokens_of_a_client_are_verified_and_change_nothing(unary: Served):
@@ -218,7 +219,10 @@ def test_logits_of_prompt_and_answer_are_those_that_chose_the_tokens(decoupled: 
         assert generation[0][0].argmax(axis=1).tolist() == ids_of(answer)
         assert np.array_equal(context[0][-1], generation[0][0][0])
     rows = []
-    for response in stream_grpc(decoupled.grpc_port, "tensorrt_llm", arrays | STREAMING):
+    streamed = stream_grpc(decoupled.grpc_port, "tensorrt_llm", arrays | STREAMING)
+    for response in (streamed[0], streamed[-1]):
+        assert np.allclose(response.as_numpy("context_logits"), context, atol=1e-4)
+    for response in streamed:
         rows.append(response.as_numpy("generation_logits")[0][0])
         assert rows[-1].shape[0] == len(ids_of(response))
     assert np.allclose(np.concatenate(rows), generation[0][0], atol=1e-4)

@@ -100,15 +100,15 @@ def test_output(servers, contract: str, model: ModelConfig, spec: TensorSpec):
         infer_grpc(unary.grpc_port, model.name, arrays, [spec.name]),
         infer_http(unary.http_port, model.name, arrays, [spec.name]),
     ]
-    if model.name not in CONVERTERS and output.flag not in ("a batch", "num_return_sequences"):
+    if model.name not in CONVERTERS and output.flag != "num_return_sequences":
         ways += stream_grpc(decoupled.grpc_port, model.name, arrays, [spec.name])
     num_prompt = 3 if model.name == "tensorrt_llm" else len(byte_level_tokenizer().encode("def f").ids)
     expected = shape_of(output, num_new=NUM_NEW, num_prompt=num_prompt)
-    if output.flag in ("a batch", "num_return_sequences"):
+    if output.flag == "num_return_sequences":
         # Unary, one response holds them all; streamed, each sequence has responses of its own.
         for answer in stream_grpc(decoupled.grpc_port, model.name, arrays, [spec.name]):
             assert answer.as_numpy(spec.name).shape == expected
-        expected = (2, 1) if output.flag == "a batch" else (1, 2)
+        expected = (1, 2)
     for answer in ways:
         array = answer.as_numpy(spec.name)
         assert array.shape == expected
@@ -125,8 +125,6 @@ def asking_for(model: ModelConfig, flag: str) -> Arrays:
     if model in LLMAPI:
         return {**arrays, **({flag: np.array([True])} if flag else {})}
     arrays["exclude_input_in_output"] = one(True, bool)
-    if flag == "a batch":
-        return {name: np.concatenate([array, array]) for name, array in arrays.items()}
     if flag == "num_return_sequences":
         return {**arrays, flag: one(2)}
     return {**arrays, **({flag: one(True, bool)} if flag else {})}

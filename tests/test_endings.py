@@ -56,11 +56,11 @@ class Serving:
 
 
 @contextmanager
-def serving(engine_dir: Path) -> Iterator[Serving]:
+def serving(engine_dir: Path, *options: str) -> Iterator[Serving]:
     http, grpc, metrics = free_ports(3)
     ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     faser = str(Path(sys.executable).with_name("faser"))
-    command = [faser, "serve", "--engine-dir", str(engine_dir), *ports, "--num-threads", "1"]
+    command = [faser, "serve", "--engine-dir", str(engine_dir), *ports, "--num-threads", "1", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("ready: ")
@@ -119,3 +119,35 @@ def test_a_model_whose_process_dies_ends_the_server(engine_dir: Path, model: str
         assert served.process.wait(20) == 1
         assert f"the process of model '{model}' is gone" in served.process.stderr.read()
         assert [pid for pid in served.group if is_running(pid)] == []
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tritonserver"])
+def test_a_process_that_stands_still_is_killed_and_its_requests_are_answered(engine_dir: Path, model: str):
+    with (
+        serving(engine_dir, "--hang-timeout", "2") as served,
+        triton.InferenceServerClient(f"127.0.0.1:{served.grpc_port}") as client,
+    ):
+        served.start_streams(client)
+        os.kill(served.models.get(model, served.group[0]), signal.SIGSTOP)
+        while served.received.get(timeout=20)[1] is None:
+            pass  # what had been sent before; then the error
+        assert served.process.wait(20) == 1
+        told = served.process.stderr.read()
+        assert "has made no progress for" in told and "it is killed" in told, told
+        assert [pid for pid in served.group if is_running(pid)] == []
+
+
+def test_without_a_limit_its_requests_wait(engine_dir: Path):
+    """The control."""
+    with (
+        serving(engine_dir, "--hang-timeout", "0") as served,
+        triton.InferenceServerClient(f"127.0.0.1:{served.grpc_port}") as client,
+    ):
+        served.start_streams(client)
+        os.kill(served.models["tensorrt_llm"], signal.SIGSTOP)
+        time.sleep(4.0)
+        while not served.received.empty():
+            result, error = served.received.get()
+            assert error is None and not result.get_response().parameters["triton_final_response"].bool_param
+        assert client.is_server_ready() and served.process.poll() is None
+        os.killpg(served.group[0], signal.SIGKILL)  # the client waits for its answers when it closes

@@ -155,6 +155,7 @@ def test_a_stop_string_is_cut_off_and_named(door: Door):
     choice = ask(door.client, CompletionBody, **asked, stop=[stop]).choices[0]
     assert choice.text == text[: text.index(stop)]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert ask(door.client, CompletionBody, **asked, stop=[""]).choices[0].text == text, "an empty one is none"
 
 
 def test_an_end_token_ends_an_answer_unless_it_is_ignored(door: Door):

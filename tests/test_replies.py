@@ -51,7 +51,7 @@ def test_unary_answer_has_every_requested_output_and_starts_with_the_prompt():
     arrays = dict(rendered)
     prompt = TOKENIZER.encode("the fox")
     assert rendered[0][0] == "output_ids"
-    assert set(arrays) == set(ALL_OUTPUTS) - {"batch_index", "sequence_index"}  # of one prompt and one sequence
+    assert set(arrays) == set(ALL_OUTPUTS) - {"sequence_index"}  # of one sequence
     assert arrays["output_ids"].tolist() == [[prompt + ids]] and arrays["output_ids"].dtype == np.int32
     assert arrays["sequence_length"].tolist() == [[len(prompt) + len(ids)]]
     assert arrays["text_output"].tolist() == ["the fox naïve xyz".encode()]
@@ -73,6 +73,15 @@ def test_streamed_answers_carry_only_what_is_new():
     assert [arrays["num_output_tokens"].tolist() for arrays in (first, last)] == [[[1]], [[1]]]
     assert first["output_ids"].shape == (1, 1, 1) and last["output_ids"].shape == (1, 1, 1)
     assert last["sequence_length"].tolist() == [[1]]
+
+
+def test_context_logits_come_with_the_first_response_and_the_last():
+    reply = Reply(parse(stream=number(True, bool)), ["context_logits", "output_ids"], TOKENIZER)
+    logits, sent = np.ones((3, 4), np.float32), []
+    for output in (RequestOutput("r", [5], context_logits=logits), RequestOutput("r", [6]), finished([7])):
+        reply.add(output)
+        sent.append(dict(reply.render()).get("context_logits"))
+    assert sent[1] is None and all(np.array_equal(each, logits[None]) for each in (sent[0], sent[2]))
 
 
 def test_half_a_character_is_no_news():

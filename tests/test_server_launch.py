@@ -38,6 +38,7 @@ def test_faser_serve_unary(engine_dir: Path):
     faser = str(Path(sys.executable).with_name("faser"))
     ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     command = [faser, "serve", "--engine-dir", str(engine_dir), *ports, "--no-decoupled", "--num-threads", "1"]
+    command += ["--stop-requests", "off"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("ready: ")
@@ -48,6 +49,7 @@ def test_faser_serve_unary(engine_dir: Path):
         assert status == 400 and "Streaming is only supported if model is deployed using decoupled mode." in answer
         with triton.InferenceServerClient(f"127.0.0.1:{grpc}") as client:
             check_unary_cancellation(client, metrics)
+            check_foreign_stop(client)
             drained = [start_unary(client) for _ in range(4)]
             time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
@@ -59,10 +61,23 @@ def test_faser_serve_unary(engine_dir: Path):
         assert probe.connect_ex(("127.0.0.1", grpc)) != 0, "the server is still there"
 
 
-def start_unary(client: triton.InferenceServerClient) -> tuple[Any, queue.Queue]:
+def start_unary(client: triton.InferenceServerClient, request_id: str = "") -> tuple[Any, queue.Queue]:
     received: queue.Queue = queue.Queue()
     inputs = inputs_of(text_input=PROMPT, max_tokens=480, end_id=-1)
-    return client.async_infer("ensemble", inputs, lambda result, error: received.put((result, error))), received
+
+    def note(result: Any, error: Any) -> None:
+        received.put((result, error))
+
+    return client.async_infer("ensemble", inputs, note, request_id=request_id), received
+
+
+def check_foreign_stop(client: triton.InferenceServerClient) -> None:
+    """With --stop-requests off; test_server.py shows what they do otherwise."""
+    received = start_unary(client, "1")[1]
+    with pytest.raises(triton.InferenceServerException, match="stop = True: stop requests are off"):
+        client.infer("ensemble", inputs_of(text_input=PROMPT, max_tokens=4, stop=True), request_id="1")
+    result, error = received.get(timeout=40)
+    assert error is None and len(result.as_numpy("text_output")[0]) > 400
 
 
 def check_unary_cancellation(client: triton.InferenceServerClient, metrics_port: int) -> None:

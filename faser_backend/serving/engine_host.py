@@ -27,8 +27,9 @@ class EngineHost:
         config: EngineConfig,
         reporter: MetricReporter,
         on_stopped: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_stopped: see EngineLoop."""
+        """on_stopped, beat: see EngineLoop."""
         engine_dir = options.engine_dir or demo_engine_dir()
         manifest = EngineManifest.load(engine_dir)
         if options.max_cached_tokens is not None and config.num_kv_blocks is None:
@@ -53,6 +54,7 @@ class EngineHost:
             cancellation_period_s=options.cancellation_period_s,
             prompts=prompts,
             kv_block_size=manifest.kv_block_size,
+            takes_stop_requests=options.takes_stop_requests,
             max_text_bytes=options.max_text_bytes
             or default_text_bytes(engine.limits.max_context, self.tokenizer.longest_token),
         )
@@ -63,6 +65,7 @@ class EngineHost:
             metrics_period_s=options.metrics_period_s,
             on_finished=reporter.observe,
             on_stopped=on_stopped,
+            beat=beat,
             guides=GuideCompiler(tokenizer_file, engine.limits.vocab_size, manifest.end_ids),
         )
 

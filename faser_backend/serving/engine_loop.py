@@ -97,15 +97,18 @@ class EngineLoop:
         on_finished: Callable[[RequestOutput, int], None] = lambda output, num_output_tokens: None,
         on_stopped: Callable[[], None] = lambda: None,
         guides: GuideCompiler | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Returns when the engine is ready. prepare: runs before the first step, on the thread that steps: what threads
         open for themselves on a device belongs to it. Where it raises, its error is raised here and the engine is
-        closed. guides: what compiles grammars; None: requests with a guide are refused."""
+        closed. guides: what compiles grammars; None: requests with a guide are refused. beat: called before every step
+        and several times a second without work."""
         self.engine = engine
         self._guides = guides
         self._on_metrics = on_metrics
         self._on_finished = on_finished
         self._on_stopped = on_stopped
+        self._beat = beat
         self._metrics_period_s = metrics_period_s
         self._lock = threading.Lock()
         self._routes: dict[str, _Route] = {}  # by request id
@@ -217,6 +220,7 @@ class EngineLoop:
         self._prepared.set_result(None)
         next_metrics_s = 0.0
         while not self._is_closing:
+            self._beat()
             try:
                 outputs = self.engine.step() if self.engine.wait_for_work(IDLE_WAIT_S) else []
             except Exception as error:

@@ -7,6 +7,7 @@ Knows Triton only through `Responder` (wire.py).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Empty
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError
 from faser_backend.core.request import FinishReason, RequestOutput
@@ -29,6 +31,7 @@ from faser_backend.serving.wire import Answered, Answering, InflightBatcherWire,
 
 _log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
+BEAT_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,7 @@ class Frontend:
 
     on_answered: called with the times of every request that was answered without an error, on the sender thread.
     listeners: are told of every request that has ended, refused ones too; on any of the frontend's threads.
+    beat: called by the sender in every round, and every second without outputs.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Frontend:
         wire: Wire | None = None,
         on_answered: Callable[[Answered], None] = lambda answered: None,
         listeners: Sequence[Listener] = (),
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._wire: Wire = wire or InflightBatcherWire()
         self._link = link
@@ -74,6 +79,7 @@ class Frontend:
         self._is_decoupled = is_decoupled
         self._on_answered = on_answered
         self._listeners = listeners
+        self._beat = beat
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._live: dict[str, _Exchange] = {}  # by request id of the engine
@@ -147,6 +153,9 @@ class Frontend:
         self._fail_all(SHUTTING_DOWN)
 
     def _stop(self, client_id: str, responder: Responder) -> None:
+        if not self._hello.takes_stop_requests:
+            limit = "stop requests are off (--stop-requests): they would end anybody's request; cancel the call instead"
+            raise RequestError("stop", True, limit)
         if not client_id:
             raise RequestError("stop", True, self._wire.missing_stop_id)
         self._link.stop_client(client_id)
@@ -192,7 +201,7 @@ class Frontend:
 
     def _run_sender(self) -> None:
         outputs = self._link.outputs
-        while (batch := outputs.get()) is not None:
+        while (batch := self._wait_for_outputs()) is not None:
             while not outputs.empty():
                 more = outputs.get()
                 if more is None:
@@ -202,6 +211,12 @@ class Frontend:
                 batch = batch + more
             self._answer(batch)
         self._fail_all("the engine process is gone")
+
+    def _wait_for_outputs(self) -> list[RequestOutput] | None:
+        while True:
+            self._beat()
+            with contextlib.suppress(Empty):
+                return self._link.outputs.get(timeout=BEAT_S)
 
     def _answer(self, batch: list[RequestOutput]) -> None:
         touched: dict[str, RequestOutput] = {}  # request id -> its last output in the batch

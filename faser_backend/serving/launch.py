@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.door_process import DoorProcess
 from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
+from faser_backend.serving.heartbeat import HangWatch
 from faser_backend.serving.log_format import line_teller
 from faser_backend.serving.model_configs import CONTRACTS
 from faser_backend.serving.prompts import read_template
@@ -48,10 +50,16 @@ def check_engine(
 
 
 def serve_until_signalled(
-    options: LaunchOptions, *, shows_log: bool, log_format: str = "text", door: list[str] | None = None
+    options: LaunchOptions,
+    *,
+    shows_log: bool,
+    log_format: str = "text",
+    door: list[str] | None = None,
+    hang_timeout_s: float,
 ) -> int:
     """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
 
+    hang_timeout_s: after which a process that makes no progress is killed; 0: never.
     log_format: of what it says on stderr.
     door: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
     """
@@ -80,7 +88,9 @@ def serve_until_signalled(
                 flush=True,
             )
         models = set(server.model_processes().values())
+        watch = HangWatch(server.log_file.parent.name, hang_timeout_s)
         while not is_signalled.wait(WATCH_S):
+            _kill_what_hangs(watch, server, front, tell)
             if front is not None and front.process.poll() is not None:
                 tell("ERROR", f"the OpenAI front end ended with status {front.process.returncode}")
                 return 1
@@ -101,3 +111,17 @@ def serve_until_signalled(
             front.stop(is_hurried=lambda: len(signals) > 1)
         server.stop(is_hurried=lambda: len(signals) > 1)
     return 0
+
+
+def _kill_what_hangs(
+    watch: HangWatch, server: TritonServer, front: DoorProcess | None, tell: Callable[[str, str], None]
+) -> None:
+    """A process that is killed is one that has died: that is noticed, its requests are answered, the server ends."""
+    names = {pid: f"model {model!r}" for pid, model in server.model_processes().items()}
+    names[server.process.pid] = "Triton"
+    if front is not None:
+        names[front.process.pid] = "the OpenAI front end"
+    for pid, seconds in watch.hung(names).items():
+        tell("ERROR", f"the process of {names[pid]} has made no progress for {seconds:.0f} s; it is killed")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

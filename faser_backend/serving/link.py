@@ -51,6 +51,7 @@ class Hello:
     prompts: PromptFormat = field(default_factory=PromptFormat)
     kv_block_size: int = 16
     max_text_bytes: int = MIN_TEXT_BYTES  # of one prompt or conversation, before it is tokenised
+    takes_stop_requests: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def socket_path(server_pid: int) -> Path:
 
 def remove_stale_sockets(folder: Path) -> None:
     """Removes what servers that were killed have left behind."""
-    for path in folder.glob("engine-*.sock"):
+    for path in folder.glob("engine-*"):
         if not Path("/proc", path.stem.removeprefix("engine-")).exists():
             path.unlink(missing_ok=True)
 

@@ -88,7 +88,8 @@ class LlmApiReply:
         self.parsed = parsed
         self._requested = requested
         theirs_to_ours = {theirs: ours for ours, theirs in _OUTPUTS.items()}
-        self._reply = Reply(parsed, (theirs_to_ours.get(name, name) for name in requested), tokenizer)
+        ours = {theirs_to_ours.get(name, name) for name in requested}
+        self._reply = Reply(parsed, ours if parsed.request.wants_log_probs else ours - {"cum_log_probs"}, tokenizer)
 
     @property
     def is_stopped(self) -> bool:

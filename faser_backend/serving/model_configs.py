@@ -25,7 +25,7 @@ _RENAMED = {"gpt_model_path": "engine_dir", "gpt_model_type": "batching_strategy
 _ENGINE_KEYS = (
     "policy draft served_text_tokens acceptance early_exit pipeline max_num_seqs max_prefill_tokens num_threads "
     "num_kv_blocks max_tokens_in_paged_kv_cache enable_kv_cache_reuse batch_scheduler_policy max_queue_size "
-    "exclude_input_in_output add_special_tokens chat_template max_text_bytes out_of_vocab "
+    "exclude_input_in_output add_special_tokens chat_template max_text_bytes out_of_vocab stop_requests "
     "cancellation_check_period_ms stats_check_period_ms"
 )
 # Accepted for configurations that were written for TensorRT-LLM, and of no effect here (docs/serving.md).

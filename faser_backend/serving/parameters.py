@@ -33,6 +33,7 @@ class ServingOptions:
     excludes_input: bool = False
     adds_special_tokens: bool | None = None  # None: as the checkpoint says
     chat_template_file: Path | None = None  # instead of the checkpoint's
+    takes_stop_requests: bool = True
     max_text_bytes: int | None = None  # None: as much as may fit into the context
     cancellation_period_s: float = 0.1
     metrics_period_s: float = 0.25
@@ -93,6 +94,7 @@ def read_serving_options(parameters: Parameters) -> ServingOptions:
         excludes_input=parameters.boolean("exclude_input_in_output") or False,
         adds_special_tokens=parameters.boolean("add_special_tokens"),
         chat_template_file=None if chat_template is None else Path(chat_template),
+        takes_stop_requests=parameters.boolean("stop_requests") is not False,
         max_text_bytes=parameters.integer("max_text_bytes", low=1),
         cancellation_period_s=min(cancellation_ms, 100) / 1e3,
         metrics_period_s=stats_ms / 1e3,

@@ -35,7 +35,7 @@ def children(pid: int) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """Tells whether the process is there; one that has ended and that nobody has waited for is not."""
-    return _parent(Path(f"/proc/{pid}")) is not None
+    return _parent(pid) is not None
 
 
 def arguments(pid: int) -> list[str]:
@@ -46,14 +46,30 @@ def arguments(pid: int) -> list[str]:
         return []
 
 
+def is_stopped(pid: int) -> bool:
+    """Tells whether a signal has stopped the process, as SIGSTOP does."""
+    return _state(pid)[:1] == ["T"]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time that it has taken, 0 where it has ended."""
+    ticks = _state(pid)[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 def _parents() -> dict[int, int]:
-    found = {int(folder.name): _parent(folder) for folder in Path("/proc").glob("[0-9]*")}
+    found = {int(folder.name): _parent(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
     return {pid: parent for pid, parent in found.items() if parent is not None}
 
 
-def _parent(folder: Path) -> int | None:
+def _parent(pid: int) -> int | None:
+    state = _state(pid)
+    return None if not state or state[0] in "ZX" else int(state[1])
+
+
+def _state(pid: int) -> list[str]:
+    """Returns the words of /proc/PID/stat from the state on, none where it has ended."""
     try:
-        state, parent, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError):  # it ended meanwhile
-        return None
-    return None if state in "ZX" else int(parent)
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

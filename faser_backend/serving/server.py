@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import urllib.error
@@ -28,24 +27,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.files import FileError, check_room
 from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
 from faser_backend.serving.admin import AdminError, Administration
 from faser_backend.serving.doors import GrpcTls, check_host, random_key, restriction_options
-from faser_backend.serving.draining import DRAIN_FILE, drained_file
+from faser_backend.serving.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 from faser_backend.serving.tracing import forward_options
 
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-MIN_LAUNCH_BYTES = 1 << 20  # of configurations and links, and the beginning of a log
 DRAIN_S = 60.0  # for requests in flight
 UNLOAD_S = 4.0  # for the server to end once all is answered; an idle client's open stream would hold it for ever
 TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
 DRAIN_POLL_S = 0.05
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
+LOCK_ERROR = "boost::interprocess::lock_exception"  # of Triton's Python backend at a start; the next one goes well
 SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract
 _MODEL_PROCESS = "triton_python_backend_stub"
 
@@ -136,26 +134,33 @@ class TritonServer:
         install = find_triton()
         check_libpython()
         check_ports(options.host, ports)
-        self._folder = _launch_folder()
+        self._launch_folder = LaunchFolder()
+        self._folder = self._launch_folder.path
         self.log_file = self._folder / "tritonserver.log"
         try:
             write_launch_copy(REPOSITORIES[options.contract], self._folder / "model_repo", options)
-            self.process = subprocess.Popen(
-                _server_command(install, self._folder, options),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(install),
-                start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
-            )
+            self._command, self._environment = _server_command(install, self._folder, options), _environment(install)
+            self._is_ready, self._shows_log = False, shows_log
+            self.num_starts = 0
+            self.num_lost_lines = 0  # of the log, that could not be written
+            self._start()
         except BaseException as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._launch_folder.remove()
             if isinstance(error, OSError):
                 raise ConfigError(f"the server cannot be started: {error.strerror}: {error.filename}") from None
             raise
-        self._is_ready = False
-        self.num_lost_lines = 0  # of the log, that could not be written
-        self._reader = threading.Thread(target=self._read_log, args=(shows_log,), name="server-log", daemon=True)
+
+    def _start(self) -> None:
+        self.num_starts += 1
+        self.process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+        )
+        self._reader = threading.Thread(target=self._read_log, name="server-log", daemon=True)
         self._reader.start()
 
     def wait_ready(self, timeout_s: float = 180.0, *, should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -167,7 +172,12 @@ class TritonServer:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and not should_stop():
             if self.process.poll() is not None:
-                raise ConfigError(f"the server did not start: {self.failure_reason()}")
+                reason = self.failure_reason()
+                if LOCK_ERROR not in self.log_file.read_text(errors="replace") or self.num_starts > 1:
+                    raise ConfigError(f"the server did not start: {reason}")
+                self._end_group()  # of its models, some may be on their way
+                self._launch_folder.clear_shared_memory()
+                self._start()
             try:
                 with urllib.request.urlopen(url, timeout=1):
                     self._is_ready = True
@@ -236,15 +246,16 @@ class TritonServer:
 
     def kill(self) -> None:
         """Ends the server and every process of its group at once."""
+        self._end_group()
+        self._launch_folder.remove()
+
+    def _end_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(5.0)
-        for region in Path("/dev/shm").glob(f"{self._folder.name}*"):  # a killed server leaves them
-            region.unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read_log(self, shows_log: bool) -> None:
+    def _read_log(self) -> None:
         assert self.process.stdout is not None
         with self.log_file.open("wb", buffering=0) as log:
             for line in self.process.stdout:
@@ -253,7 +264,7 @@ class TritonServer:
                     log.write(line)
                 except OSError:
                     self.num_lost_lines += 1
-                if shows_log:
+                if self._shows_log:
                     with contextlib.suppress(OSError):
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()
@@ -263,18 +274,6 @@ class TritonServer:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-
-def _launch_folder() -> Path:
-    """A new temporary folder. Raises ConfigError where none has room for what a server is started from."""
-    remedy = "set TMPDIR to a folder with room"
-    try:
-        check_room(Path(tempfile.gettempdir()), MIN_LAUNCH_BYTES, "a server's launch folder")
-        return Path(tempfile.mkdtemp(prefix="faser-serve-"))
-    except FileError as error:
-        raise ConfigError(f"{error}; {remedy}") from None
-    except OSError as error:
-        raise ConfigError(f"no temporary folder: {error.strerror}; {remedy}") from None
 
 
 def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:

@@ -50,7 +50,8 @@ class Reply:
         self._new_log_probs: list[float] = []
         self._draft_mask: list[bool] = []  # by new id: whether it was drafted, and accepted
         self._cum_log_prob = 0.0
-        self._context_logits: np.ndarray | None = None
+        self._context_logits: np.ndarray | None = None  # sent with the first response and again with the last
+        self._are_context_logits_new = False
         self._generation_logits: list[np.ndarray] = []
         self.stats: RequestStats | None = None
         self.finish_reason: FinishReason | None = None
@@ -88,7 +89,7 @@ class Reply:
             if output.generation_logits is not None:
                 self._generation_logits.append(output.generation_logits[: len(token_ids)])
         if output.context_logits is not None:
-            self._context_logits = output.context_logits
+            self._context_logits, self._are_context_logits_new = output.context_logits, True
         if output.stats is not None:
             self.stats = output.stats
         if output.is_final:
@@ -107,12 +108,12 @@ class Reply:
         if "text_output" in self._requested:
             arrays.append(("text_output", np.array([self._next_text().encode()], dtype=object)))
         self._text.clear()
+        # Clients of TensorRT-LLM's backends up to v0.13 index these two whatever they have asked for.
+        arrays.append(("cum_log_probs", np.array([[self._cum_log_prob]], np.float32)))
+        arrays.append(("batch_index", _one(parsed.batch_index)))
         if parsed.request.wants_log_probs:
-            arrays.append(("cum_log_probs", np.array([[self._cum_log_prob]], np.float32)))
             arrays.append(("output_log_probs", np.array([[self._new_log_probs]], np.float32)))
         arrays += self._render_logits()
-        if parsed.batch_size > 1:
-            arrays.append(("batch_index", _one(parsed.batch_index)))
         if parsed.num_sequences > 1:
             arrays.append(("sequence_index", _one(parsed.sequence_index)))
         if parsed.wants_num_input_tokens:
@@ -141,13 +142,13 @@ class Reply:
         return [("output_ids", np.array([[ids]], np.int32)), ("sequence_length", _one(len(ids)))]
 
     def _render_logits(self) -> list[NamedArray]:
-        """context_logits [1, num_prompt_tokens, V], once, and generation_logits [1, 1, n, V] of what is new."""
+        """context_logits [1, num_prompt_tokens, V], first and last; generation_logits [1, 1, n, V] of what is new."""
         arrays = []
-        if self._context_logits is not None:
+        if self._context_logits is not None and (self._are_context_logits_new or self.finish_reason is not None):
             arrays.append(("context_logits", self._context_logits[None]))
         if self._generation_logits:
             arrays.append(("generation_logits", np.concatenate(self._generation_logits)[None, None]))
-        self._context_logits, self._generation_logits = None, []
+        self._are_context_logits_new, self._generation_logits = False, []
         return arrays
 
     def _prompt_text(self) -> str:

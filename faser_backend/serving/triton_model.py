@@ -19,8 +19,9 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.composing_counters import ComposingCounters
 from faser_backend.serving.converters import postprocess, preprocess
-from faser_backend.serving.draining import drain_when_asked
 from faser_backend.serving.frontend import Frontend
+from faser_backend.serving.heartbeat import Heartbeat
+from faser_backend.serving.launch_folder import drain_when_asked
 from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.log_format import log_request
@@ -84,6 +85,7 @@ class TextModel(ServingModel):
         self._wire = InflightBatcherWire(accumulates_text=self._parameters.boolean("accumulate_tokens") or False)
         self._counters = ComposingCounters(pb_utils, args["model_version"])
         self._socket, self._socket_id = socket_path(os.getppid()), ()
+        self._launch_folder = launch_folder(args)
         self._serving = threading.Lock()  # held while a request enters a frontend
         self._is_ready, self._is_closing = threading.Event(), threading.Event()
         self._failure: str | None = None
@@ -105,13 +107,14 @@ class TextModel(ServingModel):
             self._follower.join(ENGINE_TIMEOUT_S)
             self._frontend.drain()
             self._frontend.close()
+            self._beat.close()
         self._counters.close()
         self._close_tracing()
 
     def _follow_engine(self) -> None:
         # Not in `initialize`: Triton may load models one by one, and `tensorrt_llm` may come last.
         try:
-            self._frontend = self._connect()
+            self._frontend, self._beat = self._connect()
         except (FaserError, OSError, EOFError) as error:
             self._failure = str(error)
         self._is_ready.set()
@@ -121,21 +124,23 @@ class TextModel(ServingModel):
 
     def _move(self) -> None:
         try:
-            fresh = self._connect()
+            fresh, beat = self._connect()
         except (FaserError, OSError, EOFError) as error:
             _log.warning("the new engine cannot be reached yet: %s", error)
             return
         with self._serving:
-            old, self._frontend = self._frontend, fresh
+            old, self._frontend, old_beat, self._beat = self._frontend, fresh, self._beat, beat
         old.drain()
         old.close()
+        old_beat.close()
 
-    def _connect(self) -> Frontend:
+    def _connect(self) -> tuple[Frontend, Heartbeat]:
         before = socket_id(self._socket)  # should a new engine come meanwhile, it is seen
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
         self._socket_id = before or socket_id(self._socket)  # the first engine of all came while the link waited
         tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, link.hello.prompts)
-        return Frontend(
+        beat = Heartbeat(self._launch_folder)
+        frontend = Frontend(
             link,
             link.hello,
             tokenizer,
@@ -143,7 +148,9 @@ class TextModel(ServingModel):
             wire=self._wire,
             on_answered=self._counters.count,
             listeners=self._open_listeners(self._parameters, link.hello),
+            beat=beat.beat,
         )
+        return frontend, beat
 
 
 class EngineModel(ServingModel):
@@ -156,10 +163,14 @@ class EngineModel(ServingModel):
         from faser_backend.serving.engine_host import EngineHost
 
         parameters = self._configure(args)
+        folder = launch_folder(args)
+        self._beats = Heartbeat(folder), Heartbeat(folder)  # of the engine's loop, and of the frontend here
         self._reporter = MetricReporter(pb_utils, args["model_name"], args["model_version"])
         try:
             options = read_serving_options(parameters)
-            self._host = EngineHost(options, read_engine_config(parameters), self._reporter, on_stopped=_end_soon)
+            self._host = EngineHost(
+                options, read_engine_config(parameters), self._reporter, on_stopped=_end_soon, beat=self._beats[0].beat
+            )
             listeners = self._open_listeners(parameters, self._host.hello)
         except FaserError as error:
             self._reporter.close()
@@ -172,10 +183,10 @@ class EngineModel(ServingModel):
             is_decoupled=self._is_decoupled,
             wire=self.wire,
             listeners=listeners,
+            beat=self._beats[1].beat,
         )
         self._server = LinkServer(self._host.loop, hello, socket_path(os.getppid()))
-        launch_folder = Path(args["model_repository"]).parents[1]
-        threading.Thread(target=drain_when_asked, args=(launch_folder, self._drain), name="drain", daemon=True).start()
+        threading.Thread(target=drain_when_asked, args=(folder, self._drain), name="drain", daemon=True).start()
         self._is_finalizing, self._retiring, self._is_retired = threading.Event(), threading.Lock(), False
         threading.Thread(target=self._retire_when_replaced, name="retire", daemon=True).start()
 
@@ -207,6 +218,8 @@ class EngineModel(ServingModel):
             self._server.close()
             self._frontend.close()
             self._host.close()
+            for beat in self._beats:
+                beat.close()
             self._reporter.close()
             self._close_tracing()
             self._is_retired = True
@@ -292,6 +305,11 @@ class PostprocessingModel(_Converter):
     def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
         skips = self._parameters.boolean("skip_special_tokens")
         return postprocess(tensors, self._tokenizer, skips_special_tokens=skips is not False)
+
+
+def launch_folder(args: dict[str, str]) -> Path:
+    """Returns the folder that `faser serve` has made for this server, or what stands in its place for another."""
+    return Path(args["model_repository"]).parents[1]
 
 
 def _end_soon() -> None:

@@ -93,7 +93,7 @@ class _Choices(_Generation):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
+        return None if value in ("", [""]) else [value] if isinstance(value, str) else value
 
     @property
     def num_choices(self) -> int:

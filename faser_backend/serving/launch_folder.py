@@ -1,0 +1,91 @@
+"""The folder that `faser serve` makes for one server: whose it is, how an engine is drained by files in it, and what
+killed servers have left of theirs.
+
+Files, since a signal reaches no Python in a model's process while Triton's stub waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, check_room
+
+PREFIX = "faser-serve-"  # of the folder, and of what its server has in shared memory
+SHARED_MEMORY = Path("/dev/shm")
+MIN_BYTES = 1 << 20  # of configurations and links, and the beginning of a log
+LOCK_FILE = "owner"  # locked for as long as its `faser serve` runs, however that ends
+DRAIN_FILE = "faser-drain"  # made by whoever asks
+POLL_S = 0.1
+
+
+class LaunchFolder:
+    """A new temporary folder. Raises ConfigError where none has room for what a server is started from."""
+
+    def __init__(self) -> None:
+        remedy = "set TMPDIR to a folder with room"
+        try:
+            parent = Path(tempfile.gettempdir())
+            _remove_leftovers(parent)
+            check_room(parent, MIN_BYTES, "a server's launch folder")
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            # Locked before it has its name: whoever finds one that is not locked may remove all of it.
+            fresh = self.path / f"{LOCK_FILE}.new"
+            self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            fresh.replace(self.path / LOCK_FILE)
+        except FileError as error:
+            raise ConfigError(f"{error}; {remedy}") from None
+        except OSError as error:
+            raise ConfigError(f"no temporary folder: {error.strerror}; {remedy}") from None
+
+    def clear_shared_memory(self) -> None:
+        """Removes what a server that was killed has left there."""
+        _remove_regions(self.path.name)
+
+    def remove(self) -> None:
+        """Removes all of it; what is gone stays gone."""
+        self.clear_shared_memory()
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Removes the folders, and the shared memory, of servers of this user whose `faser serve` was killed."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # locked: its owner runs; without a lock file: nobody can tell
+            if folder.lstat().st_uid != os.geteuid():
+                continue
+            with (folder / LOCK_FILE).open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_regions(folder.name)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_regions(name: str) -> None:
+    for region in SHARED_MEMORY.glob(f"{name}*"):
+        with contextlib.suppress(OSError):
+            region.unlink()
+
+
+def drained_file(folder: Path, pid: int) -> Path:
+    """What the engine of this process makes once it has answered all. There are two while one replaces another."""
+    return folder / f"faser-drained-{pid}"
+
+
+def drain_when_asked(folder: Path, drain: Callable[[], None]) -> None:
+    """Waits to be asked, calls drain, which returns once all has been answered, and tells so. Never raises."""
+    while not (folder / DRAIN_FILE).exists():
+        time.sleep(POLL_S)
+    drain()
+    with contextlib.suppress(OSError):  # a full disk: whoever asked waits for as long as answers may take
+        drained_file(folder, os.getpid()).touch()
