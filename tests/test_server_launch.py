@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as triton
 
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import SHUTTING_DOWN, ConfigError
 from faser_backend.serving.processes import PARENT_POLL_S
 from faser_backend.serving.server import LaunchOptions, TritonServer, check_ports
 from lab.bench.servers import free_ports
@@ -25,6 +25,12 @@ from tests.serving_pair import build_pair
 from tests.triton_clients import inputs_of, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
+LATE = {
+    "inputs": [
+        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]},
+        {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+    ]
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,9 @@ def test_faser_serve_unary(engine_dir: Path):
             drained = [start_unary(client) for _ in range(4)]
             time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
+            while (told := post(http, "/v2/models/ensemble/infer", LATE))[0] == 200:
+                pass
+            assert told[0] == 503 and SHUTTING_DOWN in told[1]
             assert [error for _, error in (received.get(timeout=40) for _, received in drained)] == [None] * 4
         assert process.wait(40) == 0
     finally:
