@@ -15,6 +15,7 @@ from lab.abuse.clients import Reply
 from lab.abuse.faults import refused
 from lab.abuse.flight import Outcome, kill_process
 from lab.abuse.fuzz import broken_promise, fuzz
+from lab.abuse.schemas import attack
 from lab.abuse.served import Served, Usage, serving
 from lab.abuse.soak import SERVE_OPTIONS, Sample, growth, look, slopes, soak
 from lab.abuse.traffic import ACTIONS, NUM_BURST, judge
@@ -46,6 +47,11 @@ def test_fuzz_cases_disturb_nobody(server: Served):
     outcome = fuzz(server, "inflight_batcher", cases("inflight_batcher"), "")
     assert outcome.broken == [] and outcome.num_cases == NUM_CASES
     assert 0 < outcome.num_answered < NUM_CASES // 2 and outcome.waits
+
+
+def test_hostile_schemas_disturb_nobody(server: Served):
+    outcome = attack(server, 4.0)
+    assert outcome.broken == [] and outcome.then == "runs on", outcome.saw
 
 
 def test_a_killed_engine_is_told_and_ends_the_server(server: Served):

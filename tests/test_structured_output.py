@@ -23,6 +23,7 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import MAX_GUIDE_BYTES, GuideCompiler, read_guide
 from faser_backend.serving.tokenizer import TextTokenizer
+from lab.abuse.schemas import SCHEMAS
 from tests.harness import Driven, drive
 from tests.serving_pair import END_ID, write_pair
 
@@ -246,44 +247,16 @@ def test_any_json_and_tagged_text_can_be_asked_for(built: Built) -> None:
     assert tagged.allowed(encode("hello <f=a>[")) is None
 
 
-def chain_without_end(key: str) -> dict[str, object]:
-    """A schema that no finite text follows: each object holds another one."""
-    node = {"type": "object", "properties": {key: {"$ref": "#/$defs/n"}}, "required": [key]}
-    return {"$ref": "#/$defs/n", "$defs": {"n": node}}
-
-
-def doubled(depth: int) -> dict[str, object]:
-    rules: dict[str, object] = {f"d{depth}": {"type": "string"}}
-    for level in range(depth):
-        ref = {"$ref": f"#/$defs/d{level + 1}"}
-        rules[f"d{level}"] = {"type": "object", "properties": {"a": ref, "b": ref}, "required": ["a", "b"]}
-    return {"$ref": "#/$defs/d0", "$defs": rules}
-
-
-# Each with what becomes of its request: compiling refuses it, it is answered, or it fails on the way.
-HOSTILE: dict[str, tuple[dict[str, object], str]] = {
-    "recursive": (chain_without_end("c"), "refused"),
-    "wide": ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}, "refused"),
-    "doubled": (doubled(60), "answered"),
-    "recursive later": (
-        {
-            "type": "object",
-            "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
-            "required": ["a", "n"],
-            "$defs": chain_without_end("c")["$defs"],
-        },
-        "fails",
-    ),
-}
+FATES = {"recursive": "refused", "wide": "refused", "doubled": "answered", "recursive later": "failed"}
 
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4"])
 def test_a_hostile_schema_ends_its_own_request_alone(built: Built, policy: str) -> None:
     """What the library finds too complex while it compiles is refused; what it finds later fails its request."""
     hostile = {}
-    for name, (schema, fate) in HOSTILE.items():
+    for name, schema in SCHEMAS.items():
         guide = read_guide("json_schema", json.dumps(schema))
-        if fate == "refused":
+        if FATES[name] == "refused":
             with pytest.raises(RequestError, match=r"guided_decoding_guide = .*(limit|too big)"):
                 built.compiler.compile(guide)
         else:
@@ -294,13 +267,10 @@ def test_a_hostile_schema_ends_its_own_request_alone(built: Built, policy: str) 
     driven, engine = built.run(policy, [*good, *hostile.values()], max_num_seqs=8)
     assert {key: driven.tokens[key] for key in undisturbed.tokens} == undisturbed.tokens
     assert engine.metrics().num_failed_steps == 0
-    for name in hostile:
-        failure = driven.final[name].error
-        if HOSTILE[name][1] == "answered":
-            assert failure is None
-        else:
-            assert failure is not None and (failure.code, failure.field) == (ErrorCode.INVALID, GUIDE)
-            assert "a limit of grammars was reached: " in failure.message
+    assert driven.final["doubled"].error is None
+    failure = driven.final["recursive later"].error
+    assert failure is not None and (failure.code, failure.field) == (ErrorCode.INVALID, GUIDE)
+    assert "a limit of grammars was reached: " in failure.message
 
 
 class LoopFixture:

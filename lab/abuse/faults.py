@@ -1,8 +1,8 @@
 """`scripts/faults.py`: what breaks around a server, what its clients see, and how long it takes until all is well.
 
-Kills of every process, signals, taken ports, cold starts at once, builds that die, disks that are full or read-only,
-little shared memory, damaged engines. Exits with 1 where a promise was broken. Disks and shared memory are small
-mounts in a namespace of the server's own, which needs root; without it those rows say so.
+Kills of every process, signals, JSON schemas without end, taken ports, cold starts at once, builds that die, disks that
+are full or read-only, little shared memory, damaged engines. Exits with 1 where a promise was broken. Disks and shared
+memory are small mounts in a namespace of the server's own, which needs root; without it those rows say so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from faser_backend.serving.demo_engine import demo_engine_dir
 from lab import environment
 from lab.abuse.clients import GrpcClient
 from lab.abuse.flight import END_S, Flight, Outcome, ask_long, kill_process, wait_for_end
+from lab.abuse.schemas import hostile_schemas
 from lab.abuse.served import DOOR, Ports, Served, end_servers_on_sigterm, kill_leftovers
 from lab.bench.servers import START_TIMEOUT_S, free_ports
 from lab.tables import Column, markdown_table
@@ -296,9 +297,8 @@ def damaged(what: str, name: str, harm: Callable[[Path], object]) -> Fault:
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2] ^= 1  # one bit in the middle
     path.write_bytes(content)
 
 
@@ -309,6 +309,7 @@ def halve(path: Path) -> None:
 FAULTS: dict[str, Fault] = {
     **{f"kill {name}": kill(name) for name in KILLED},
     "sigterm": terminate,
+    "schemas": hostile_schemas,
     "port": port_in_use,
     "cold starts": two_cold_starts,
     "kill build": kill_during_build,
