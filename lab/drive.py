@@ -30,7 +30,6 @@ from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.serving.tokenizer import load_tokenizer
 from lab.answers import Answer, Job
 
-PLACE = "in process"
 TURN_S = 0.1  # some steps of the longest kind; what a turn finds cold is cold for everybody
 
 T = TypeVar("T")
@@ -169,10 +168,11 @@ class InProcess:
             self.close()
             raise
 
-    def open(self, name: str, config: EngineConfig) -> None:
-        """One engine more. Raises ConfigError and stays as it was."""
+    def open(self, name: str, config: EngineConfig, engine_dir: Path | None = None) -> None:
+        """One engine more, of another directory of the same model if one is given. Raises ConfigError, and stays as it
+        was."""
         self._clocks[name] = OwnClock()
-        self._engines[name] = build_engine(self._engine_dir, config, self._clocks[name])
+        self._engines[name] = build_engine(engine_dir or self._engine_dir, config, self._clocks[name])
 
     def close_one(self, name: str) -> None:
         """Gives back what an engine holds."""
@@ -214,12 +214,6 @@ class InProcess:
             sampling=SamplingParams(temperature=job.temperature, seed=job.seed),
             end_ids=self._end_ids if job.is_chat else (),
         )
-
-    def overhead(self, policy: str) -> dict[str, float]:
-        """Milliseconds per phase of a step since the start, largest first."""
-        metrics = self._engines[policy].metrics()
-        phases = sorted(metrics.phase_times_ns.items(), key=lambda item: -item[1])
-        return {phase: ns / 1e6 / max(metrics.num_steps, 1) for phase, ns in phases}
 
     def close(self) -> None:
         for engine in self._engines.values():

@@ -28,7 +28,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "name": {"help": "of the files that are written"},
     "output": {"type": Path, "default": RESULTS},
 }
-LOOPS = ("seed", "serve-options", "output")  # what every script with closed loops takes, beside what it gives defaults
 
 
 def make_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:

@@ -10,5 +10,4 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = DEMO_PAIR
 _WRITTEN = ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
 RESULTS = _WRITTEN / "benchmarks" / "results"
-ANCHORS = _WRITTEN / "build" / "anchors"  # what scripts/anchors/build_llama.sh makes
 PEERS = _WRITTEN / "build" / "peers"  # what scripts/peers/install.sh installs, and models in peers' layouts

@@ -4,12 +4,50 @@
 # e.g. `bash scripts/perf_analyzer.sh --policy none`.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-. "$ROOT/scripts/load_tools.sh"
 cd "$ROOT"
 
 MAX_TOKENS=${MAX_TOKENS:-100}
 CONCURRENCIES=${CONCURRENCIES:-1 4 16}
 NAME=${NAME:-perf_analyzer}
+PERF_ANALYZER="$ROOT/build/perf_analyzer"
+PERF_ANALYZER_VERSION=2.50.0 # the last tritonclient that has it
+
+# download_wheel FOLDER PLATFORM REQUIREMENT: one wheel for Linux x86-64, without what it depends on.
+download_wheel() {
+  "$VENV/bin/python" -m pip download -q --disable-pip-version-check --no-deps -d "$1" \
+    --only-binary=:all: --platform "$2" "$3"
+}
+
+# The binary is in an old client wheel (later ones dropped it). It is linked against CUDA's runtime
+# and Debian's libb64; both come as packages, and no GPU is used.
+fetch_perf_analyzer() {
+  local missing
+  if [ ! -x "$PERF_ANALYZER/perf_analyzer" ]; then
+    say "fetching perf_analyzer into build/"
+    mkdir -p "$PERF_ANALYZER/wheels"
+    download_wheel "$PERF_ANALYZER/wheels" manylinux1_x86_64 "tritonclient==$PERF_ANALYZER_VERSION"
+    download_wheel "$PERF_ANALYZER/wheels" manylinux1_x86_64 "nvidia-cuda-runtime-cu12>=12,<13"
+    "$VENV/bin/python" - "$PERF_ANALYZER" <<'PY'
+import pathlib, sys, zipfile
+
+tool = pathlib.Path(sys.argv[1])
+for wheel in (tool / "wheels").glob("*.whl"):
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            base = name.rsplit("/", 1)[-1]
+            if base == "perf_analyzer" or base.startswith("libcudart.so"):
+                (tool / base).write_bytes(archive.read(name))
+(tool / "perf_analyzer").chmod(0o755)
+PY
+  fi
+  if LD_LIBRARY_PATH="$PERF_ANALYZER" ldd "$PERF_ANALYZER/perf_analyzer" | grep -q 'libb64.* not found'; then
+    apt_install libb64-0d
+  fi
+  missing="$(LD_LIBRARY_PATH="$PERF_ANALYZER" ldd "$PERF_ANALYZER/perf_analyzer" | awk '/not found/ {print $1}')"
+  [ -z "$missing" ] || die "perf_analyzer needs libraries that are missing: $missing"
+}
+
+perf_analyzer() { LD_LIBRARY_PATH="$PERF_ANALYZER" "$PERF_ANALYZER/perf_analyzer" "$@"; }
 
 ensure_venv light
 fetch_perf_analyzer
@@ -18,7 +56,7 @@ work="$(mktemp -d -t faser-perf.XXXXXX)"
 trap 'stop_server; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
-"$VENV/bin/python" -m lab.bench.load_clients inputs "$work" --max-tokens "$MAX_TOKENS"
+"$VENV/bin/python" -m lab.bench.perf_analyzer inputs "$work" --max-tokens "$MAX_TOKENS"
 say "starting Triton"
 start_server "$work/server.log" "$@"
 for concurrency in $CONCURRENCIES; do
@@ -30,5 +68,4 @@ for concurrency in $CONCURRENCIES; do
     grep -E 'Throughput|Avg latency|rror' || die "perf_analyzer failed at concurrency $concurrency"
 done
 stop_server
-"$VENV/bin/python" -m lab.bench.load_clients table "$work" --name "$NAME" --max-tokens "$MAX_TOKENS" \
-  --command "bash scripts/perf_analyzer.sh${*:+ $*}"
+"$VENV/bin/python" -m lab.bench.perf_analyzer table "$work" --name "$NAME" --max-tokens "$MAX_TOKENS"

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from faser_backend.config import EngineConfig
-from lab import environment
 from lab.answers import Answer, Job, add_category_speedups, jobs_of, merge_categories, summarise_categories
 from lab.bench.command import BenchOptions, run_bench
-from lab.bench.servers import OverTriton
-from lab.bench.side_by_side import measure_loads, tables
+from lab.bench.servers import LoadClient, serve_all
 from lab.bench.wire import make_request
 from lab.contestants import Sizing
 from lab.drive import InProcess
-from lab.options import add_prompt_options, asked_prompts
-from lab.peers.llama import llama_body
+from lab.peers.programs import llama_body
 from tests import test_prompt_files
 from tests.serving_pair import END_ID
 from tests.test_prompt_files import load
@@ -55,20 +51,19 @@ def test_a_chat_ends_where_the_model_ends_it_and_goes_to_everyone_alike(engine_d
 def test_a_server_answers_messages_as_the_engines_in_process(engine_dir: Path, questions: Path, tmp_path: Path):
     prompts = load(questions, engine_dir, max_tokens=300).prompts
     alone = InProcess(engine_dir, {"fixed:4": EngineConfig.from_options(policy="fixed:4")})
-    served = OverTriton(engine_dir, ["fixed:4"], tmp_path, ["--num-threads", "1"])
-    try:
+    options = ["--engine-dir", str(engine_dir), "--policy", "fixed:4", "--num-threads", "1"]
+    with ExitStack() as stack:
+        stack.callback(alone.close)
+        served = serve_all(stack, LoadClient(stack), {"served": options}, tmp_path)["served"]
         for chat in (True, False):
             jobs = [replace(job, is_chat=chat) for job in jobs_of(prompts, 12, 300, 1.0, 0)]
             if not chat:  # completions of the bare text
                 jobs = [replace(job, prompt_ids=()) for job in jobs]
-            here, there = (place.run("fixed:4", jobs, 4)[0] for place in (alone, served))
+            here, there = (found[0] for found in (alone.run("fixed:4", jobs, 4), served(jobs, 4)))
             assert [trace.num_tokens for trace in here] == [trace.num_tokens for trace in there]
             assert [trace.num_accepted for trace in here] == pytest.approx([t.num_accepted for t in there], abs=4)
             has_ended = [trace.num_tokens < 300 for trace in here]
             assert any(has_ended) if chat else not any(has_ended)
-    finally:
-        served.close()
-        alone.close()
 
 
 def answer(seconds: float, num_tokens: int, num_accepted: int) -> Answer:
@@ -120,25 +115,3 @@ def test_faser_bench_tells_results_by_category(engine_dir: Path, questions: Path
     html = (tmp_path / "report.html").read_text()
     assert "<h4>By category</h4>" in html and "<td>writing</td><td>fixed:2</td>" in html
     assert "rag 1 of 1" in html and "question.jsonl, as messages" in html
-
-
-def test_bench_serving_tells_results_by_category(engine_dir: Path, questions: Path, capsys):
-    parser = argparse.ArgumentParser()
-    add_prompt_options(parser)
-    args = parser.parse_args(["--prompts", str(questions), "--chat"])
-    args.__dict__.update(max_tokens=6, temperatures="0.8", clients="2", jobs_per_client=1, seed=0, repeats=2)
-    asked = asked_prompts(args, engine_dir)
-    policies = ["none", "fixed:2"]
-    place = InProcess(engine_dir, {name: EngineConfig.from_options(policy=name) for name in policies})
-    contestants = {name: partial(place.run, name) for name in policies}
-    rows = measure_loads(contestants, "in process", args, asked.prompts)
-    place.close()
-    assert [row["num_different"] for row in rows] == [0, 0]
-    for row in rows:
-        assert {name: each["num_answers"] for name, each in row["categories"].items()} == {"math": 11, "writing": 5}
-    meta = environment.describe(0) | {"repeats": 2, "max_tokens": 6, "prompts": asked.as_dict()}
-    table = "\n".join(tables(meta, [], rows))
-    assert "answers to question.jsonl as messages under the engines' chat template" in table
-    assert "| 2 | writing | `fixed:2` | 5 | " in table and "tokens per verification" in table
-    plain = [row | {"categories": {}} for row in rows]
-    assert "category" not in "\n".join(tables(meta, [], plain)).replace("categories", "")

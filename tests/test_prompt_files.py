@@ -171,7 +171,7 @@ def test_chat_without_a_template_is_refused_before_anything_runs(
     assert "without a chat template; leave --chat out" in err
 
 
-@pytest.mark.parametrize("program", ["scripts/bench_serving.py --engine-dir", "-m lab.bench.side_by_side engines"])
+@pytest.mark.parametrize("program", ["scripts/bench_serving.py", "-m lab.compare"])
 def test_scripts_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path, program: str):
     command = [sys.executable, *program.split(), str(engine_dir)]
     given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]

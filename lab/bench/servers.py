@@ -1,4 +1,4 @@
-"""Real servers, one per policy, and the load client: started, awaited and stopped.
+"""Real servers and the load client: started, awaited and stopped.
 
 Knows the `faser serve` command line and nothing of what is behind it.
 """
@@ -14,15 +14,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lab.answers import Answer, Job
 from lab.places import ROOT
 
-PLACE = "Triton, gRPC streaming"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 
@@ -80,51 +81,45 @@ class Server(ServerProcess):
         super().__init__([str(faser), "serve", *ports, *options], f"http://127.0.0.1:{http}/v2/health/ready", log)
 
 
-class OverTriton:
-    """One server per policy, all up, so that repeats can take turns; idle ones only wait."""
+Run = Callable[[list[Job], int], tuple[list[Answer], float]]  # jobs and clients -> an answer per job, and seconds
 
-    def __init__(self, engine_dir: Path, policies: list[str], log_dir: Path, options: list[str]) -> None:
-        self._stack = ExitStack()
-        self._servers: dict[str, Server] = {}
-        try:
-            for policy in policies:
-                log = log_dir / f"server-{policy.replace(':', '-')}.log"
-                server = Server(["--engine-dir", str(engine_dir), "--policy", policy, *options], log)
-                self._stack.callback(server.stop)
-                self._servers[policy] = server
-                server.wait_ready()
-            self._client = subprocess.Popen(
-                [sys.executable, "-m", "lab.bench.wire"],
-                cwd=ROOT,
-                env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
-                # Linux shares cores between sessions first: in one with other busy programs the client
-                # could wait 100 ms for its turn, which would be charged to the server.
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._stack.callback(self._client.terminate)
-        except BaseException:
-            self._stack.close()
-            raise
 
-    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+class LoadClient:
+    """lab.bench.wire in a process of its own, which the stack ends."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._client = subprocess.Popen(
+            [sys.executable, "-m", "lab.bench.wire"],
+            cwd=ROOT,
+            env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
+            # Linux shares cores between sessions first: in one with other busy programs the client
+            # could wait 100 ms for its turn, which would be charged to the server.
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(self._client.terminate)
+
+    def run(self, url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """num_clients streams until all jobs are answered. Returns answers and seconds."""
         assert self._client.stdin is not None and self._client.stdout is not None
-        order: dict[str, Any] = {
-            "url": self._servers[policy].url,
-            "num_clients": num_clients,
-            "jobs": [asdict(job) for job in jobs],
-        }
+        order = {"url": url, "num_clients": num_clients, "jobs": [asdict(job) for job in jobs]}
         self._client.stdin.write(json.dumps(order) + "\n")
         self._client.stdin.flush()
         answer = self._client.stdout.readline()
         if not answer:
-            log = self._servers[policy].log_tail()
-            raise RuntimeError(f"the load client ended; policy {policy}, {num_clients} clients; server log:\n{log}")
+            raise RuntimeError(f"the load client ended while it asked {url} with {num_clients} clients")
         found = json.loads(answer)
         return [Answer(**answer) for answer in found["answers"]], found["seconds"]
 
-    def close(self) -> None:
-        self._stack.close()
+
+def serve_all(stack: ExitStack, client: LoadClient, options: Mapping[str, list[str]], log_dir: Path) -> dict[str, Run]:
+    """`faser serve` with these options for each name, all up, so that repeats can take turns; the stack stops them."""
+    runs: dict[str, Run] = {}
+    for index, (name, own) in enumerate(options.items()):
+        server = Server(own, log_dir / f"server-{index}.log")
+        stack.callback(server.stop)
+        server.wait_ready()
+        runs[name] = partial(client.run, server.url)
+    return runs

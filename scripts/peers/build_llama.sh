@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# llama.cpp's server and GGUF files of the demo pair, into build/anchors, for `python -m lab.peers`.
+# llama.cpp's server, into build/peers/llama, for `python -m lab.peers`.
 # Its sources come with the source package of llama-cpp-python on PyPI. Needs cmake and a C++ compiler.
-# `bash scripts/anchors/build_llama.sh [PAIR_DIR]`; JOBS=n compiles with n processes.
+# `bash scripts/peers/build_llama.sh`; JOBS=n compiles with n processes.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 cd "$ROOT"
 
-PAIR="${1:-$ROOT/models/demo}"
-OUT="$ROOT/build/anchors"
+OUT="$ROOT/build/peers/llama"
 VERSION=0.3.36
 PACKAGE="llama_cpp_python-$VERSION"
 
@@ -28,13 +27,6 @@ if [ ! -x "$OUT/llama-server" ]; then
   nice -n 10 cmake --build "$OUT/cmake" --target llama-server -j "${JOBS:-1}" >/dev/null
   cp "$OUT/cmake/bin/llama-server" "$OUT/llama-server"
 fi
-echo "from $PACKAGE" >"$OUT/llama-version"
+echo "from $PACKAGE" >"$OUT/version"
 
-if [ ! -x "$OUT/gguf/bin/python" ]; then # apart: its requirements are not ours
-  "$VENV/bin/python" -m venv "$OUT/gguf"
-  "$OUT/gguf/bin/python" -m pip install -q --disable-pip-version-check gguf safetensors
-fi
-for model in target draft; do
-  "$OUT/gguf/bin/python" scripts/anchors/convert_gguf.py "$PAIR/$model" "$OUT/$model.gguf"
-done
-say "ready: $OUT/llama-server, target.gguf, draft.gguf"
+say "ready: $OUT/llama-server"
