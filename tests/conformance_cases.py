@@ -33,7 +33,7 @@ VOCAB_SIZE = 321  # of the pair that the tests serve
 _FLAGS = (
     *("stream", "streaming", "early_stopping", "exclude_input_in_output"),
     *("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics"),
-    *("return_num_input_tokens", "return_num_output_tokens"),
+    *("return_num_input_tokens", "return_num_output_tokens", "return_context_log_probs"),
     *("return_finish_reason", "return_stop_reason", "return_cumulative_logprob"),
     *("sampling_param_exclude_input_from_output", "sampling_param_return_perf_metrics"),
 )
@@ -129,6 +129,8 @@ OUTPUTS = {
     "output_log_probs": Output("[1, 1, n]", "return_log_probs"),
     "context_logits": Output("[1, p, V]", "return_context_logits"),
     "generation_logits": Output("[1, 1, n, V]", "return_generation_logits"),
+    "context_log_probs": Output("[1, p-1, 6]", "return_context_log_probs"),
+    "context_top_ids": Output("[1, p-1, 5]", "return_context_log_probs"),
     "batch_index": Output("[1, 1]"),
     "sequence_index": Output("[1, 1]", "num_return_sequences"),
     "num_input_tokens": Output("[1, 1]", "return_num_input_tokens"),
@@ -166,7 +168,7 @@ def output_of(model: ModelConfig, spec: TensorSpec) -> Output:
 
 
 def shape_of(output: Output, *, num_new: int, num_prompt: int) -> tuple[int, ...]:
-    sizes = {"n": num_new, "p": num_prompt, "V": VOCAB_SIZE}
+    sizes = {"n": num_new, "p": num_prompt, "p-1": num_prompt - 1, "V": VOCAB_SIZE}
     return tuple(sizes[part] if part in sizes else int(part) for part in output.shape.strip("[]").split(", "))
 
 

@@ -76,11 +76,11 @@ _TOOLS = {
 FIELDS: dict[type, dict[str, Field]] = {
     CompletionBody: {
         "prompt": Field([[5, 6, 7], [8, 9]], "text, token ids, or lists of either"),
-        "max_tokens": Field(4, "16 unless given"),
+        "max_tokens": Field(4, "16 unless given; 0 with echo gives the prompt alone"),
         **_SHARED,
         **_CHOICES,
         "logprobs": Field(2, "of the target's own distribution"),
-        "echo": Field(True, "not together with logprobs"),
+        "echo": Field(True, "with logprobs: those of the prompt's tokens too, the first of which is null"),
         "best_of": Field(1, "must equal n"),
     },
     ChatBody: {

@@ -179,6 +179,42 @@ def test_log_probs_of_both_endpoints_add_up(door: Door):
         assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-4)
 
 
+def test_an_echo_has_the_log_probs_that_the_prompt_had_as_an_answer(door: Door):
+    prompt = [7, 8, 9, 40, 41, 42]
+    whole = ask(door.client, CompletionBody, prompt=prompt, max_tokens=0, echo=True, logprobs=3)
+    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (0, "length")
+    echoed = whole.choices[0].logprobs
+    assert echoed.token_logprobs[0] is None and echoed.top_logprobs[0] is None
+    for index, token in list(enumerate(prompt))[1:]:
+        forced = {"prompt": prompt[:index], "max_tokens": 1, "logit_bias": {str(token): 100}, "logprobs": 3}
+        spoken = ask(door.client, CompletionBody, **forced).choices[0].logprobs
+        assert echoed.tokens[index] == spoken.tokens[0]
+        assert echoed.token_logprobs[index] == pytest.approx(spoken.token_logprobs[0], abs=1e-4)
+        assert echoed.top_logprobs[index] == pytest.approx(spoken.top_logprobs[0], abs=1e-4)
+    text = whole.choices[0].text
+    for token, offset in zip(echoed.tokens, echoed.text_offset, strict=True):
+        assert text[offset:].startswith(token) or token.startswith("bytes:")
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_streamed_echo_is_the_whole_one(door: Door, logprobs: int | None):
+    asked = {"prompt": [[7, 8, 9], [5]], "max_tokens": 5, "seed": 3, "n": 2, "echo": True, "logprobs": logprobs}
+    whole = ask(door.client, CompletionBody, **asked)
+    for choice in whole.choices:
+        pieces = [
+            one
+            for chunk in ask(door.client, CompletionBody, **asked, stream=True)
+            for one in chunk.choices
+            if one.index == choice.index
+        ]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        if logprobs is not None:
+            said = [value for piece in pieces if piece.logprobs for value in piece.logprobs.token_logprobs]
+            assert said == choice.logprobs.token_logprobs
+            offsets = [value for piece in pieces if piece.logprobs for value in piece.logprobs.text_offset]
+            assert offsets == choice.logprobs.text_offset
+
+
 def test_acceptance_of_a_request_adds_up(door: Door):
     asked = {"prompt": [7, 8, 9], "max_tokens": 48, "seed": 2, "temperature": 0.8}
     answer = ask(door.client, CompletionBody, **asked, spec_decode_metrics="detailed")

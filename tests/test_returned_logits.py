@@ -16,7 +16,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from faser_backend.core.request import NUM_CONTEXT_TOP, FinishReason, Request, RequestOutput, SamplingParams
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline import prefill
@@ -151,6 +151,23 @@ def watch_calls(runner: HashRunner) -> list[RowBatch]:
 
     runner.run_segment = watched  # type: ignore[method-assign]
     return calls
+
+
+def test_log_probs_of_a_prompt_are_those_of_its_logits():
+    prompts = [[3], [1, 2], list(range(20)) * 4]
+    requests = [request(f"r{i}", ids, 4, wants_context_log_probs=True) for i, ids in enumerate(prompts)]
+    engine, _ = fake_engine("fixed:4", max_prefill_tokens=16)
+    answers = outputs_of(engine, requests)
+    for r in requests:
+        first = answers[r.request_id][0]
+        assert first.context_logits is None and first.context_log_probs is not None
+        own, ids, best = np.split(first.context_log_probs, [1, 1 + NUM_CONTEXT_TOP], axis=1)
+        wanted = fake_logits(r.prompt_ids)[:-1].astype(np.float64)
+        wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
+        rows = np.arange(len(wanted))
+        np.testing.assert_allclose(own[:, 0], wanted[rows, r.prompt_ids[1:]], atol=1e-5)
+        np.testing.assert_allclose(best, -np.sort(-wanted, axis=1)[:, :NUM_CONTEXT_TOP], atol=1e-5)
+        np.testing.assert_allclose(np.take_along_axis(wanted, ids.astype(int), axis=1), best, atol=1e-5)
 
 
 def test_reused_prefixes_are_run_again_for_their_logits():

@@ -90,6 +90,7 @@ class Request:
     draft_ids: tuple[int, ...] = ()  # the client's own draft tokens: verified behind the prompt, first of all
     wants_log_probs: bool = False
     wants_context_logits: bool = False  # of every prompt token; the prompt's KV is then not reused but computed
+    wants_context_log_probs: bool = False  # the same, but of each row what log-probabilities tell
     wants_generation_logits: bool = False  # that each output token was drawn from, before processing
     wants_stats: bool = False  # with every output, not with the last one alone
     guide: str | None = None  # a grammar as text, to be compiled into sampling.grammar before the request is submitted
@@ -156,6 +157,9 @@ class RequestStats:
     num_preemptions: int = 0
 
 
+NUM_CONTEXT_TOP = 5  # alternatives to a token of a prompt
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """New tokens of one request after one step; `finish_reason` is set on the last one."""
@@ -167,6 +171,9 @@ class RequestOutput:
     error: Failure | None = None  # with finish_reason ERROR
     stats: RequestStats | None = None  # set on the last output, and on every one where the request wants_stats
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, vocab_size] float32, with the first tokens
+    # [num_prompt_tokens - 1, 1 + 2 * NUM_CONTEXT_TOP] float32, with the first tokens: of the prompt's next token, the
+    # ids of the best (exact below 2^24) and theirs
+    context_log_probs: np.ndarray | None = None
     generation_logits: np.ndarray | None = None  # [len(token_ids), vocab_size] float32, where the request wants them
 
     @property

@@ -35,6 +35,7 @@ class Sequence:
     num_client_accepted: int = 0
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
     failure: Failure | None = None  # of what belongs to it alone: the step that it is in goes on, and then ends it
+    context_log_probs: np.ndarray | None = None  # as RequestOutput has them, filled likewise
     stats: RequestStats = field(default_factory=RequestStats)
 
     @classmethod
@@ -72,7 +73,8 @@ class Sequence:
     @property
     def owes_context_logits(self) -> bool:
         """Whether the prompt has to be run with logits: they leave with the first output tokens."""
-        return self.request.wants_context_logits and self.num_output_tokens == 0
+        wants = self.request.wants_context_logits or self.request.wants_context_log_probs
+        return wants and self.num_output_tokens == 0
 
     @property
     def server_acceptance(self) -> tuple[int, int]:

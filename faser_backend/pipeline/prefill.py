@@ -13,6 +13,7 @@ import numpy as np
 
 from faser_backend.core.plan import PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, ModelRunner, Sampler
+from faser_backend.core.request import NUM_CONTEXT_TOP
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
@@ -82,9 +83,8 @@ class Prefiller:
         self._times.lap("prefill_model")
 
     def _read_with_logits(self, target: ModelRunner, chunk: PrefillChunk) -> None:
-        """Every row's logits enter the sequence, at the row's position."""
+        """Every row's logits enter the sequence, at the row's position, or what is wanted of them."""
         sequence, first, num_tokens = chunk
-        known = context_logits(sequence, target.vocab_size)
         tables = self._blocks.block_tables[[sequence.slot]]
         most = MAX_LOGIT_ROWS if target.max_logit_rows is None else min(MAX_LOGIT_ROWS, target.max_logit_rows)
         for start in range(first, first + num_tokens, most):
@@ -92,7 +92,12 @@ class Prefiller:
             rows = token_range_rows([sequence], [start], [stop], tables, with_logits=False)
             rows = replace(rows, logit_rows=np.arange(rows.num_rows))
             self._times.lap("prefill_rows")
-            known[start:stop] = self._sampler.to_host(run_model(target, rows))
+            logits = self._sampler.to_host(run_model(target, rows))
+            if sequence.request.wants_context_logits:
+                context_logits(sequence, target.vocab_size)[start:stop] = logits
+            if sequence.request.wants_context_log_probs:
+                next_ids = sequence.token_ids[start + 1 : stop + 1]
+                context_log_probs(sequence)[start:stop] = _log_probs(logits, next_ids)
             self._times.lap("prefill_model")
 
 
@@ -108,11 +113,32 @@ def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
     """Whether its prompt is read with logits. One that finds no memory for them is read without, and has failed."""
     if sequence.owes_context_logits and sequence.failure is None:
         try:
-            context_logits(sequence, vocab_size)
+            if sequence.request.wants_context_logits:
+                context_logits(sequence, vocab_size)
             return True
         except Exception as error:
             sequence.fail("return_context_logits", error)
     return False
+
+
+def context_log_probs(sequence: Sequence) -> np.ndarray:
+    """The same of RequestOutput.context_log_probs. The last row's logits are those of the first output token."""
+    if sequence.context_log_probs is None:
+        shape = sequence.num_prompt_tokens - 1, 1 + 2 * NUM_CONTEXT_TOP
+        sequence.context_log_probs = np.zeros(shape, np.float32)
+    return sequence.context_log_probs
+
+
+def _log_probs(logits: np.ndarray, next_ids: np.ndarray) -> np.ndarray:
+    """Rows of RequestOutput.context_log_probs from logits [n, V]; where V has fewer, the best stand more than once."""
+    values = logits - logits.max(axis=1, keepdims=True)
+    values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+    count = min(NUM_CONTEXT_TOP, logits.shape[1])
+    best = np.argpartition(values, -count, axis=1)[:, -count:]
+    order = np.argsort(-np.take_along_axis(values, best, axis=1), axis=1, kind="stable")
+    best = np.pad(np.take_along_axis(best, order, axis=1), ((0, 0), (0, NUM_CONTEXT_TOP - count)), mode="edge")
+    own = np.take_along_axis(values, next_ids[:, None], axis=1)
+    return np.hstack([own, best, np.take_along_axis(values, best, axis=1)])
 
 
 def _is_for_draft(chunk: PrefillChunk) -> bool:

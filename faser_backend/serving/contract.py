@@ -171,6 +171,7 @@ def _parse_row(
         draft_ids=_read_draft_ids(tensors, hello.limits),
         wants_log_probs=_flag(tensors, "return_log_probs"),
         wants_context_logits=_flag(tensors, "return_context_logits"),
+        wants_context_log_probs=_flag(tensors, "return_context_log_probs"),
         wants_generation_logits=_flag(tensors, "return_generation_logits"),
         wants_stats=_flag(tensors, "return_perf_metrics"),
         guide=_read_guide(tensors),

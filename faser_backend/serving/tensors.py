@@ -79,7 +79,7 @@ TOKEN_INPUTS = (
     *_specs("FP32", "draft_acceptance_threshold"),
     *_specs("FP16", "encoder_input_features", (-1, -1)),
     *_specs("BOOL", "cross_attention_mask", (-1, -1)),
-    *_specs("BOOL", "skip_cross_attn_blocks streaming"),
+    *_specs("BOOL", "skip_cross_attn_blocks streaming return_context_log_probs"),
     *_specs("INT32", "stop_words_list bad_words_list", (2, -1)),
     *_specs("FP32", "embedding_bias", (-1,)),
     *_specs("INT32", "runtime_top_k runtime_top_p_reset_ids"),
@@ -114,6 +114,8 @@ TOKEN_OUTPUTS = (
     *_specs("INT32", "sequence_length", (-1,)),
     *_COMMON_OUTPUTS,
     *_specs("BOOL", "draft_token_mask", (-1, -1)),
+    *_specs("FP32", "context_log_probs", (-1, -1)),
+    *_specs("INT32", "context_top_ids", (-1, -1)),
     *_specs("INT32", "total_verification_steps"),
     *_specs("UINT8", "context_phase_params", (-1,)),
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import NUM_CONTEXT_TOP, FinishReason, RequestOutput, RequestStats
 from faser_backend.serving.contract import ParsedRequest
 from faser_backend.serving.text_stream import TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -52,6 +52,7 @@ class Reply:
         self._cum_log_prob = 0.0
         self._context_logits: np.ndarray | None = None  # sent with the first response and again with the last
         self._are_context_logits_new = False
+        self._context_log_probs: np.ndarray | None = None
         self._generation_logits: list[np.ndarray] = []
         self.stats: RequestStats | None = None
         self.finish_reason: FinishReason | None = None
@@ -90,6 +91,8 @@ class Reply:
                 self._generation_logits.append(output.generation_logits[: len(token_ids)])
         if output.context_logits is not None:
             self._context_logits, self._are_context_logits_new = output.context_logits, True
+        if output.context_log_probs is not None:
+            self._context_log_probs = output.context_log_probs
         if output.stats is not None:
             self.stats = output.stats
         if output.is_final:
@@ -146,9 +149,13 @@ class Reply:
         arrays = []
         if self._context_logits is not None and (self._are_context_logits_new or self.finish_reason is not None):
             arrays.append(("context_logits", self._context_logits[None]))
+        if self._context_log_probs is not None:
+            own, ids, best = np.split(self._context_log_probs[None], [1, 1 + NUM_CONTEXT_TOP], axis=2)
+            arrays.append(("context_log_probs", np.concatenate([own, best], axis=2)))
+            arrays.append(("context_top_ids", ids.astype(np.int32)))
         if self._generation_logits:
             arrays.append(("generation_logits", np.concatenate(self._generation_logits)[None, None]))
-        self._are_context_logits_new, self._generation_logits = False, []
+        self._are_context_logits_new, self._context_log_probs, self._generation_logits = False, None, []
         return arrays
 
     def _prompt_text(self) -> str:
@@ -172,7 +179,7 @@ def merge(responses: Sequence[list[NamedArray]], batch_size: int) -> list[NamedA
             continue
         if name == "text_output":
             merged.append((name, np.concatenate(arrays)))
-        elif name == "context_logits":
+        elif name in ("context_logits", "context_log_probs", "context_top_ids"):
             merged.append((name, _stack(arrays[::num_sequences], 0.0)))
         else:
             stacked = _stack(arrays, _PAD_ID if name == "output_ids" else 0)

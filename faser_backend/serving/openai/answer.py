@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,16 @@ NUM_CONTEXT_TOKENS = 16  # of the prompt, for vocabularies whose first word depe
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProb:
-    """A token's text, bytes and log-probability, and the best alternatives as such pairs."""
+    """A token's text, bytes and log-probability, and the best alternatives as such triples.
+
+    offset: characters of the choice's text before the token's.
+    """
 
     text: str
     token_bytes: bytes | None
-    log_prob: float
+    log_prob: float | None  # None: nothing stands before it
     top: list[tuple[str, bytes | None, float]]
+    offset: int
 
 
 @dataclass(slots=True)
@@ -53,6 +58,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._end_ids = () if wanted.ignores_end else tuple(end_ids)
         self._accepted: list[int] = []  # by step that has ended: its drafted tokens that were kept
+        self._has_echoed = False
+        self._num_chars = 0  # of the text so far
         self._run = 0  # of the step that is being read
         self._stream = TextStream(
             tokenizer,
@@ -63,19 +70,22 @@ class Answer:
 
     def add(self, tokens: Tokens) -> Piece:
         """Takes one response. Sets finish_reason once nothing that comes later counts."""
-        piece = Piece()
+        piece = self._first_piece(tokens)
         self.counters = tokens.counters or self.counters
+        if not self.wanted.max_tokens:
+            self.finish_reason = "length"
         for index, token_id in enumerate(tokens.ids):
             if self.finish_reason is not None:
                 break
-            text = self._stream.push([token_id]).text
+            offset, text = self._num_chars, self._stream.push([token_id]).text
+            self._num_chars += len(text)
             self.num_tokens += 1
             self._count(tokens.is_drafted[index])
             piece.text += text
             piece.details.append((text, tokens.is_drafted[index]))
             if tokens.log_probs is not None:
                 logits = None if tokens.logits is None else tokens.logits[index]
-                piece.log_probs.append(self._log_prob(token_id, tokens.log_probs[index], logits))
+                piece.log_probs.append(self._log_prob(token_id, tokens.log_probs[index], logits, offset))
             if self._stream.is_stopped:
                 self.finish_reason, self.stop_reason = "stop", self._stream.matched_stop
             elif token_id in self._end_ids:
@@ -88,7 +98,7 @@ class Answer:
 
     def end(self) -> Piece:
         """The engine has ended the sequence: by a token of its own choice, or because somebody told it to stop."""
-        piece = Piece()
+        piece = self._first_piece(None)
         if self.finish_reason is None:
             self.finish_reason = "stop"
             self._finish(piece)
@@ -112,11 +122,30 @@ class Answer:
             piece.text += rest
             piece.details.append((rest, False))
 
-    def _log_prob(self, token_id: int, log_prob: float, logits: np.ndarray | None) -> TokenLogProb:
+    def _first_piece(self, tokens: Tokens | None) -> Piece:
+        """One that repeats the prompt where that is wanted and was not done yet; else an empty one."""
+        if not self.wanted.echoes or self._has_echoed:
+            return Piece()
+        self._has_echoed = True
+        ids, stream = self.wanted.prompt_ids, TextStream(self._tokenizer)
+        texts = [stream.push([one]).text for one in ids]
+        offsets = list(accumulate(map(len, texts), initial=0))
+        piece = Piece("".join(texts) + stream.finish())
+        self._num_chars = len(piece.text)
+        if tokens is not None and tokens.prompt_log_probs is not None and tokens.prompt_top_ids is not None:
+            piece.log_probs = [TokenLogProb(*self._shown(ids[0]), None, [], 0)]
+            count = self.wanted.num_top or 0
+            rows = tokens.prompt_log_probs.tolist(), tokens.prompt_top_ids.tolist()
+            for one, values, best, offset in zip(ids[1:], *rows, offsets[1:-1], strict=True):
+                top = [(*self._shown(other), value) for other, value in zip(best[:count], values[1:], strict=False)]
+                piece.log_probs.append(TokenLogProb(*self._shown(one), values[0], top, offset))
+        return piece
+
+    def _log_prob(self, token_id: int, log_prob: float, logits: np.ndarray | None, offset: int) -> TokenLogProb:
         top: list[tuple[str, bytes | None, float]] = []
         if logits is not None and self.wanted.num_top:
             top = [(*self._shown(one), value) for one, value in best_log_probs(logits, self.wanted.num_top)]
-        return TokenLogProb(*self._shown(token_id), log_prob, top)
+        return TokenLogProb(*self._shown(token_id), log_prob, top, offset)
 
     def _shown(self, token_id: int) -> tuple[str, bytes | None]:
         """A token's text and bytes. One that is part of a character is told by its bytes: every token has a name."""

@@ -135,10 +135,7 @@ class Door:
         limits = served.vocab_size, served.max_text_bytes
         ids = await asyncio.to_thread(prompts.completion_prompts, body, served.tokenizer, *limits)
         answers = [answer for one in ids for answer in self._answers(body, one, body.num_choices)]
-        echoed = None
-        if body.echo:
-            echoed = [served.tokenizer.decode(answer.wanted.prompt_ids) for answer in answers]
-        reply = CompletionReply(body, served.name, answers, served.kv_block_size, echoed)
+        reply = CompletionReply(body, served.name, answers, served.kv_block_size)
         return Generated(self.client, reply, is_streamed=bool(body.stream))
 
     async def chat(self, request: Request) -> Generated:

@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from faser_backend.core.request import NUM_CONTEXT_TOP
+
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
@@ -102,8 +104,8 @@ class _Choices(_Generation):
 
 class CompletionBody(_Choices):
     prompt: str | Annotated[list[str], FIRST] | Ids | Annotated[list[Ids], FIRST]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, Field(ge=0, le=NUM_CONTEXT_TOP)] | None = None
     echo: bool | None = None
     best_of: int | None = None
 
@@ -119,8 +121,6 @@ class CompletionBody(_Choices):
         if self.best_of is not None and self.best_of != self.num_choices:
             limit = f"must equal n = {self.num_choices}: all candidates are returned"
             raise rule_error("best_of", f"best_of = {self.best_of}: {limit}")
-        if self.echo and self.logprobs is not None:
-            raise rule_error("echo", "echo = true: not supported with logprobs: a prompt has none here")
         return self
 
 

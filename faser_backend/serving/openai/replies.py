@@ -73,33 +73,18 @@ class _Choices:
 
 
 class CompletionReply(_Choices):
-    """prompts: texts to be repeated before the answers, by answer, where the request says echo."""
-
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(
-        self,
-        body: CompletionBody,
-        model: str,
-        answers: list[Answer],
-        kv_block_size: int,
-        prompts: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, body: CompletionBody, model: str, answers: list[Answer], kv_block_size: int) -> None:
         super().__init__(body, model, answers, kv_block_size)
-        self._prompts = prompts
         self._texts = ["" for _ in answers]
         self._log_probs: list[list[TokenLogProb]] = [[] for _ in answers]
-
-    def begin(self) -> list[Event]:
-        prompts = self._prompts or ()
-        return [(None, self._chunk_of([_completion(index, text, None, None)])) for index, text in enumerate(prompts)]
 
     def chunk(self, index: int, piece: Piece) -> list[Event]:
         if not (piece.text or piece.finish_reason or piece.log_probs):
             return []
-        log_probs = self._log_probs_of(piece.log_probs, len(self._texts[index])) if piece.log_probs else None
-        self._texts[index] += piece.text
+        log_probs = self._log_probs_of(piece.log_probs) if piece.log_probs else None
         choice = _completion(index, piece.text, log_probs, piece.finish_reason)
         return [(None, self._chunk_of([_with_details(choice, self.body, piece)]))]
 
@@ -111,22 +96,21 @@ class CompletionReply(_Choices):
         choices = []
         for index, answer in enumerate(self.answers):
             wanted = self.body.logprobs is not None
-            log_probs = self._log_probs_of(self._log_probs[index], 0) if wanted else None
-            text = (self._prompts[index] if self._prompts else "") + self._texts[index]
-            choices.append(_completion(index, text, log_probs, answer.finish_reason, answer.stop_reason))
+            log_probs = self._log_probs_of(self._log_probs[index]) if wanted else None
+            choices.append(_completion(index, self._texts[index], log_probs, answer.finish_reason, answer.stop_reason))
         return self._whole_of(choices)
 
-    def _log_probs_of(self, log_probs: list[TokenLogProb], offset: int) -> dict[str, Any]:
-        offsets = []
-        for one in log_probs:
-            offsets.append(offset)
-            offset += len(one.text)
+    def _log_probs_of(self, log_probs: list[TokenLogProb]) -> dict[str, Any]:
         return {
             "tokens": [one.text for one in log_probs],
             "token_logprobs": [one.log_prob for one in log_probs],
-            "top_logprobs": [{text: value for text, _, value in one.top} for one in log_probs],
-            "text_offset": offsets,
+            "top_logprobs": [None if one.log_prob is None else _top_of(one) for one in log_probs],
+            "text_offset": [one.offset for one in log_probs],
         }
+
+
+def _top_of(one: TokenLogProb) -> dict[str, float]:
+    return {text: value for text, _, value in one.top}
 
 
 class ChatReply(_Choices):
@@ -233,5 +217,5 @@ def _chat_log_prob(one: TokenLogProb) -> dict[str, Any]:
     }
 
 
-def _one_log_prob(text: str, token_bytes: bytes | None, value: float) -> dict[str, Any]:
+def _one_log_prob(text: str, token_bytes: bytes | None, value: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": value, "bytes": None if token_bytes is None else list(token_bytes)}

@@ -29,6 +29,7 @@ class Guide:
 class Generation:
     """One sequence to generate: the tokens of its prompt and what the engine is asked for.
 
+    max_tokens: 0 is 1 to the engine, and the token is dropped.
     num_top: best alternatives whose log-probabilities are wanted beside each token; None: no log-probabilities.
     """
 
@@ -40,6 +41,7 @@ class Generation:
     stop: tuple[str, ...] = ()
     num_top: int | None = None
     ignores_end: bool = False
+    echoes: bool = False  # whether the answer repeats the prompt, with its log-probabilities where they are wanted
     draft_ids: tuple[int, ...] = ()
     guide: Guide | None = None
 
@@ -68,7 +70,8 @@ def plan_generation(
         )
     name, asked = _max_tokens(body)
     if asked is not None and asked > room:
-        limit = f"must lie in [1, {room}] (context length {max_context} - prompt of {len(prompt_ids)} tokens)"
+        least = 0 if isinstance(body, CompletionBody) else 1
+        limit = f"must lie in [{least}, {room}] (context length {max_context} - prompt of {len(prompt_ids)} tokens)"
         raise ApiError(f"{name} = {asked}: {limit}", param=name, code="context_length_exceeded")
     if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # the engine would say so, of a larger message
         raise ApiError(f"{GUIDE}: {len(guide.text)} bytes: must be at most {MAX_GUIDE_BYTES}", param=GUIDE)
@@ -76,13 +79,14 @@ def plan_generation(
     choices = body if isinstance(body, CompletionBody | ChatBody) else None
     return Generation(
         prompt_ids=prompt_ids,
-        max_tokens=asked or default,
+        max_tokens=default if asked is None else asked,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         scalars=_scalars(body),
         logit_bias=_logit_bias(choices.logit_bias or {}, vocab_size) if choices else {},
         stop=tuple(choices.stop or ()) if choices else (),
         num_top=_num_top(body),
         ignores_end=body.ignore_eos,
+        echoes=isinstance(body, CompletionBody) and bool(body.echo),
         draft_ids=draft_ids,
         guide=guide,
     )

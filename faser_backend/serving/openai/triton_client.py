@@ -41,13 +41,17 @@ _COUNTERS = {
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What one response brought. is_drafted [n]: which tokens were drafted and accepted; log_probs [n] and logits
-    [n, V], as the target gave them, where they were asked for; counters: of the whole sequence so far."""
+    [n, V], as the target gave them, where they were asked for; counters: of the whole sequence so far.
+    prompt_log_probs [num_prompt_tokens - 1, 6], prompt_top_ids [.., 5]: of every token of the prompt but the first, and
+    of the best in its place, once, where they were asked for."""
 
     ids: list[int]
     is_drafted: list[bool]
     log_probs: list[float] | None
     logits: np.ndarray | None
     counters: dict[str, int]
+    prompt_log_probs: np.ndarray | None = None
+    prompt_top_ids: np.ndarray | None = None
 
 
 class TokenClient:
@@ -97,6 +101,8 @@ class TokenClient:
         outputs = ["output_ids", "draft_token_mask", *_COUNTERS]
         outputs += ["output_log_probs"] if wanted.num_top is not None else []
         outputs += ["generation_logits"] if wanted.num_top else []
+        if wanted.num_top is not None and wanted.echoes:
+            outputs += ["context_log_probs", "context_top_ids"]
         return {
             "model_name": MODEL,
             "inputs": [_tensor(name, array) for name, array in _arrays(wanted, self._vocab_size).items()],
@@ -114,7 +120,7 @@ def _arrays(wanted: Generation, vocab_size: int) -> dict[str, np.ndarray]:
     arrays = {
         "input_ids": np.array([wanted.prompt_ids], np.int32),
         "input_lengths": np.array([[len(wanted.prompt_ids)]], np.int32),
-        "request_output_len": np.array([[wanted.max_tokens]], np.int32),
+        "request_output_len": np.array([[max(1, wanted.max_tokens)]], np.int32),
         "streaming": np.array([[True]]),
         "exclude_input_in_output": np.array([[True]]),
         "return_perf_metrics": np.array([[True]]),
@@ -124,6 +130,7 @@ def _arrays(wanted: Generation, vocab_size: int) -> dict[str, np.ndarray]:
         arrays[name] = np.array([[value]], _DTYPES.get(name, np.float32))
     if wanted.num_top is not None:
         arrays["return_log_probs"] = np.array([[True]])
+        arrays["return_context_log_probs"] = np.array([[wanted.echoes]])
         if wanted.num_top:
             arrays["return_generation_logits"] = np.array([[True]])
     if wanted.ignores_end:
@@ -149,12 +156,15 @@ def _tokens_of(result: Any) -> Tokens:
     if ids is None or ids.size == 0:
         return Tokens([], [], None, None, _counters_of(result))
     mask, log_probs, logits = map(result.as_numpy, ("draft_token_mask", "output_log_probs", "generation_logits"))
+    prompt, prompt_top = map(result.as_numpy, ("context_log_probs", "context_top_ids"))
     return Tokens(
         ids=ids[0, 0].tolist(),
         is_drafted=mask[0, 0].tolist(),
         log_probs=None if log_probs is None else log_probs[0, 0].tolist(),
         logits=None if logits is None else logits[0, 0],
         counters=_counters_of(result),
+        prompt_log_probs=None if prompt is None else prompt[0],
+        prompt_top_ids=None if prompt_top is None else prompt_top[0],
     )
 
 
