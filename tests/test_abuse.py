@@ -38,9 +38,10 @@ def test_a_short_soak_loses_nothing_and_holds_nothing(server: Served):
     result = soak(server, SOAK_S, num_pauses=4, seed=0)
     assert result.broken == [], "\n".join(result.broken)  # what a process that is gone said last, too
     assert [sample.blocks for sample in result.samples] == [0] * 4
+    assert result.num_preemptions > 0
     assert set(slopes(result.samples)) >= {"faser serve", "tritonserver", "tensorrt_llm", "ensemble"}
     assert all(result.num_done[f"{name}: exact"] > 5 for name in ("stream", "unary", "http", "tokens", "batch"))
-    assert result.num_done["overflow: refused"] >= NUM_BURST - 16 and result.num_done["stop: short"]
+    assert result.num_done["overflow: refused"] >= NUM_BURST - 20 and result.num_done["stop: short"]
 
 
 def test_fuzz_cases_disturb_nobody(server: Served):

@@ -23,6 +23,7 @@ FASER = Path(sys.executable).with_name("faser")
 DOOR = "the OpenAI front end"
 _STUB = "triton_python_backend_stub"
 _BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"
+_SPECULATION = "nv_trt_llm_speculative_decoding_metrics"
 
 
 class Usage(NamedTuple):
@@ -107,6 +108,11 @@ class Served(ServerProcess):
                 if line.startswith(f"{family}{{") and f'="{value}"' in line:
                     return float(line.rsplit(" ", 1)[1])
         raise LookupError(f"{family} has no {value}")
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the server's start."""
+        return int(self.metric(_SPECULATION, "preemptions"))
 
     def blocks_in_use_when_quiet(self, timeout_s: float) -> float:
         """Waits until no request is active. Returns the KV blocks that are then still in use; waits for 0."""

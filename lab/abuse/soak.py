@@ -27,7 +27,11 @@ from lab.tables import Column, markdown_table
 
 NUM_CLIENTS = 8
 QUEUE_SIZE = 8  # small, so that it overflows
-SERVE_OPTIONS = ("--num-threads", 1, "--max-num-seqs", 8, "--max-queue-size", QUEUE_SIZE, "--policy", "fixed:4")
+# Blocks for one context of the demo pair: what twelve sequences need together is more, so that some are preempted.
+SERVE_OPTIONS = (
+    *("--num-threads", 1, "--max-num-seqs", 12, "--max-queue-size", QUEUE_SIZE, "--num-kv-blocks", 64),
+    *("--policy", "fixed:4"),
+)
 QUIET_S = 60.0  # within which what clients left behind has come to its end
 WARM_UP = 0.25  # of the samples, that slopes leave out: buffers and pools still grow to their size
 MAX_GROWTH = Usage(threads=8, handles=16, resident_mib=48.0)  # of a process, over all samples but those
@@ -50,6 +54,7 @@ class Soak:
     num_done: Counter[str] = field(default_factory=Counter)  # by action and outcome
     broken: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    num_preemptions: int = 0
 
 
 def soak(served: Served, seconds: float, num_pauses: int, seed: int, *, leaves_late: bool = False) -> Soak:
@@ -83,6 +88,7 @@ def soak(served: Served, seconds: float, num_pauses: int, seed: int, *, leaves_l
     if served.is_ready():
         again = ask_alone(alone)
         result.broken += [f"afterwards, alone: job {i} has another answer" for i in changed(expected, again)]
+        result.num_preemptions = served.num_preemptions
     for client in clients:
         client.close()
     alone.close()
@@ -164,6 +170,7 @@ def report(result: Soak) -> list[str]:
     return [
         *markdown_table([Column("request, and what became of it", "what"), Column("times", "num")], outcomes),
         "",
+        f"Preemptions: {result.num_preemptions}.",
         f"KV blocks in use at the {len(result.samples)} pauses: at most {blocks:.0f}, "
         f"{slope([s.minutes for s in samples], [s.blocks for s in samples]):+.2f} per minute. Processes, {span}:",
         "",

@@ -23,7 +23,7 @@ from lab.abuse.served import Served
 Done = tuple[list[str], list[str]]  # what happened, and what should not have
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
-NUM_BURST = 24  # requests at once: more than run and wait
+NUM_BURST = 28  # requests at once: more than run and wait
 HALF_OPEN_S = 0.5
 NUM_FUZZ = 10**9
 _PROMPTS = (
@@ -35,7 +35,7 @@ _PROMPTS = (
 _GUIDES = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]{4,12}( = [0-9]{1,3})?"}
 _GREEDY = {"exclude_input_in_output": True}
 _SAMPLED = _GREEDY | {"temperature": 1.0, "top_p": 1.0}
-_LENGTHS = (16, 40, 64)
+_LENGTHS = (16, 40, 160)
 # The end id is no token, so that the lengths are fixed; what a grammar ends, ends.
 JOBS: tuple[dict[str, Any], ...] = (
     *(
