@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
+from faser_backend.serving.openai.app import PAGE
 from faser_backend.serving.openai.fields import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from lab.bench.servers import free_ports
 from tests.chat_templates import HERMES
@@ -401,6 +402,13 @@ def test_the_page_and_health_need_no_key(door: Door):
     for path, words in (("/", "<title>FASER"), ("/health", "ready")):
         with urllib.request.urlopen(f"http://127.0.0.1:{door.port}{path}", timeout=10) as response:
             assert words in response.read().decode()
+
+
+def test_the_page_writes_no_markup_from_texts():
+    page = PAGE.read_text(encoding="utf-8")
+    assert "textContent" in page
+    for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "srcdoc", "DOMParser", "eval("):
+        assert name not in page
 
 
 def test_metrics_are_tritons_own_for_those_with_a_key(door: Door):
