@@ -230,7 +230,7 @@ def half_open(port: int) -> socket.socket:
 
 
 def test_half_sent_heads_keep_nobody_out(app: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(connections.Connection, "most", 8)
     with listening(app) as port, contextlib.ExitStack() as stack:
         opened = [stack.enter_context(half_open(port)) for _ in range(8)]
         assert not is_closed(opened[0], 0.2)  # the control: there is room for these

@@ -23,8 +23,8 @@ from lab import environment
 from lab.abuse.clients import GrpcClient
 from lab.abuse.flight import END_S, Flight, Outcome, ask_long, kill_process, wait_for_end
 from lab.abuse.schemas import hostile_schemas
-from lab.abuse.served import DOOR, Ports, Served, end_servers_on_sigterm, kill_leftovers
-from lab.bench.servers import START_TIMEOUT_S, free_ports
+from lab.abuse.served import DOOR, Ports, Served, end_servers_on_sigterm, kill_leftovers, wait_for_line
+from lab.bench.servers import free_ports
 from lab.tables import Column, markdown_table
 
 DRAIN_S = 66.0  # what `faser serve` gives answers in flight, and Triton to end
@@ -117,19 +117,12 @@ def refused(served: Served, outcome: Outcome, *words: str) -> Outcome:
     return outcome
 
 
-def wait_for_door(served: Served) -> None:
-    """It starts once the server is ready."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while "ready: " not in served.log_tail() and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
-
-
 def kill(name: str) -> Fault:
     def run(bench: Bench) -> Outcome:
         served = bench.start("--openai-port", free_ports(1)[0])
         try:
             served.wait_ready()
-            wait_for_door(served)
+            wait_for_line(served, "ready: ")  # the OpenAI server starts once Triton is ready
             outcome = kill_process(served, name, DRAIN_S if name in DRAINING else END_S)
         finally:
             served.end()

@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from lab.abuse import openai_attacks
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
 from lab.abuse.clients import REFUSAL, TIMEOUT_S, GrpcClient, Reply, make_request, post
 from lab.abuse.flight import END_S
@@ -208,11 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one case of the seed")
     parser.add_argument("--known-crashes", action="store_true", help="send what is known to end Triton 2.51 as well")
+    parser.add_argument("--openai", action="store_true", help="attack the port of OpenAI's API instead")
     parser.add_argument("--serve-options", default="--num-threads 1", help="of `faser serve`, separated by blanks")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: must be at least 1")
+    if args.openai:
+        return openai_attacks.run(args.serve_options.split())
     outcomes = []
     servers = [(contract, mode) for contract in CONTRACTS for mode in MODES]
     for contract, mode in servers:

@@ -1,29 +1,33 @@
-"""`scripts/fuzz.py --openai`: attacks on the OpenAI server, and what a well-behaved client notices of them.
+"""`scripts/fuzz.py --openai`: bodies that are costly to read, and half-sent heads, for the OpenAI server.
 
-Bodies up to the size limit that are costly to read, values that no field may hold, half-sent heads and bodies,
-requests as a hostile web page makes them. Knows HTTP and the process of the server, nothing of what is behind it.
+Measures how long another client waits meanwhile, and the server's memory. Knows HTTP and the server's process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import http.client
 import json
+import resource
+import socket
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from lab.abuse.served import DOOR, serving, wait_for_line
+from lab.bench.servers import free_ports
+from lab.tables import markdown_table
 
 LIMIT = 4 << 20  # bytes of a body
 PAUSE_S = 0.02  # of the well-behaved client, between an answer and its next request
 TIMEOUT_S = 120.0
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-BASE: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": [5, 6, 7], "max_tokens": 2},
-    CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-    RESPONSES: {"input": "x", "max_output_tokens": 2},
-}
 
 
 def filled(before: str, unit: str, after: str) -> Callable[[], bytes]:
@@ -95,6 +99,13 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 
 
+LIMIT_MS, LIMIT_MB = 100.0, 100.0  # what a body may cost others, beside their usual wait, and in memory
+FLOOD_MS = 10_000.0  # of many connections: where too many wait to be accepted, the kernel tries again after 1 s and 3 s
+TRIES = 3  # of an attack beyond LIMIT_MS: of a machine that others use, the shortest of the longest waits counts
+NUM_HALF_SENT, NUM_SENDERS = 3000, 8
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """An attack's answer, and what it did to others and to the server's memory."""
@@ -108,10 +119,19 @@ class Seen:
 
     def row(self) -> dict[str, object]:
         return {
-            "body": self.attack, "status": self.status, "answered after s": round(self.seconds, 2),
+            "attack": self.attack, "status": self.status, "answered after s": round(self.seconds, 2),
             "longest wait of another ms": round(self.longest_wait_ms), "memory MB": round(self.growth_mb),
-            "answer": self.message[:90],
         }  # fmt: skip
+
+    def broken(self, usual_ms: float) -> list[str]:
+        broken = []
+        if self.longest_wait_ms > (LIMIT_MS + usual_ms if self.status else FLOOD_MS):
+            broken.append(f"another client waited {self.longest_wait_ms:.0f} ms, usually {usual_ms:.0f}")
+        if self.growth_mb > LIMIT_MB:
+            broken.append(f"it took {self.growth_mb:.0f} MB")
+        if self.status not in (0, 400, 413) or (self.status and "error" not in json.loads(self.message)):
+            broken.append(f"status {self.status}: {self.message[:100]}")
+        return [f"{self.attack}: {each}" for each in broken]
 
 
 def ask(
@@ -126,6 +146,11 @@ def ask(
         return answer.status, dict(answer.getheaders()), answer.read().decode()
     finally:
         connection.close()
+
+
+def answer_to(port: int, path: str, body: bytes | None) -> tuple[int, str]:
+    status, _, text = ask(port, path, body)
+    return status, text
 
 
 def head_of(path: str, headers: dict[str, str]) -> bytes:
@@ -145,8 +170,11 @@ class Watch:
     def _run(self) -> None:
         while True:
             start_s = time.monotonic()
-            ask(self._port, "/v1/models", None)
-            self.longest_s = max(self.longest_s, time.monotonic() - start_s)
+            try:
+                ask(self._port, "/v1/models", None)
+                self.longest_s = max(self.longest_s, time.monotonic() - start_s)
+            except (OSError, http.client.HTTPException):  # no answer
+                self.longest_s = TIMEOUT_S
             if self._is_over.wait(PAUSE_S):
                 return
 
@@ -171,17 +199,98 @@ def forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def send_body(port: int, pid: int, name: str) -> Seen:
-    path, make = BODIES[name]
-    body = make()
+def measured(port: int, pid: int, name: str, act: Callable[[], tuple[int, str]]) -> Seen:
+    """act: what is done to the server; gives status and text of the answer, 0 for none."""
     forget_peak(pid)
     before_mb = memory_mb(pid, "VmRSS")
     with Watch(port) as watch:
         start_s = time.monotonic()
         try:
-            status, _, text = ask(port, path, body)
-        except OSError as error:
+            status, text = act()
+        except (OSError, http.client.HTTPException) as error:
             status, text = 0, f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start_s
-    growth_mb = memory_mb(pid, "VmHWM") - before_mb
-    return Seen(name, status, text, seconds, watch.longest_s * 1e3, growth_mb)
+    return Seen(name, status, text, seconds, watch.longest_s * 1e3, memory_mb(pid, "VmHWM") - before_mb)
+
+
+def send_body(port: int, pid: int, name: str) -> Seen:
+    path, make = BODIES[name]
+    body = make()
+    return measured(port, pid, name, lambda: answer_to(port, path, body))
+
+
+def send_side_by_side(port: int, pid: int, name: str) -> Seen:
+    """The body from NUM_SENDERS clients at once."""
+    path, make = BODIES[name]
+    body = make()
+
+    def act() -> tuple[int, str]:
+        with ThreadPoolExecutor(NUM_SENDERS) as pool:
+            return max(pool.map(lambda _: answer_to(port, path, body), range(NUM_SENDERS)))
+
+    return measured(port, pid, f"{name}, {NUM_SENDERS} times at once", act)
+
+
+def send_chunks(port: int, pid: int) -> Seen:
+    """A body in chunks of a byte."""
+
+    def act() -> tuple[int, str]:
+        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+            connection.sendall(head_of(COMPLETIONS, {"transfer-encoding": "chunked"}))
+            with contextlib.suppress(OSError):  # closed before all was sent
+                connection.sendall(b"1\r\n \r\n" * 600_000 + b"0\r\n\r\n")
+            return 0, ""
+
+    return measured(port, pid, "600,000 chunks of a byte", act)
+
+
+def send_half(port: int, pid: int) -> Seen:
+    """Heads that never end, and a look at how many of their connections are left."""
+    most = min(NUM_HALF_SENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)
+
+    num_open = 0
+
+    def act() -> tuple[int, str]:
+        nonlocal num_open
+        with contextlib.ExitStack() as stack:
+            for _ in range(most):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S))
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nX-")
+            time.sleep(1.0)
+            num_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return 0, ""
+
+    seen = measured(port, pid, "", act)
+    return replace(seen, attack=f"{most} half-sent heads, {num_open} descriptors then open")
+
+
+def attack(port: int, pid: int) -> tuple[list[Seen], list[str]]:
+    """What was seen, and the promises that it broke."""
+    usual = measured(port, pid, "nothing", lambda: answer_to(port, "/health", None))
+    attacks = [functools.partial(send_body, name=name) for name in BODIES]
+    attacks += [functools.partial(send_side_by_side, name=name) for name in ("ids, then a text", "just enough ids")]
+    all_seen, broken = [usual], []
+    for act in [*attacks, send_chunks, send_half]:
+        tries: list[Seen] = []
+        while not tries or (len(tries) < TRIES and tries[-1].longest_wait_ms > usual.longest_wait_ms + LIMIT_MS):
+            tries.append(act(port, pid))
+        best = min(tries, key=lambda seen: seen.longest_wait_ms)
+        all_seen.append(replace(best, growth_mb=max(seen.growth_mb for seen in tries)))
+        broken += all_seen[-1].broken(usual.longest_wait_ms)
+    return all_seen, broken
+
+
+def run(serve_options: Sequence[object]) -> int:
+    """Attacks a server of its own. Returns 1 where a promise was broken."""
+    [port] = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="faser-fuzz-") as folder:
+        template = Path(folder) / "template.jinja"
+        template.write_text(TEMPLATE)
+        options = [*serve_options, "--openai-port", port, "--chat-template", template]
+        with serving(options, Path(folder) / "log") as served:
+            wait_for_line(served, "ready: ")
+            all_seen, broken = attack(port, served.processes()[DOOR])
+    rows = [seen.row() for seen in all_seen]
+    print("\n".join(markdown_table(list(rows[0]), rows)))
+    print("\n".join(f"broken promise: {line}" for line in broken), file=sys.stderr)
+    return int(bool(broken))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faser_backend.serving.processes import arguments, children, is_running
-from lab.bench.servers import ServerProcess, free_ports
+from lab.bench.servers import START_TIMEOUT_S, ServerProcess, free_ports
 
 FASER = Path(sys.executable).with_name("faser")
 DOOR = "the OpenAI front end"
@@ -128,6 +128,13 @@ class Served(ServerProcess):
         known = self.processes() if self.process.poll() is None else {}
         self.stop()
         return kill_leftovers(known)
+
+
+def wait_for_line(served: Served, words: str) -> None:
+    """Until the log holds these words."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while words not in served.log_tail() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
 
 
 def kill_leftovers(processes: dict[str, int], wait_s: float = 3.0) -> list[str]:

@@ -14,19 +14,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.sending import to_json
 
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 2048
+SPARE_FILES = 128  # beside connections
 MAX_HEAD_BYTES = 16 << 10
 MAX_CHUNKS = 2048  # of a body that comes in chunks: each costs as much, a byte or a mebibyte
 HEAD_S = 10.0  # for a request's head, and for what remains of a body that has been answered
-NUM_FILES = MAX_CONNECTIONS + 256
 
 
-def allow_files() -> None:
-    """Raises the limit of open files, where the system allows, to what MAX_CONNECTIONS need."""
+def open_files() -> None:
+    """Raises the limit of open files to what MAX_CONNECTIONS need, or has fewer connections where that is forbidden."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = NUM_FILES if hard == resource.RLIM_INFINITY else min(NUM_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = MAX_CONNECTIONS + SPARE_FILES
+    if 0 <= soft < wanted:  # below 0: no limit
+        soft = wanted if hard < 0 else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        Connection.most = soft - SPARE_FILES
 
 
 class _Reader(h11.Connection):
@@ -54,7 +56,9 @@ class _Reader(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with limits. Beyond MAX_CONNECTIONS the one that has waited longest for a request is closed."""
+    """uvicorn's, with limits. Beyond `most` those that have waited longest for a request are closed."""
+
+    most = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -69,17 +73,18 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.most:
             self._make_room()
 
     def _make_room(self) -> None:
-        is_open = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
-        if len(is_open) > MAX_CONNECTIONS:
-            oldest = min((one for one in is_open if one.is_idle), key=lambda one: one.idle_since_s)
-            if oldest is self:
-                self._refuse(503, f"{MAX_CONNECTIONS} connections are open, all with requests; retry later")
-            else:
-                oldest.transport.abort()
+        """Closes several at once, so that the search is rare."""
+        others = (one for one in self.connections if isinstance(one, Connection) and one is not self and one.is_idle)
+        oldest = sorted(others, key=lambda one: one.idle_since_s)[: 1 + self.most // 16]
+        if not oldest:
+            self._refuse(503, f"{self.most} connections are open, all with requests; retry later")
+        for one in oldest:
+            one.transport.abort()
+            self.connections.discard(one)  # it would count until the loop's next turn
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -16,14 +16,14 @@ from faser_backend.serving.doors import is_loopback
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.openai.app import Served, make_app
 from faser_backend.serving.openai.callers import Callers, check_origins
-from faser_backend.serving.openai.connections import Connection, allow_files
+from faser_backend.serving.openai.connections import Connection, open_files
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
 
 MAX_KEYS = 1000
 DRAIN_S = 60  # for streams in flight
-BACKLOG = 512
+BACKLOG = 1024  # below MAX_CONNECTIONS: who is accepted is read from before it could be closed for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def run_door(options: DoorOptions) -> None:
         raise ConfigError("tls-cert, tls-key: both are needed, or none")
     callers = Callers(keys, options.host, check_origins(options.allowed_origins))
     app = make_app(describe(options), options.triton_url, callers)
-    allow_files()
+    open_files()
     config = uvicorn.Config(
         app,
         http=Connection,
