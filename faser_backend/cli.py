@@ -32,7 +32,7 @@ from faser_backend.cli_options import (
     Policy,
     Threads,
     parse_integers,
-    print_progress,
+    print_steps,
 )
 from faser_backend.cli_serve import openai, reload, serve
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
@@ -132,6 +132,7 @@ def generate(
     """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
     from faser_backend.api.one_shot import OneShotOptions, generate_once, report_line
     from faser_backend.serving.explain import Explainer
+    from faser_backend.serving.loading import shown_phases
 
     options = OneShotOptions(
         engine_dir=engine_dir,
@@ -156,7 +157,8 @@ def generate(
     )
     on_step = Explainer(partial(print, file=sys.stderr)).observe if explain else None
     on_text = _ignore if is_json else _print_text
-    result = generate_once(options, on_text=on_text, progress=print_progress, on_step=on_step)
+    with shown_phases() as phases:
+        result = generate_once(options, on_text=on_text, progress=print_steps(), on_step=on_step, on_loaded=phases.end)
     if is_json:
         print(json.dumps(result))
     else:

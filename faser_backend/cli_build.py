@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from faser_backend.cli_options import parse_integers, print_progress
+from faser_backend.cli_options import parse_integers, print_steps
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_bytes, shown
 from faser_backend.manifest import MANIFEST_FILE
@@ -222,19 +222,6 @@ def progress_display() -> Iterator[Report]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)
-
-
-def print_steps() -> Report:
-    """Prints the first report of each step."""
-    last_done = -1
-
-    def report(what: str, done: int, total: int) -> None:
-        nonlocal last_done
-        if done != last_done:
-            last_done = done
-            print_progress(what, done, total)
-
-    return report
 
 
 def summary(output: Path, manifest: EngineManifest) -> str:

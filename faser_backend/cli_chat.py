@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from faser_backend.cli_options import ChatTemplate, Draft, Drafting, EngineDir, Policy, Threads, print_progress
+from faser_backend.cli_options import ChatTemplate, Draft, Drafting, EngineDir, Policy, Threads, print_steps
 from faser_backend.config import DEFAULT_POLICY
 from faser_backend.core.errors import ConfigError, RequestError
 
@@ -40,13 +40,20 @@ def chat(
     num_threads: Threads = None,
 ) -> None:
     """Talk to a model in the terminal: one message per line, /reset to start anew, /quit to end."""
+    from faser_backend.api.batch import check_params
     from faser_backend.api.llm import LLM
     from faser_backend.api.params import SamplingParams
     from faser_backend.serving.chat import NO_TEMPLATE
+    from faser_backend.serving.loading import shown_phases
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     options = {"policy": policy, "draft": draft.value, "num_threads": num_threads, "max_num_seqs": 1}
-    with LLM(engine_dir, chat_template=chat_template, progress=print_progress, **options) as llm:
+    check_params(params)
+    with (
+        shown_phases() as phases,
+        LLM(engine_dir, chat_template=chat_template, progress=print_steps(), **options) as llm,
+    ):
+        phases.end()
         if not llm.has_chat_template:
             raise ConfigError(f"{llm.engine_dir}: {NO_TEMPLATE}")
         _Talk(llm, params, system).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -138,5 +139,14 @@ def parse_integers(option: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{option} = {text!r}: must be integers separated by commas") from None
 
 
-def print_progress(what: str, steps_done: int, steps_total: int) -> None:
-    print(f"[{steps_done}/{steps_total}] {what}", file=sys.stderr)
+def print_steps() -> Callable[[str, int, int], None]:
+    """Prints the first report of each step of a build."""
+    last_done = -1
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last_done
+        if done != last_done:
+            last_done = done
+            print(f"[{done}/{total}] {what}", file=sys.stderr)
+
+    return report

@@ -44,7 +44,7 @@ from faser_backend.cli_options import (
     Threads,
     TlsCert,
     TlsKey,
-    print_progress,
+    print_steps,
 )
 from faser_backend.config import DEFAULT_POLICY, EngineConfig
 
@@ -126,7 +126,7 @@ def serve(
         "pipeline": pipeline.value,
     }
     config = EngineConfig.from_options(**phases, served_text_tokens=served_text_tokens)
-    directory = check_engine(engine_dir, config, chat_template, print_progress)
+    directory = check_engine(engine_dir, config, chat_template, print_steps())
     parameters = {
         "engine_dir": str(directory.resolve()),
         **phases,
@@ -221,7 +221,7 @@ def openai(
     from faser_backend.serving.openai.door import DoorOptions, run_door
 
     set_up_logging(log_format.value, "openai", logging.WARNING)
-    directory = engine_dir or demo_engine_dir(print_progress)
+    directory = engine_dir or demo_engine_dir(print_steps())
     name = model_name or (None if engine_dir else DEMO_NAME)
     files = (api_key_file, tls_cert, tls_key, chat_template)
     told = {"metrics_address": triton_metrics, "tells_speculation": speculation_metrics}

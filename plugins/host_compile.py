@@ -1,4 +1,4 @@
-"""Kernels of the CPU, compiled by numba once per CPU and kept on disk, with a word to who waits for it."""
+"""Kernels of the CPU, compiled by numba once per CPU and kept on disk; who waits for a compilation is told of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import numba
+from numba.core import event
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
 Kernel = Callable[..., None]
-SECONDS_UNSAID = 1.0  # a kernel from disk is there by then
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("faser.loading")
 warn_once = cache(logger.warning)  # per text: a process has a kernel for each head_dim
+
+
+class _Compilations(event.Listener):
+    """Of kernels that are not on disk."""
+
+    def on_start(self, event: event.Event) -> None:
+        warn_once("compiling kernels for this CPU, which later starts load from disk")
+
+    def on_end(self, event: event.Event) -> None:
+        """Other things follow at once."""
 
 
 class InnerLibrary(JITCodeLibrary):
@@ -79,20 +88,16 @@ def source_stamp() -> int:
 
 
 def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
-    """The kernel for arguments of this signature: from disk, or compiled now, which is logged where it takes long.
+    """The kernel for arguments of this signature: from disk, or compiled now, which is logged once.
 
     It runs without the interpreter's lock, and refers to source_stamp().
     """
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
-    note = Timer(
-        SECONDS_UNSAID, logger.warning, ["compiling kernels for this CPU: 5 to 10 seconds, the first time only"]
-    )
-    note.daemon = True
-    note.start()
-    try:
-        return numba.njit(signature, cache=True, **options)(kernel)
-    except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
-        warn_once(f"kernels are compiled anew in every process; NUMBA_CACHE_DIR can name where to keep them ({error})")
-        return numba.njit(signature, **options)(kernel)
-    finally:
-        note.cancel()
+    with event.install_listener("numba:compile", _Compilations()):
+        try:
+            return numba.njit(signature, cache=True, **options)(kernel)
+        except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
+            warn_once(
+                f"kernels are compiled anew in every process; NUMBA_CACHE_DIR can name where to keep them ({error})"
+            )
+            return numba.njit(signature, **options)(kernel)

@@ -67,11 +67,13 @@ def test_generate_stops_after_a_text(run, engine_dir):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "x", "--max-tokens", "0"], "max_tokens = 0: must lie in [1, "),
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens = 0: must be at least 1"),
         (["--prompt", "x", "--temperature", "nan"], "temperature = nan: must lie in [0, 100]"),
         (["--prompt", "x", "--policy", "best"], "policy = 'best': unknown; known are none"),
         (["--prompt", "x", "--policy", "fixed:99"], "policy = 'fixed:99'"),
-        (["--prompt", ""], "input_ids = []: prompt is empty"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0: must lie in [0, 100]"),
+        (["--prompt", ""], "prompt = '': is empty; at least 1 token is needed"),
+        (["--prompt-ids", ","], "prompt = None: is empty"),
         (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
         (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
         ([], "give exactly one of --prompt and --prompt-ids"),
@@ -80,7 +82,11 @@ def test_generate_stops_after_a_text(run, engine_dir):
 def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
     status, out, err = run("generate", "--engine-dir", engine_dir, *options)
     assert (status, out) == (1, "")
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    *phases, last = err.splitlines()
+    assert last.startswith("error: ") and message in last
+    assert all(re.match(r" +\d+\.\d s  \w", line) for line in phases)
+    needs_model = message.startswith(("policy", "input_ids"))  # the others are refused before it is loaded
+    assert bool(phases) == needs_model
 
 
 def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):

@@ -260,11 +260,17 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
     np.testing.assert_array_equal(call.run(), expected)
 
 
-def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
-    num_loaded = []
+    num_loaded, told = [], []
+    host_compile.warn_once.cache_clear()
     for stamp in (1, 1, 2):
         monkeypatch.setattr(host_attention, "source_stamp", lambda stamp=stamp: stamp)
         kernel: Any = host_attention.attention_kernel.__wrapped__(8)
         num_loaded.append(sum(kernel.stats.cache_hits.values()))
-    assert num_loaded == [0, 1, 0]
+        told.append("compiling kernels" in caplog.text)
+        caplog.clear()
+        host_compile.warn_once.cache_clear()
+    assert num_loaded == [0, 1, 0] and told == [True, False, True], "only what is compiled is called so"

@@ -64,7 +64,7 @@ def door(engine_dir: Path, tmp_path_factory) -> Iterator[Door]:
     options += ["--api-key-file", folder / "keys", "--speculation-metrics"]
     with serve(*options) as served:
         url = f"http://127.0.0.1:{port}/v1"
-        assert served.ready.rstrip().endswith(f"OpenAI's API {url}")
+        assert served.ready.rstrip().endswith(f"OpenAI's API {url}, chat page {url.removesuffix('v1')}")
         yield Door(served, openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60), port)
 
 

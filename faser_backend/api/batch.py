@@ -188,7 +188,7 @@ def _request(prompt_ids: list[int], params: SamplingParams, model: Model, reques
         request_id=request_id,
         prompt_ids=np.array(prompt_ids, np.int64),
         max_tokens=_max_tokens(params.max_tokens, limits, len(prompt_ids), request_id),
-        sampling=_sampling(params, tokenizer),
+        sampling=_sampling(params, tokenizer.encode_words("bad_words", params.bad_words)),
         end_ids=() if params.ignore_eos else model.end_ids,
         stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
         max_draft_tokens=params.num_draft_tokens,
@@ -216,7 +216,14 @@ def _max_tokens(asked: int | None, limits: Limits, num_prompt_tokens: int, reque
     return fitting_max_tokens(asked, limits, num_prompt_tokens, request_id)
 
 
-def _sampling(params: SamplingParams, tokenizer: TextTokenizer) -> EngineSampling:
+def check_params(params: SamplingParams) -> None:
+    """Raises RequestError for what no model could be asked."""
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise RequestError("max_tokens", params.max_tokens, "must be at least 1")
+    _sampling(params).validate(vocab_size=2**31)
+
+
+def _sampling(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = ()) -> EngineSampling:
     seed = params.seed
     if seed is None:
         seed = secrets.randbits(64) if params.temperature > 0 else 0
@@ -231,5 +238,5 @@ def _sampling(params: SamplingParams, tokenizer: TextTokenizer) -> EngineSamplin
         min_tokens=params.min_tokens,
         seed=seed,
         logit_bias=params.logit_bias,
-        bad_words=tokenizer.encode_words("bad_words", params.bad_words),
+        bad_words=bad_words,
     )

@@ -23,6 +23,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import EngineMetrics
+from faser_backend.serving import loading
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
@@ -58,6 +59,7 @@ class LLM:
         """
         config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
         self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir(progress)
+        loading.log.info(loading.CHECKING)
         self.manifest = EngineManifest.load(self.engine_dir)
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faser_backend.api.batch import Conversation, Prompt
+from faser_backend.api.batch import Conversation, Prompt, check_params
 from faser_backend.api.llm import LLM
 from faser_backend.api.outputs import CompletionOutput, RequestOutput
 from faser_backend.api.params import SamplingParams
@@ -54,6 +54,7 @@ def generate_once(
     on_text: Callable[[str], None],
     progress: Progress | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, both by
     source as well (accepted tokens behind the end of the answer included), num_pruned, num_rows_verified (anchors
@@ -80,6 +81,7 @@ def generate_once(
         if on_step is not None:
             on_step(record)
 
+    check_params(params)
     with LLM(
         options.engine_dir,
         chat_template=options.chat_template_file,
@@ -93,6 +95,7 @@ def generate_once(
         max_num_seqs=1,
         num_threads=options.num_threads,
     ) as llm:
+        on_loaded()
         result = _run(llm, prompt, params, on_text) | {"num_rows_verified": sum(num_rows)}
     has_profile = (llm.engine_dir / PROFILE_FILE).is_file()
     why_no_drafts = "" if result["num_drafted"] else _why_no_drafts(options, has_profile=has_profile)
@@ -141,6 +144,8 @@ def _check_prompt_options(options: OneShotOptions) -> None:
                 raise RequestError(flag, str(getattr(options, name)), "is for conversations: give --chat too")
         if (options.prompt is None) == (options.prompt_ids is None):
             raise RequestError("prompt", options.prompt, "give exactly one of --prompt and --prompt-ids")
+        if not (options.prompt or options.prompt_ids):
+            raise RequestError("prompt", options.prompt, "is empty; at least 1 token is needed")
         return
     if options.prompt_ids is not None:
         raise RequestError("--prompt-ids", list(options.prompt_ids), "cannot be a message: leave --chat out")

@@ -26,6 +26,7 @@ from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
+from faser_backend.serving import loading
 from faser_backend.serving.drafting import check_trees, make_proposer, served_models, serving_knowledge
 from faser_backend.serving.partitions import open_partitions
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
@@ -49,7 +50,9 @@ def open_engine(
 ) -> tuple[Engine, Callable[[], None]]:
     """Loads and checks the directory, opens its runtime. Returns the engine, and what the thread that is going to step
     it runs once before. Raises ManifestError or ConfigError."""
+    loading.log.info(loading.CHECKING)
     manifest = EngineManifest.load(engine_dir)
+    loading.log.info("loading weights and kernels")
     with ExitStack() as stack:
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from faser_backend.config import EngineConfig
@@ -19,6 +20,7 @@ from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.door_process import DoorProcess
 from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
 from faser_backend.serving.heartbeat import HangWatch
+from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_teller
 from faser_backend.serving.model_configs import CONTRACTS
 from faser_backend.serving.prompts import read_template
@@ -74,12 +76,21 @@ def serve_until_signalled(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     with TritonServer(options, shows_log=shows_log) as server, contextlib.ExitStack() as stack:
-        tell("INFO", f"starting Triton Inference Server, log in {server.log_file}")
-        server.wait_ready(should_stop=is_signalled.is_set)
+        phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(tell, "INFO")))
+        phases.begin(launching := f"starting Triton Inference Server, log in {server.log_file}")
+
+        def is_over() -> bool:
+            with contextlib.suppress(OSError):  # the engine has not begun
+                phases.begin((server.log_file.parent / LOADING_FILE).read_text() or launching)
+            return is_signalled.is_set()
+
+        server.wait_ready(should_stop=is_over)
         front = None
         if door is not None and not is_signalled.is_set():
+            phases.begin("starting OpenAI's API")
             front = stack.enter_context(DoorProcess(door))
             front.wait_ready(should_stop=is_signalled.is_set)
+        phases.end()
         if not is_signalled.is_set():
             print(
                 f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "

@@ -24,6 +24,7 @@ from faser_backend.serving.heartbeat import Heartbeat
 from faser_backend.serving.launch_folder import drain_when_asked
 from faser_backend.serving.link import Hello, LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.serving.llmapi import LlmApiWire
+from faser_backend.serving.loading import log, written_phases
 from faser_backend.serving.log_format import log_request
 from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.metrics import MetricReporter
@@ -168,9 +169,15 @@ class EngineModel(ServingModel):
         self._reporter = MetricReporter(pb_utils, args["model_name"], args["model_version"])
         try:
             options = read_serving_options(parameters)
-            self._host = EngineHost(
-                options, read_engine_config(parameters), self._reporter, on_stopped=_end_soon, beat=self._beats[0].beat
-            )
+            with written_phases(folder):
+                self._host = EngineHost(
+                    options,
+                    read_engine_config(parameters),
+                    self._reporter,
+                    on_stopped=_end_soon,
+                    beat=self._beats[0].beat,
+                )
+                log.info("starting the text models")
             listeners = self._open_listeners(parameters, self._host.hello)
         except FaserError as error:
             self._reporter.close()

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from faser_backend.cli_options import print_progress
+from faser_backend.cli_options import print_steps
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
@@ -100,7 +100,7 @@ def _run(options: BenchOptions, sizing: Sizing, command: str) -> bool:
     contestants, missing = choose_contestants(names)
     check_output(options.output, REPORT_BYTES)
     warnings: list[str] = []
-    engine_dir = options.engine_dir or demo_engine_dir(print_progress)
+    engine_dir = options.engine_dir or demo_engine_dir(print_steps())
     manifest = EngineManifest.load(engine_dir)
     # Before anything that takes time: a file that cannot be asked is told at once.
     prompts = _prompts(options, sizing, engine_dir, manifest)

@@ -81,7 +81,8 @@ class Announced(uvicorn.Server):
         if self.started:
             scheme = "https" if self.config.is_ssl else "http"
             host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-            print(f"OpenAI's API {scheme}://{host}:{self.config.port}/v1", flush=True)
+            origin = f"{scheme}://{host}:{self.config.port}"
+            print(f"OpenAI's API {origin}/v1, chat page {origin}/", flush=True)
 
 
 def describe(options: DoorOptions) -> Served:

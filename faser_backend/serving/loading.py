@@ -1,0 +1,101 @@
+"""The phases of loading a model: told through the standard logger `faser.loading`, in whichever process loads, and
+shown by commands. Below warnings, so that programs which import this package see nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+CHECKING = "checking the engine's files"
+LOADING_FILE = "faser-loading"  # in a server's launch folder: what its engine is doing
+log = logging.getLogger("faser.loading")
+
+
+class _Calls(logging.Handler):
+    def __init__(self, call: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self.call = call
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.call(record.getMessage())
+
+
+class Phases:
+    """A line for each phase: on a terminal with the time that it takes, elsewhere with the time at which it begins."""
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        """tell: takes the lines instead, bare."""
+        self._start_s, self._now, self._tell = time.monotonic(), "", tell
+        columns = SpinnerColumn(finished_text=" "), TimeElapsedColumn(), TextColumn("{task.description}")
+        console = Console(stderr=True)
+        self._live = Progress(*columns, console=console) if console.is_terminal and tell is None else None
+        if self._live is not None:
+            self._live.start()
+
+    def begin(self, what: str) -> None:
+        """Ends the phase before it. Says nothing where it is that phase."""
+        if what == self._now:
+            return
+        self._finish()
+        self._now = what
+        if self._live is not None:
+            self._live.add_task(escape(what), total=1)
+        elif self._tell is not None:
+            self._tell(what)
+        else:
+            print(f"{time.monotonic() - self._start_s:5.1f} s  {what}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        self._finish()
+        if self._live is not None:
+            self._live.stop()
+
+    def _finish(self) -> None:
+        if self._live is not None and self._live.tasks:
+            self._live.update(self._live.tasks[-1].id, completed=1)
+
+
+@contextmanager
+def told_to(call: Callable[[str], None]) -> Iterator[None]:
+    """Phases of this process go to `call` as well, and warnings of them."""
+    handler, level = _Calls(call), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+@contextmanager
+def shown_phases(tell: Callable[[str], None] | None = None) -> Iterator[Phases]:
+    """Shows the phases of this process until the end, or `end`."""
+    phases, log.propagate = Phases(tell), False
+    try:
+        with told_to(phases.begin):
+            yield phases
+    finally:
+        log.propagate = True
+        phases.end()
+
+
+@contextmanager
+def written_phases(folder: Path) -> Iterator[None]:
+    """Keeps the phase of this process in the launch folder of its server."""
+
+    def write(what: str) -> None:
+        with suppress(OSError):  # a full disk: nobody is told
+            (folder / LOADING_FILE).write_text(what)
+
+    with told_to(write):
+        yield
