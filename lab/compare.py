@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from faser_backend.cli_options import print_progress
+from faser_backend.cli_options import print_steps
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.manifest import EngineManifest
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None, **defaults: Any) -> None:
     add_prompt_options(parser)
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
-    args.engine_dirs = args.engine_dirs or [demo_engine_dir(print_progress)]
+    args.engine_dirs = args.engine_dirs or [demo_engine_dir(print_steps())]
     unknown = set(args.places.split(",")) - set(PLACES)
     if unknown:
         raise ConfigError(f"--places = {args.places!r}: must be of {', '.join(PLACES)}")
