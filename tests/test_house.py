@@ -3,6 +3,8 @@
 Imports are read from the syntax tree, so a rule holds for code that no test happens to execute.
 """
 
+# size: the rules share how files are found and read.
+
 from __future__ import annotations
 
 import ast
@@ -249,6 +251,72 @@ def test_logic_rooms_load_no_runtime():
 
 def test_the_check_sees_a_runtime_that_is_loaded():
     assert runtimes_loaded_by(["onnxruntime"]) >= {"onnxruntime"}
+
+
+_READERS = (
+    "startswith endswith find rfind index count split rsplit partition rpartition removeprefix removesuffix replace"
+    " search match fullmatch findall finditer sub"
+)
+_TEXTS = {"message", "msg", "args", "details"}  # of an error or a failure
+
+
+def parsed_messages(source: str) -> list[str]:
+    """Expressions that look for words in an error's text. Cutting one to its first lines, to show it, is none."""
+    tree = ast.parse(source)
+    errors = {each.name for each in ast.walk(tree) if isinstance(each, ast.ExceptHandler)} | {"error", "failure"}
+
+    def is_text(node: ast.AST, names: set[str]) -> bool:
+        match node:
+            case ast.Name(name):
+                return name in names
+            case ast.Call(ast.Name("str" | "repr"), [ast.Name(name)]):
+                return name in errors
+            case ast.Attribute(_, name) | ast.Call(ast.Attribute(_, name)) if name in _TEXTS:
+                return True
+            case ast.Subscript(_, ast.Constant(name)) if name in _TEXTS:
+                return True
+            case ast.Subscript(value) | ast.Call(ast.Attribute(value)):
+                return is_text(value, names)
+        return False
+
+    found = []
+    for scope in (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)):
+        names: set[str] = set()
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Assign) and is_text(node.value, names):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(scope):
+            match node:
+                case ast.Compare(left, _, others):
+                    texts: list[ast.expr] = [left, *others]
+                case ast.Call(ast.Attribute(value, name), arguments) if name in _READERS.split():
+                    texts = [value, *arguments]
+                case _:
+                    continue
+            if any(is_text(each, names) for each in texts):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_program_reads_the_words_of_an_error():
+    files = [f for top in OWN if top != "lab" for f in source_files(".py") if f.is_relative_to(ROOT / top)]
+    assert {str(f.relative_to(ROOT)): found for f in files if (found := parsed_messages(f.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if "is gone" in str(error): pass',
+        'if failure.message.lower().startswith("internal"): pass',
+        'field = str(error).partition(" = ")[0]',
+        'error.args = (str(error).replace("a", "b", 1),)',
+        "re.match(FIELD, error.message)",
+        'text = first["msg"].removeprefix("Value error, ")',
+        "lower = error.details().lower()\n    if any(words in lower for words in WORDS): pass",
+    ],
+)
+def test_a_program_that_reads_the_words_of_an_error_is_noticed(line: str):
+    assert parsed_messages(f"def of_engine(error, first):\n    {line}")
 
 
 def test_files_stay_small_or_say_why():

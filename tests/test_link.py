@@ -54,7 +54,7 @@ FULL = Request(
     True,
     True,
     True,
-    "start: /a/",
+    guide="start: /a/",
 )
 ANSWER = RequestOutput(
     "r",
@@ -64,7 +64,7 @@ ANSWER = RequestOutput(
     Failure(ErrorCode.TOO_LONG, "why", "max_tokens"),
     RequestStats(arrival_ns=2**62, num_drafted=3),
     np.ones((2, 3), np.float32),
-    np.zeros((0, 3), np.float32),
+    generation_logits=np.zeros((0, 3), np.float32),
 )
 
 
@@ -145,6 +145,12 @@ def test_errors_keep_their_code_and_field_across_the_link(error: FaserError):
     assert back is not None
     restored = FailedError(back)
     assert (str(restored), restored.code, restored.field) == (str(error), error.code, error.field)
+    assert Failure.from_json(error.failure.to_json()) == error.failure
+
+
+@pytest.mark.parametrize("text", ["", "unavailable", "3", "[1]", '{"code": "x", "field": null, "message": ""}'])
+def test_a_text_that_is_no_failure_is_not_taken_for_one(text: str):
+    assert Failure.from_json(text) is None
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 """The OpenAI-compatible door as its users meet it: the official client against `faser serve --openai-port`."""
 # size: all of it asks one server; another file would start another
 
+# size: the tests share one running server.
+
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -16,8 +19,12 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
+from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.serving.openai.app import PAGE
+from faser_backend.serving.openai.errors import ANSWERS, ApiError
 from faser_backend.serving.openai.fields import REFUSED, ChatBody, CompletionBody, ResponsesBody
+from faser_backend.serving.openai.sampling import Generation
+from faser_backend.serving.openai.triton_client import TokenClient
 from lab.bench.servers import free_ports
 from tests.chat_templates import HERMES
 from tests.openai_cases import (
@@ -353,12 +360,69 @@ def test_the_events_of_a_response_build_it(door: Door):
             "guided_decoding_guide",
             "nothing",
         ),
+        (  # a word of the request is no status: 400 like the others
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "unavailable"}}}},
+            "guided_decoding_guide",
+            "unavailable",
+        ),
     ],
 )
 def test_an_error_names_its_field(door: Door, fields: dict[str, Any], param: str, words: str):
     with pytest.raises(openai.BadRequestError) as refusal:
         ask(door.client, ChatBody, **{**BASE[ChatBody], **fields})
     assert refusal.value.param is not None and refusal.value.param.startswith(param) and words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "param"),
+    [
+        (ChatBody, {"max_tokens": 100_000}, "max_tokens"),
+        (ResponsesBody, {"max_output_tokens": 100_000}, "max_output_tokens"),
+        (CompletionBody, {"prompt": [7] * 1024}, "prompt"),
+        (CompletionBody, {"prompt": "x" * (1 << 20)}, "prompt"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "messages"),
+    ],
+)
+def test_what_is_too_long_has_its_code(door: Door, body: type, fields: dict[str, Any], param: str):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        ask(door.client, body, **{**BASE[body], **fields})
+    assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", param)
+
+
+def test_a_full_queue_asks_for_patience(door: Door):
+    with pytest.raises(openai.RateLimitError, match="Maximum queue size of 64") as refusal:
+        ask(door.client, CompletionBody, prompt=[7, 8], max_tokens=400, n=128, ignore_eos=True)
+    assert (refusal.value.code, refusal.value.param) == ("queue_full", None)
+    assert refusal.value.response.headers["retry-after"] == "1"
+
+
+def failure_of(url: str) -> ApiError:
+    async def ask_triton() -> None:
+        client = TokenClient(url, 64)
+        try:
+            async for _ in client.generate(Generation([1], 1, seed=1)):
+                pass
+        finally:
+            await client.close()
+
+    with pytest.raises(ApiError) as failure:
+        asyncio.run(ask_triton())
+    return failure.value
+
+
+def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(door: Door, monkeypatch: pytest.MonkeyPatch):
+    """These errors are Triton's and gRPC's own, whose words count as little."""
+    assert failure_of(f"127.0.0.1:{free_ports(1)[0]}").status == 503
+    monkeypatch.setattr("faser_backend.serving.openai.triton_client.MODEL", "nothing")
+    assert failure_of(f"127.0.0.1:{door.served.grpc_port}").status == 503
+
+
+def test_every_code_has_its_answer():
+    assert set(ANSWERS) == set(ErrorCode)
+    assert ApiError.of(Failure(ErrorCode.UNAVAILABLE, "x")).status == 503
+    assert ApiError.of(Failure(ErrorCode.INTERNAL, "x")).body() == {
+        "error": {"message": "x", "type": "server_error", "param": None, "code": "internal_error"}
+    }
 
 
 def test_strangers_and_unknown_models_are_turned_away(door: Door):

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faser_backend.core.errors import Failure, QueueFullError, RequestError
+from faser_backend.core.errors import Failure, QueueFullError, RequestError, UnavailableError
 from faser_backend.serving.converters import preprocess
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.guides import MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts
-from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody
 from faser_backend.serving.openai.prompts import chat_prompt, completion_prompts
 from faser_backend.serving.processes import is_running
@@ -253,10 +252,19 @@ def test_a_long_text_that_is_refused_is_answered():
     frontend.close()
 
 
+def test_a_long_text_that_comes_while_the_server_stops_is_told_so():
+    long_texts = LongTexts(1)
+    long_texts.close()
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            long_texts.run({"text_input": text(HUGE)}, lambda: None)
+    long_texts.drain()
+
+
 def test_the_openai_door_has_the_same_limit():
     tokenizer = NoTokenizer(byte_level_tokenizer())
-    with pytest.raises(ApiError, match="prompt length = 5000000: must be at most 1000 bytes"):
+    with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):
         completion_prompts(CompletionBody.model_validate({"model": "m", "prompt": ["x", HUGE]}), tokenizer, 1000, 1000)
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})
-    with pytest.raises(ApiError, match="messages length = 5000000: must be at most 1000 bytes"):
+    with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes"):
         chat_prompt(body, tokenizer, 1000)

@@ -16,12 +16,12 @@ import numpy as np
 
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
-from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError, RequestError
+from faser_backend.core.errors import ErrorCode, FailedError, Failure, RequestError, UnavailableError
 from faser_backend.core.request import FinishReason, Limits, Request
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.core.request import SamplingParams as EngineSampling
 from faser_backend.serving.contract import fitting_max_tokens, nth_sequence
-from faser_backend.serving.guides import GUIDE, GuideCompiler
+from faser_backend.serving.guides import GuideCompiler
 from faser_backend.serving.tokenizer import TextTokenizer
 
 Conversation = list[dict[str, Any]]  # [{"role": ..., "content": ...}]
@@ -87,7 +87,7 @@ class Batch:
         Raises FaserError where a request failed, and where the engine is gone: None.
         """
         if outputs is None:
-            raise FaserError("the engine was closed")
+            raise UnavailableError("the engine was closed")
         stopped = []
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
@@ -205,7 +205,7 @@ def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
         guide = guided.guide()
         guides.compile(guide)
     except RequestError as error:
-        error.args = (str(error).replace(GUIDE, "guided_decoding", 1),)
+        error.blame("guided_decoding")
         raise
     return guide
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 from faser_backend.api.batch import AnyParams, Batch, Conversation, Model, Prompt, is_conversation
 from faser_backend.api.outputs import RequestOutput
 from faser_backend.config import EngineConfig
-from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.errors import RequestError, UnavailableError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.manifest import EngineManifest
@@ -134,7 +134,7 @@ class LLM:
 
     def _batch(self, prompts: Prompts, params: AnyParams) -> Batch:
         if not self._close.alive:
-            raise FaserError("this LLM is closed")
+            raise UnavailableError("this LLM is closed")
         return Batch(prompts, params, self._model, f"{next(self._call_ids)}")
 
     def _run(self, batch: Batch) -> Iterator[None]:

@@ -6,12 +6,14 @@ is served: one table makes Triton's codes of them, another HTTP's. No program re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+MAX_SENT_MESSAGE = 1000  # characters; gRPC refuses a status of more than 8 KiB, in which one may take 6 bytes
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -37,6 +39,18 @@ class Failure:
     def __str__(self) -> str:
         return self.message
 
+    def to_json(self) -> str:
+        return json.dumps({"code": self.code.value, "field": self.field, "message": self.message[:MAX_SENT_MESSAGE]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure | None:
+        """The failure that `to_json` wrote; None for any other text."""
+        try:
+            given = json.loads(text)
+            return cls(ErrorCode(given["code"]), given["message"], given["field"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
 
 class FaserError(Exception):
     """Base of every error that a user can cause or mend."""
@@ -50,16 +64,21 @@ class FaserError(Exception):
 
 
 class RequestError(FaserError):
-    """One request is refused or failed; nobody else is touched."""
+    """One request is refused or failed; nobody else is touched.
 
-    code = ErrorCode.INVALID
+    field: of the request; what follows a blank says which quantity of it is meant ("prompt length" blames `prompt`).
+    """
 
     def __init__(self, field: str, value: object, limit: str, *, code: ErrorCode = ErrorCode.INVALID) -> None:
         shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} = {shown}: {limit}")
-        self.field, self.code = field, code
+        self._told = f"{shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}"
+        self.code = code
+        self.blame(field)
+
+    def blame(self, field: str) -> None:
+        """Names the field as the client knows it."""
+        self.field = field.partition(" ")[0]
+        self.args = (f"{field} = {self._told}",)
 
 
 class QueueFullError(RequestError):
@@ -67,6 +86,7 @@ class QueueFullError(RequestError):
 
     def __init__(self, limit: int) -> None:
         super().__init__("max_queue_size", limit, "", code=ErrorCode.QUEUE_FULL)
+        self.field = None  # nothing in the request is to blame
         message = f"Exceeds maximum queue size. Maximum queue size of {limit} requests is reached; retry later"
         self.args = (message,)
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from faser_backend.core.errors import Failure, RequestError
+from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.grammar import Grammar
 
 # Words of a request, and their tokens in all: what they cost is searched for with every token.
@@ -103,9 +103,8 @@ class Request:
         if ids.size == 0:
             raise RequestError("input_ids", [], "prompt is empty; at least 1 token is needed")
         if ids.size >= limits.max_context:
-            raise RequestError(
-                "input_ids length", int(ids.size), f"must be below the context length of {limits.max_context} tokens"
-            )
+            limit = f"must be below the context length of {limits.max_context} tokens"
+            raise RequestError("input_ids length", int(ids.size), limit, code=ErrorCode.TOO_LONG)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= limits.vocab_size:
             bad = low if low < 0 else high
@@ -116,6 +115,7 @@ class Request:
                 "max_tokens",
                 self.max_tokens,
                 f"must lie in [1, {room}] (context length {limits.max_context} - prompt of {ids.size} tokens)",
+                code=ErrorCode.TOO_LONG if self.max_tokens > room else ErrorCode.INVALID,
             )
         for end_id in self.end_ids:
             _check_int("end_id", end_id, 0, limits.vocab_size - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import ErrorCode, RequestError
 from faser_backend.serving.link import Hello
 from faser_backend.serving.tensor_values import (
     BAD_WORDS,
@@ -63,7 +63,8 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tok
             raise RequestError(name, None, "is required")
     tokens, lengths = tensors["TOKENS_BATCH"], tensors["SEQUENCE_LENGTH"]
     if tokens.size > MAX_TOKENS:
-        raise RequestError("TOKENS_BATCH length", tokens.size, f"must be at most {MAX_TOKENS} ids")
+        limit = f"must be at most {MAX_TOKENS} ids"
+        raise RequestError("TOKENS_BATCH length", tokens.size, limit, code=ErrorCode.TOO_LONG)
     if tokens.ndim != 3 or lengths.shape != tokens.shape[:2]:
         raise RequestError("SEQUENCE_LENGTH", list(lengths.shape), f"must be the first two of {list(tokens.shape)}")
     texts = []

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ErrorCode, FaserError
 
 _LENGTH = struct.Struct(">Q")
 _CHUNK = 1 << 20  # memory is taken as bytes arrive, not as a header promises them
@@ -18,6 +18,14 @@ _CHUNK = 1 << 20  # memory is taken as bytes arrive, not as a header promises th
 
 class FrameError(FaserError):
     """A frame is longer than may be, or ends before it is whole."""
+
+    code = ErrorCode.INTERNAL
+
+    @classmethod
+    def too_long(cls, num_bytes: int, limit: int) -> FrameError:
+        error = cls(f"frame = {num_bytes} bytes: must be at most {limit}")
+        error.code = ErrorCode.TOO_LONG
+        return error
 
 
 class FrameSocket:
@@ -32,7 +40,7 @@ class FrameSocket:
     def send(self, data: bytes) -> None:
         """Raises FrameError for a frame that is too long, and OSError where the other end is gone."""
         if len(data) > self._max_sent:
-            raise FrameError(f"frame = {len(data)} bytes: must be at most {self._max_sent}")
+            raise FrameError.too_long(len(data), self._max_sent)
         with self._lock:
             self._stream.sendall(_LENGTH.pack(len(data)) + data if len(data) < _CHUNK else _LENGTH.pack(len(data)))
             if len(data) >= _CHUNK:
@@ -47,7 +55,7 @@ class FrameSocket:
             raise FrameError(f"frame: ends after {len(header)} bytes of its length")
         (length,) = _LENGTH.unpack(header)
         if length > self._max_received:
-            raise FrameError(f"frame = {length} bytes: must be at most {self._max_received}")
+            raise FrameError.too_long(length, self._max_received)
         data = self._take(length)
         if len(data) < length:
             raise FrameError(f"frame: ends after {len(data)} of {length} bytes")

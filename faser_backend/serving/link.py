@@ -240,7 +240,7 @@ def _has_logits(batch: list[RequestOutput]) -> bool:
 
 
 class SocketLink:
-    """A frontend's end. Raises ConfigError if no engine answers within `timeout_s`, or FaserError with what the
+    """A frontend's end. Raises UnavailableError if no engine answers within `timeout_s`, or FaserError with what the
     engine's end has to say."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -249,7 +249,7 @@ class SocketLink:
         self._failure: FaserError | None = None
         hello = self._receive()
         if hello is None or hello.hello is None:
-            raise ConfigError(f"the engine at {path} hung up before it said anything")
+            raise UnavailableError(f"the engine at {path} hung up before it said anything")
         self.hello: Hello = hello.hello
         threading.Thread(target=self._read, name="link-read", daemon=True).start()
 
@@ -310,5 +310,5 @@ def _connect(path: Path, timeout_s: float) -> FrameSocket:
             stream.close()
             if time.monotonic() >= deadline_s:
                 reason = f"no engine answers at {path} ({error}); is the model 'tensorrt_llm' loaded?"
-                raise ConfigError(reason) from None
+                raise UnavailableError(reason) from None
             time.sleep(0.05)

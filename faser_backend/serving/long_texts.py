@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from faser_backend.core.errors import QueueFullError
+from faser_backend.core.errors import SHUTTING_DOWN, QueueFullError, UnavailableError
 from faser_backend.serving.tensor_values import num_text_bytes
 from faser_backend.serving.tensors import Tensors
 
@@ -33,7 +33,8 @@ class LongTexts:
         self._num_waiting = 0
 
     def run(self, tensors: Tensors, read: Callable[[], None]) -> None:
-        """Calls read, which answers its own errors, now or soon. Raises QueueFullError where too many wait."""
+        """Calls read, which answers its own errors, now or soon. Raises QueueFullError where too many wait,
+        and UnavailableError once closed."""
         if num_text_bytes(tensors) <= LONG_TEXT_BYTES:
             read()
             return
@@ -41,7 +42,12 @@ class LongTexts:
             if self._max_waiting and self._num_waiting >= self._max_waiting:
                 raise QueueFullError(self._max_waiting)
             self._num_waiting += 1
-        self._pool.submit(self._read, read)
+        try:
+            self._pool.submit(self._read, read)
+        except RuntimeError:  # the pool is shut
+            with self._lock:
+                self._num_waiting -= 1
+            raise UnavailableError(SHUTTING_DOWN) from None
 
     def drain(self) -> None:
         """Waits until every long text has been read."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgpack
 import numpy as np
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ErrorCode, FaserError
 
 T = TypeVar("T")
 _Reader = Callable[[Any, str], Any]  # (plain value, name of its place) -> value
@@ -27,6 +27,8 @@ ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float32"})
 
 class PackingError(FaserError):
     """Bytes from another process are not what they should be, or a value cannot be sent."""
+
+    code = ErrorCode.INTERNAL
 
 
 def pack(value: Any) -> bytes:

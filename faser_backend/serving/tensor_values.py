@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import ErrorCode, RequestError
 from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
 from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -67,7 +67,8 @@ def check_length(name: str, text: object, max_bytes: int) -> None:
     if isinstance(text, str | bytes) and len(text) * (4 if isinstance(text, str) else 1) > max_bytes:
         num_bytes = len(text) if isinstance(text, bytes) else len(text.encode(errors="replace"))
         if num_bytes > max_bytes:
-            raise RequestError(f"{name} length", num_bytes, f"must be at most {max_bytes} bytes")
+            limit = f"must be at most {max_bytes} bytes"
+            raise RequestError(f"{name} length", num_bytes, limit, code=ErrorCode.TOO_LONG)
 
 
 def read_words(tensors: Tensors, name: str, limit: WordLimit) -> list[str]:

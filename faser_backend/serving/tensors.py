@@ -15,6 +15,9 @@ import numpy as np
 from faser_backend.core.errors import RequestError
 
 Tensors = Mapping[str, np.ndarray]
+# A request parameter, of our own OpenAI server: errors then come as JSON of their code, field and text, because
+# Triton tells a client only its own few codes and a text.
+JSON_ERRORS = "faser_json_errors"
 
 
 class TensorSpec(NamedTuple):

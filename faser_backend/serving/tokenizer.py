@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is read on th
 
 from tokenizers import Tokenizer
 
-from faser_backend.core.errors import ConfigError, RequestError
+from faser_backend.core.errors import ConfigError, ErrorCode, RequestError
 from faser_backend.files import FileError, read_text
 from faser_backend.serving.chat import Message, read_messages
 from faser_backend.serving.prompts import PromptFormat
@@ -89,7 +89,8 @@ class TextTokenizer:
         """As encode_chat, of messages that have been checked; tools are shown to the model if the template does."""
         text = self._chat.render(field, messages, tools)
         if max_bytes is not None and (num_bytes := len(text.encode())) > max_bytes:
-            raise RequestError(f"{field} length", num_bytes, f"must be at most {max_bytes} bytes, rendered")
+            limit = f"must be at most {max_bytes} bytes, rendered"
+            raise RequestError(f"{field} length", num_bytes, limit, code=ErrorCode.TOO_LONG)
         return text, self.encode(text)
 
     @property

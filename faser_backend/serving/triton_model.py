@@ -30,6 +30,7 @@ from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
 from faser_backend.serving.request_life import Listener
+from faser_backend.serving.tensors import JSON_ERRORS
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.tracing import Tracing, context_of
 from faser_backend.serving.triton_io import NamedArray
@@ -61,9 +62,9 @@ class ServingModel(ConfiguredModel):
 
     def _serve(self, requests: list[Any]) -> None:
         for request in requests:
-            responder = TritonResponder(request)
+            parameters = parameters_of(request)
+            responder = TritonResponder(request, sends_json=JSON_ERRORS in parameters)
             try:
-                parameters = parameters_of(request)
                 tensors = self._read(request, parameters)
             except FaserError as error:
                 responder.fail(error.failure)

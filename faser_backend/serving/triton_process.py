@@ -42,7 +42,9 @@ class TritonResponder:
     poll that meets it crashes the whole server. The lock keeps the two apart.
     """
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, *, sends_json: bool = False) -> None:
+        """sends_json: errors are for a program of ours, which reads more than a text."""
+        self._sends_json = sends_json
         self.requested_outputs = request.requested_output_names()
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
@@ -53,7 +55,8 @@ class TritonResponder:
         self._send(pb_utils.InferenceResponse(tensors), is_final)
 
     def fail(self, failure: Failure) -> None:
-        error = pb_utils.TritonError(failure.message, getattr(pb_utils.TritonError, TRITON_CODES[failure.code]))
+        message = failure.to_json() if self._sends_json else failure.message
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, TRITON_CODES[failure.code]))
         self._send(pb_utils.InferenceResponse(error=error), is_final=True)
 
     def is_cancelled(self) -> bool:

@@ -20,7 +20,11 @@ MIN_DRIVER = 12040  # CUDA 12.4 brought green contexts
 
 
 class DriverError(FaserError):
-    """The driver refused, or does not know, what was asked of it."""
+    """The driver refused, or does not know, what was asked of it. status: the name of its CUresult, if any."""
+
+    def __init__(self, message: str, status: str = "") -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class CudaDriver(Protocol):
@@ -118,7 +122,7 @@ class GreenSplits:
             try:
                 return self._open_share([*groups, rest], stack)
             except DriverError as error:
-                if "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION" not in str(error):
+                if error.status != "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION":
                     raise
         return self._open_share(groups, stack)
 
@@ -146,7 +150,8 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
         reason = "no NVIDIA driver (libcuda.so.1)" if name == "cuInit" else f"{name}: {error}"
         raise DriverError(reason) from None
     if int(status) != 0:
-        raise DriverError(f"{name}: {getattr(status, 'name', status)}")
+        told = str(getattr(status, "name", status))
+        raise DriverError(f"{name}: {told}", told)
     return results[0] if len(results) == 1 else tuple(results)
 
 

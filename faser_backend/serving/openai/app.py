@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.serving.openai import prompts
 from faser_backend.serving.openai.answer import Answer
 from faser_backend.serving.openai.bodies import read_body
@@ -119,7 +120,8 @@ class Door:
         try:
             text = await asyncio.to_thread(_fetch, address, "/metrics")
         except (OSError, http.client.HTTPException):
-            raise ApiError("Triton's metrics port does not answer", status=503, code="unavailable") from None
+            message = "Triton's metrics port does not answer"
+            raise ApiError.of(Failure(ErrorCode.UNAVAILABLE, message)) from None
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: Request) -> Response:

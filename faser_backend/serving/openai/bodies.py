@@ -109,8 +109,9 @@ def _of_validation(error: ValidationError) -> ApiError:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if first["type"] == "missing":
         return ApiError(f"{name}: is required", param=name)
-    shown = "" if first["type"] == "value_error" else f" = {_shown(first['input'])}"
-    return ApiError(f"{name}{shown}: {first['msg'].removeprefix('Value error, ')}", param=name)
+    if first["type"] == "value_error":  # a validator of ours, which shows the value where it helps
+        return ApiError(f"{name}: {first.get('ctx', {})['error']}", param=name)
+    return ApiError(f"{name} = {_shown(first['input'])}: {first['msg']}", param=name)
 
 
 def _shown(value: object) -> str:

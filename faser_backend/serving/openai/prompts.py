@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from faser_backend.core.errors import RequestError
 from faser_backend.serving.openai.bodies import parse
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, Message, ResponsesBody, TextPart
@@ -31,11 +30,8 @@ def completion_prompts(
 
 
 def check_text(name: str, text: str, max_bytes: int) -> None:
-    """Raises ApiError for a text that is too long to be tokenised."""
-    try:
-        check_length(name, text, max_bytes)
-    except RequestError as error:
-        raise ApiError(str(error), param=name) from None
+    """Raises RequestError for a text that is too long to be tokenised."""
+    check_length(name, text, max_bytes)
 
 
 def _ids_of(prompt: Any, tokenizer: TextTokenizer, vocab_size: int) -> list[int]:
@@ -67,10 +63,7 @@ def _encode(
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
     if not shows_tools(tokenizer.chat_template):
         messages, tools = written_out(messages, tools), None
-    try:
-        return tokenizer.encode_conversation("messages", messages, tools, max_bytes=max_bytes)[1]
-    except RequestError as error:
-        raise ApiError.of_request(error) from None
+    return tokenizer.encode_conversation("messages", messages, tools, max_bytes=max_bytes)[1]
 
 
 def _for_template(messages: list[Message], max_bytes: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.serving.guides import GUIDE, MAX_GUIDE_BYTES
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
@@ -59,20 +60,19 @@ def plan_generation(
     guide: Guide | None = None,
     draft_ids: tuple[int, ...] = (),
 ) -> Generation:
-    """Checks what depends on the model. Raises ApiError."""
+    """Checks what depends on the model. Raises ApiError and RequestError."""
     room = max_context - len(prompt_ids)
     if not prompt_ids:
         raise ApiError("the prompt has no tokens: at least 1 is needed", param="prompt")
     if room < 1:
-        limit = f"must be below the context length of {max_context} tokens"
-        raise ApiError(
-            f"the prompt has {len(prompt_ids)} tokens: {limit}", param="messages", code="context_length_exceeded"
-        )
+        message = f"the prompt has {len(prompt_ids)} tokens: must be below the context length of {max_context} tokens"
+        field = "prompt" if isinstance(body, CompletionBody) else "messages"
+        raise ApiError.of(Failure(ErrorCode.TOO_LONG, message, field))
     name, asked = _max_tokens(body)
     if asked is not None and asked > room:
         least = 0 if isinstance(body, CompletionBody) else 1
         limit = f"must lie in [{least}, {room}] (context length {max_context} - prompt of {len(prompt_ids)} tokens)"
-        raise ApiError(f"{name} = {asked}: {limit}", param=name, code="context_length_exceeded")
+        raise RequestError(name, asked, limit, code=ErrorCode.TOO_LONG)
     if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # the engine would say so, of a larger message
         raise ApiError(f"{GUIDE}: {len(guide.text)} bytes: must be at most {MAX_GUIDE_BYTES}", param=GUIDE)
     default = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionBody) else room

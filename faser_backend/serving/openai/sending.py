@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.openai.answer import follow_all
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.replies import Event, Reply
@@ -133,11 +133,11 @@ def as_api_error(error: Exception) -> ApiError:
     """The error as a client learns of it: of what nobody foresaw only a number, under which the log has the rest."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestError):
-        return ApiError.of_request(error)
+    if isinstance(error, FaserError):
+        return ApiError.of(error.failure)
     number = secrets.token_hex(8)
     _LOG.error("request %s failed", number, exc_info=error)
-    return ApiError(f"internal error; the server's log has more under {number}", status=500, code="internal_error")
+    return ApiError.of(Failure(ErrorCode.INTERNAL, f"internal error; the server's log has more under {number}"))
 
 
 def error_response(failure: Exception) -> Json:

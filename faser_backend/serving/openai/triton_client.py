@@ -5,7 +5,6 @@ A stream of its own per request, because Triton tells a model that its client we
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
@@ -16,10 +15,20 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.sampling import Generation, dense_bias
+from faser_backend.serving.tensors import JSON_ERRORS
 
 MODEL = "tensorrt_llm"
+# Of errors that are gRPC's own; any other is INTERNAL.
+_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID,
+    grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
+    grpc.StatusCode.NOT_FOUND: ErrorCode.UNAVAILABLE,  # the model is being unloaded or replaced
+    grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,  # by Triton, which ends
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.UNAVAILABLE,
+}
 _DTYPES: dict[str, type] = {
     "runtime_top_k": np.int32,
     "min_tokens": np.int32,
@@ -85,11 +94,12 @@ class TokenClient:
         try:
             async for result, error in call:
                 if error is not None:
-                    raise ApiError.of_engine(error.message() or str(error))
+                    raise ApiError.of(_failure_of(error.message()))
                 yield _tokens_of(result)
             is_ended = True
-        except grpc.RpcError as error:
-            raise ApiError.of_engine(f"unavailable: Triton does not answer ({_status_of(error)})") from None
+        except grpc.aio.AioRpcError as error:
+            code = _CODES.get(error.code(), ErrorCode.INTERNAL)
+            raise ApiError.of(Failure(code, f"Triton does not answer ({error.code().name})")) from None
         finally:
             if not is_ended:
                 call.cancel()
@@ -107,6 +117,7 @@ class TokenClient:
             "model_name": MODEL,
             "inputs": [_tensor(name, array) for name, array in _arrays(wanted, self._vocab_size).items()],
             "outputs": [triton.InferRequestedOutput(name) for name in outputs],
+            "parameters": {JSON_ERRORS: True},
         }
 
 
@@ -173,7 +184,11 @@ def _counters_of(result: Any) -> dict[str, int]:
     return {field: int(array[0, 0]) for field, array in found.items() if array is not None and array.size}
 
 
-def _status_of(error: grpc.RpcError) -> str:
-    with contextlib.suppress(Exception):
-        return error.code().name  # pyright: ignore[reportAttributeAccessIssue]
-    return type(error).__name__
+def _failure_of(text: str) -> Failure:
+    """The model's failure. What it did not write is Triton's own, which has no code in a stream: Triton refused the
+    request, because the model loads, stops or is replaced, or the model's process is gone.
+
+    Triton's header `triton_grpc_error` would end the stream with a code, but the server crashes where a client leaves
+    beside such an error.
+    """
+    return Failure.from_json(text) or Failure(ErrorCode.UNAVAILABLE, f"Triton: {text}")
