@@ -13,7 +13,7 @@ from lab.abuse import faults
 from lab.abuse.cases import CONTRACTS, MAX_DEPTH, make_case
 from lab.abuse.clients import Reply
 from lab.abuse.faults import refused
-from lab.abuse.flight import Outcome, kill_process
+from lab.abuse.flight import Outcome, kill_process, stop_as_a_stranger
 from lab.abuse.fuzz import broken_promise, fuzz
 from lab.abuse.schemas import attack
 from lab.abuse.served import Served, Usage, serving
@@ -53,6 +53,11 @@ def test_fuzz_cases_disturb_nobody(server: Served):
 def test_hostile_schemas_disturb_nobody(server: Served):
     outcome = attack(server, 4.0)
     assert outcome.broken == [] and outcome.then == "runs on", outcome.saw
+
+
+def test_a_stranger_who_stops_the_answers_of_others_is_noticed(server: Served):
+    """The control: without --stop-requests off. The refusal is tested in test_server_launch.py."""
+    assert "a stop request was taken" in stop_as_a_stranger(server).broken
 
 
 def test_a_killed_engine_is_told_and_ends_the_server(server: Served):

@@ -114,7 +114,10 @@ def test_what_a_killed_server_left_is_removed_by_the_next_start_and_nothing_else
     unknown = folder.path.parent / f"{PREFIX}unknown"
     unknown.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", make], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": tempfile.tempdir}
+        [sys.executable, "-c", make],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
     ) as owner:
         assert owner.stdout is not None
         left = Path(owner.stdout.readline().strip())

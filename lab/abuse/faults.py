@@ -1,8 +1,8 @@
 """`scripts/faults.py`: what breaks around a server, what its clients see, and how long it takes until all is well.
 
-Kills of every process, signals, JSON schemas without end, taken ports, cold starts at once, builds that die, disks that
-are full or read-only, little shared memory, damaged engines. Exits with 1 where a promise was broken. Disks and shared
-memory are small mounts in a namespace of the server's own, which needs root; without it those rows say so.
+Kills and halts of processes, stops by strangers, signals, schemas without end, taken ports, cold starts at once, builds
+that die, full or read-only disks, little shared memory, damaged engines. Exits with 1 where a promise was broken. Disks
+and shared memory are mounts in a namespace of the server's own, which needs root; without it those rows say so.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 from faser_backend.serving.demo_engine import demo_engine_dir
 from lab import environment
 from lab.abuse.clients import GrpcClient
-from lab.abuse.flight import END_S, Flight, Outcome, ask_long, kill_process, wait_for_end
+from lab.abuse.flight import END_S, Flight, Outcome, ask_long, kill_process, stop_as_a_stranger, wait_for_end
 from lab.abuse.schemas import hostile_schemas
 from lab.abuse.served import DOOR, Ports, Served, end_servers_on_sigterm, kill_leftovers, wait_for_line
 from lab.bench.servers import free_ports
 from lab.tables import Column, markdown_table
 
 DRAIN_S = 66.0  # what `faser serve` gives answers in flight, and Triton to end
-REFUSE_S = 60.0  # for a server that cannot start to say so
-POLL_S = 0.02
+REFUSE_S, POLL_S, HANG_S = 60.0, 0.02, 2  # for a server that cannot start to say so; between looks; --hang-timeout
 KILLED = (
     "tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing", "tritonserver", DOOR,
     "faser serve",
 )  # fmt: skip
+HALTED = ("tensorrt_llm", "ensemble", "preprocessing", "tritonserver", DOOR)  # by SIGSTOP
 DRAINING = (DOOR, "faser serve")  # without which the server still answers what is in flight, and then ends
 COLUMNS = (
     Column("fault", "fault"),
@@ -68,8 +68,8 @@ class Bench:
         return Served(["--num-threads", 1], self.folder / f"log-{self.num_starts}", before=before)
 
     @contextlib.contextmanager
-    def ready(self, ports: Ports | None = None, before: Sequence[str] = ()) -> Iterator[Served]:
-        served = self.start(ports=ports, before=before)
+    def ready(self, *options: object, ports: Ports | None = None) -> Iterator[Served]:
+        served = self.start(*options, ports=ports)
         try:
             served.wait_ready()
             yield served
@@ -89,7 +89,7 @@ class Bench:
     def recover(self, outcome: Outcome, served: Served) -> Outcome:
         """A new server on the ports of the one that has ended."""
         start_s = time.monotonic()
-        with self.ready(served.ports) as again:
+        with self.ready(ports=served.ports) as again:
             self.judge(again, outcome)
             outcome.recovery_s = time.monotonic() - start_s
         return outcome
@@ -117,18 +117,23 @@ def refused(served: Served, outcome: Outcome, *words: str) -> Outcome:
     return outcome
 
 
-def kill(name: str) -> Fault:
+def kill(name: str, number: signal.Signals = signal.SIGKILL) -> Fault:
     def run(bench: Bench) -> Outcome:
-        served = bench.start("--openai-port", free_ports(1)[0])
+        served = bench.start("--openai-port", free_ports(1)[0], "--hang-timeout", HANG_S)
         try:
             served.wait_ready()
             wait_for_line(served, "ready: ")  # the OpenAI server starts once Triton is ready
-            outcome = kill_process(served, name, DRAIN_S if name in DRAINING else END_S)
+            outcome = kill_process(served, name, DRAIN_S if name in DRAINING else END_S, number=number)
         finally:
             served.end()
         return bench.recover(outcome, served)
 
     return run
+
+
+def foreign_stop(bench: Bench) -> Outcome:
+    with bench.ready("--stop-requests", "off") as served:
+        return stop_as_a_stranger(served)
 
 
 def terminate(bench: Bench) -> Outcome:
@@ -301,6 +306,8 @@ def halve(path: Path) -> None:
 
 FAULTS: dict[str, Fault] = {
     **{f"kill {name}": kill(name) for name in KILLED},
+    **{f"halt {name}": kill(name, signal.SIGSTOP) for name in HALTED},
+    "stop": foreign_stop,
     "sigterm": terminate,
     "schemas": hostile_schemas,
     "port": port_in_use,

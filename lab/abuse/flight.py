@@ -16,6 +16,7 @@ from lab.abuse.served import Served, kill_leftovers
 NUM_STREAMS = 4
 BEGIN_S = 30.0
 END_S = 10.0  # within which clients know that a process is gone, and the server has ended: two, on an idle machine
+REQUEST_ID = "1"  # as many a client calls its first request
 LONG = {"text_input": "def f(x):\n    return", "max_tokens": 900, "end_id": -1, "exclude_input_in_output": True}
 
 
@@ -36,7 +37,7 @@ class Outcome:
 
 
 def ask_long(client: GrpcClient, on_first: Callable[[], None] = lambda: None) -> Reply:
-    return client.ask(make_request("ensemble", [{**LONG, "stream": True}]), on_first=on_first)
+    return client.ask(make_request("ensemble", [{**LONG, "stream": True}], REQUEST_ID), on_first=on_first)
 
 
 class Flight:
@@ -104,15 +105,30 @@ def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome,
     return seconds
 
 
-def kill_process(served: Served, name: str, within_s: float = END_S) -> Outcome:
-    """Kills one process of a server with answers in flight; the server has ended when it returns."""
-    outcome = Outcome(f"kill -9 of {name}")
+def kill_process(
+    served: Served, name: str, within_s: float = END_S, *, number: signal.Signals = signal.SIGKILL
+) -> Outcome:
+    """Sends a signal to one process of a server with answers in flight; the server has ended when it returns."""
+    outcome = Outcome(f"kill -{number.value if number is signal.SIGKILL else number.name} of {name}")
     flight, processes = Flight(served), served.processes()
     if name not in processes:
         raise LookupError(f"{name}: not among {', '.join(processes)}")
-    os.kill(processes[name], signal.SIGKILL)
+    os.kill(processes[name], number)
     wait_for_end(served, processes, outcome, within_s)
     flight.land(outcome, should_end=False)
     if served.process.returncode == 0:
         outcome.broken.append("status 0: whoever supervises would not start it anew")
+    return outcome
+
+
+def stop_as_a_stranger(served: Served) -> Outcome:
+    """Sends a stop request with the id of answers in flight that are not one's own."""
+    outcome, flight = Outcome("stop = true with the id of others, and --stop-requests off"), Flight(served)
+    ids = {"input_ids": 1, "input_lengths": 1, "request_output_len": 1, "stop": True}
+    stranger = GrpcClient(served.url)
+    told = stranger.ask(make_request("tensorrt_llm", [ids], REQUEST_ID)).errors
+    stranger.close()
+    flight.land(outcome, should_end=True)
+    outcome.then = f"the stranger was told {told[0]!r}" if told else "the stranger was answered"
+    outcome.broken += [] if told else ["a stop request was taken"]
     return outcome
