@@ -27,6 +27,7 @@ from faser_backend.cli_options import (
     EarlyExit,
     EarlyExits,
     EngineDir,
+    PanelCommand,
     Pipeline,
     PipelineMode,
     Policy,
@@ -40,6 +41,12 @@ from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
 from faser_backend.version import VERSION
 
+COMMANDS = {
+    "Run a model": ["generate", "chat", "serve", "openai", "reload"],
+    "Build and measure engines": ["doctor", "build", "profile", "train-head"],
+    "Compare policies": ["bench", "simulate", "replay"],
+}
+
 
 class _Commands(TyperGroup):
     """The commands; Ctrl-C ends any of them with one line and status 130."""
@@ -51,9 +58,15 @@ class _Commands(TyperGroup):
             print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
             raise typer.Exit(130) from None
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, names in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(200)) for name in names])
+
 
 app = typer.Typer(
     cls=_Commands,
+    rich_markup_mode=None,  # its tables cut names
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=False,
@@ -71,7 +84,7 @@ def _main(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def doctor(
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of memory.")] = None,
@@ -98,11 +111,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command()(build)
-app.command()(chat)
+app.command(cls=PanelCommand)(build)
+app.command(cls=PanelCommand)(chat)
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def generate(
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
@@ -166,7 +179,7 @@ def generate(
 
 
 for command in (serve, openai, reload):
-    app.command()(command)
+    app.command(cls=PanelCommand)(command)
 
 
 def _add_lab_commands() -> None:
@@ -175,7 +188,7 @@ def _add_lab_commands() -> None:
     from lab.train_head.command import train_head
 
     for command in (profile, bench, replay, simulate, train_head):
-        app.command()(command)
+        app.command(cls=PanelCommand)(command)
 
 
 _add_lab_commands()

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.policy.registry import known_policies
@@ -130,6 +131,47 @@ GrpcRoot = Annotated[
 AdminKeyFile = Annotated[
     Path | None, typer.Option(help="File with the key to Triton's administration.", show_default="nobody has it")
 ]
+
+
+PANELS = {  # of a command's help: names of parameters; all others are under "Options"
+    "Ports and logs": ["http_port", "grpc_port", "metrics_port", "host", "log_format", "otlp_endpoint", "verbose"],
+    "Access": [
+        "expose_triton", "admin_key_file", "restrict", "stop_requests", "grpc_tls_cert", "grpc_tls_key",
+        "grpc_tls_root",
+    ],
+    "OpenAI's API": [
+        "openai_port", "openai_host", "model_name", "speculation_metrics", "api_key_file", "allow_origin", "tls_cert",
+        "tls_key",
+    ],
+    "Sampling": ["max_tokens", "temperature", "top_k", "top_p", "seed", "stop"],
+    "Speculation": ["policy", "draft", "served_text_tokens", "acceptance", "early_exit", "pipeline"],
+    "Capacity": [
+        "max_num_seqs", "max_queue_size", "num_kv_blocks", "prefix_reuse", "admission", "num_threads", "max_text_bytes",
+        "hang_timeout",
+    ],
+    "Triton's contract": ["contract", "decoupled", "out_of_vocab", "exclude_input_in_output"],
+    "How weights and caches are stored": [
+        "dtype", "weights", "draft_weights", "measures_weights", "kv_block_size", "kv_cache_dtype",
+    ],
+    "TensorRT": ["max_prefill_tokens", "compute_capability", "trees"],
+}  # fmt: skip
+
+
+class PanelCommand(TyperCommand):
+    """A command whose help has a section per panel. No name is cut, however narrow the terminal is."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                other = "Options" if param.param_type_name == "option" else "Arguments"
+                sections.setdefault(panel_of.get(param.name or "", other), []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:

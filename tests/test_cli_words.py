@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from engines.build import build_engines
 from faser_backend.api.one_shot import report_line
+from faser_backend.cli import COMMANDS, app
+from faser_backend.cli_options import PANELS
 from faser_backend.policy import registry
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCurve, margin_bins
 from faser_backend.policy.registry import policy_usages
@@ -80,6 +84,22 @@ def test_help_names_every_policy_that_can_be_asked_for(run, monkeypatch: pytest.
     _, out, _ = run("serve", "--help")
     words = re.sub(r"[^\w:.,-]", "", out)  # the table breaks words
     assert [usage for usage in policy_usages().values() if usage not in words] == []
+
+
+def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands: Any = typer.main.get_command(app)
+    listed = [name for names in COMMANDS.values() for name in names]
+    assert sorted(listed) == sorted(commands.commands), "every command is listed once"
+    parameters: set[str] = set()
+    for name in listed:
+        _, out, _ = run(name, "--help")
+        options = [param for param in commands.commands[name].params if param.param_type_name == "option"]
+        assert [each for param in options for each in (*param.opts, *param.secondary_opts) if each not in out] == []
+        assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
+        parameters.update(param.name for param in options)
+    assert {name for names in PANELS.values() for name in names} <= parameters
+    assert "\nSpeculation:\n  --policy" in run("serve", "--help")[1]
 
 
 def test_a_policy_that_is_new_is_drawn_over_time():
