@@ -21,7 +21,7 @@ from lab.environment import query_gpu
 from lab.gpu.harness import Harness, Outcome, Part, Setting
 from lab.gpu.report import Report, default_path, describe, render
 
-FULL_BUDGET_S = 480.0
+FULL_BUDGET_S = 500.0
 PARTS = (
     Part("device", "device and libraries", "lab.gpu.device:device", 20),
     Part("first", "first contact: captures, serving, steps", "lab.gpu.first_contact:run", 160),
@@ -30,7 +30,7 @@ PARTS = (
     Part("bandwidth", "bandwidth of kernels", "lab.gpu.kernels:bandwidth", 35),
     Part("sms", "SM splits", "lab.gpu.sms:run", 20, needs_gpu=True),
     Part("parity", "runtime torch against ONNX Runtime", "lab.gpu.parity:torch_runtime", 50),
-    Part("ladder", "demo pair under faser bench", "lab.gpu.ladder:demo", 90),
+    Part("ladder", "policies and mechanisms, demo pair", "lab.gpu.ladder:demo", 120),
     Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 60),
     Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 65),
 )  # fmt: skip

@@ -1,36 +1,62 @@
-"""A short `faser bench` of the demo pair on runtime torch: what policies, exits and overlap do on this device.
+"""Policies and mechanisms in turns on the demo pair, runtime torch: what drafting, exits and overlap do on this device.
 
 The pair is far too small for a GPU: its ratios say whether the mechanisms work there, not what they are worth.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from engines.build import build_engines
+from faser_backend.config import EngineConfig
+from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import DEMO_PAIR
-from lab.bench.command import BenchOptions, run_bench
-from lab.contestants import Sizing
+from lab.answers import jobs_of
+from lab.bench.measure import measure
+from lab.contestants import choose_contestants
+from lab.drive import ClosedLoop, InProcess
 from lab.gpu.pairs import DTYPE, checked_device
 from lab.gpu.worker import Context, Result
 from lab.profiling.profile import run_profile
+from lab.prompts import DEMO_PROMPTS, read_prompts
+from lab.steps import StepLog, figures
 
-POLICIES = "none,fixed:4,faser,fixed:4 (run-ahead),fixed:4 (ping-pong)"
-SPARE_S = 5.0  # for writing the report
+NAMES = ["none", "fixed:4", "faser", "fixed:4 (run-ahead)", "fixed:4 (ping-pong)"]
 
 
 def demo(context: Context) -> Result:
     checked_device(context)
+    found: Result = {"rows": []}
+    loads, max_tokens, repeats = ((1, 2), 8, 1) if context.is_tiny else ((1, 8, 32), 64, 2)
     with tempfile.TemporaryDirectory(prefix="faser-ladder-") as folder:
-        engine_dir, output = Path(folder, "engine"), Path(folder, "bench")
+        engine_dir = Path(folder, "engine")
         dtype = DTYPE[context.device]
         build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", engine_dir, runtime="torch", dtype=dtype)
-        run_profile(engine_dir, is_quick=True, budget_s=context.time_left_s / 2)
-        options = BenchOptions(
-            output, engine_dir, POLICIES, seed=context.seed, budget_s=max(1.0, context.time_left_s - SPARE_S)
-        )
-        run_bench(options, Sizing.quick(), command="scripts/gpu_check.py")
-        found = json.loads((output / "bench.json").read_text())
-    return {"missing": found["meta"]["missing"], "rows": found["rows"]}
+        if not context.is_tiny:  # it takes minutes on a CPU; without it policies have guesses
+            run_profile(engine_dir, is_quick=True, budget_s=context.time_left_s / 3)
+        num_layers = EngineManifest.load(engine_dir).target.spec.num_layers
+        with closing(InProcess(engine_dir, {})) as place:
+            for each in choose_contestants(NAMES)[0]:
+                config = EngineConfig.from_options(
+                    policy=each.policy, max_num_seqs=max(loads), enable_prefix_reuse=False, **each.options
+                )
+                place.open(each.name, config)
+            logs = {name: StepLog(place.engine(name)) for name in NAMES}
+            for clients in loads:
+                jobs = jobs_of(read_prompts(DEMO_PROMPTS), 2 * clients, max_tokens, 0.8, context.seed)
+                place.serve_in_turns(NAMES, jobs, ClosedLoop(clients))  # captures and first calls are not measured
+                rows = measure(
+                    lambda order, jobs=jobs, clients=clients: place.serve_in_turns(
+                        order, jobs, ClosedLoop(clients)
+                    ).items(),
+                    NAMES,
+                    jobs,
+                    repeats,
+                    more=lambda name: figures(logs[name], num_layers),
+                    before=lambda name: logs[name].start(),
+                )
+                found["rows"] += [row | {"load": f"{clients} clients", "categories": None} for row in rows]
+                context.save(found)
+    return found

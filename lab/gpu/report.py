@@ -22,7 +22,7 @@ Result = dict[str, Any]
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "onnxruntime", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
 LADDER = (
-    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup_none", "e2e_ms_p50", "ttft_ms_p50",
+    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup", "e2e_ms_p50", "ttft_ms_p50",
     "tpot_ms_p50", "itl_ms_p99", "mean_accepted", "rows_trimmed", "rows_pruned", "retention", "share_serial",
     "overlap_share", "plan_us_p50", "plan_share", "step_overhead_share", "num_different",
 )  # fmt: skip
