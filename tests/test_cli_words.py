@@ -14,13 +14,11 @@ from engines.build import build_engines
 from faser_backend.api.one_shot import report_line
 from faser_backend.cli import COMMANDS, app
 from faser_backend.cli_options import PANELS
-from faser_backend.policy import registry
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCurve, margin_bins
 from faser_backend.policy.registry import policy_usages
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.doctor import examine
 from faser_backend.serving.profile_calibration import Calibration, ReliabilityBin
-from lab.bench.plots import STYLE, course, plt
 from lab.gpu import device
 from lab.profiling.tables import chance_table
 from tests.serving_pair import write_pair
@@ -100,18 +98,6 @@ def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatc
         parameters.update(param.name for param in options)
     assert {name for names in PANELS.values() for name in names} <= parameters
     assert "\nSpeculation:\n  --policy" in run("serve", "--help")[1]
-
-
-def test_a_policy_that_is_new_is_drawn_over_time():
-    points = {key: [1.0, 2.0] for key in ("time_s", "batch_size", "length", "accepted", "rows")}
-    lines = [
-        {"policy": policy, "load": "bursty", "temperature": 0.8, **points}
-        for policy in ("none", "mine", "faser (no exit)")
-    ]
-    with plt.rc_context(STYLE):  # the same ids in each
-        assert course(lines) != course(lines[::2]), "a policy without a colour of its own is drawn"
-        assert course(lines) == course(lines[:2]), "an ablation is not"
-    assert "mine" not in registry.policy_usages()
 
 
 def test_doctor_and_the_check_of_a_gpu_agree_on_tensorrt():

@@ -1,4 +1,4 @@
-"""The report's pictures as SVG text, drawn from rows and series of bench.json alone."""
+"""The report's pictures as SVG text, drawn from rows of bench.json alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from lab.bench import compare
@@ -39,7 +38,6 @@ COLOURS = {
     "faser": "#c8344b",
 }  # fmt: skip
 SPARE = ("#8c564b", "#e377c2", "#17becf", "#3d3d3d")
-ACCEPTED, REJECTED, PRUNED = "#2a9d8f", "#e09f3e", "#c8344b"
 
 
 def colour_of(spec: str, others: list[str]) -> str:
@@ -62,14 +60,12 @@ def _temperatures(rows: list[Row]) -> list[float]:
     return list(dict.fromkeys(row["temperature"] for row in rows))
 
 
-def draw_all(rows: list[Row], series: list[Row]) -> dict[str, str]:
+def draw_all(rows: list[Row]) -> dict[str, str]:
     """SVG by name; a picture for which there is no data is left out."""
     with plt.rc_context(STYLE):
         found = {
             "gains": gains(rows),
             "throughput_latency": throughput_latency(rows),
-            "row_layers": row_layers(rows),
-            "course": course(series),
         }
     return {name: svg for name, svg in found.items() if svg}
 
@@ -162,63 +158,5 @@ def throughput_latency(rows: list[Row]) -> str:
     handles, labels = grid[0, -1].get_legend_handles_labels()
     legend = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
     grid[0, -1].legend(handles, labels, title=f"points: {counts}\nin flight", alignment="left", **legend)
-    figure.tight_layout()
-    return _svg(figure)
-
-
-def row_layers(rows: list[Row]) -> str:
-    """Where the target's work went, per emitted token: a stacked bar per contestant, a panel per load."""
-    here = [row for row in rows if row["temperature"] == rows[-1]["temperature"]]
-    loads, names = _names(here, "load"), _names(here, "policy")
-    figure, panels = _panels_by_load(loads, names, 0.25, "target rows per emitted token, in whole rows of all layers")
-    parts = (("accepted", ACCEPTED), ("rejected", REJECTED), ("pruned", PRUNED))
-    for axes, load in zip(panels, loads, strict=True):
-        for row in (row for row in here if row["load"] == load):
-            left = 0.0
-            # An accepted row gives exactly one token, so work per token is work over accepted work.
-            for part, colour in parts:
-                width = row[f"row_layers_{part}"] / row["row_layers_accepted"]
-                axes.barh(names.index(row["policy"]), width, left=left, color=colour, height=0.72)
-                left += width
-        axes.set_title(load)
-    handles = [Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in parts]
-    figure.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.55, 1.0), ncols=3)
-    figure.tight_layout()
-    return _svg(figure)
-
-
-def course(series: list[Row]) -> str:
-    """The bursty load over time: requests side by side, speculative length, accepted tokens."""
-    bursty = [line for line in series if line["load"] == BURSTY.name]
-    bursty = [line for line in bursty if line["temperature"] == bursty[-1]["temperature"]]
-    # Ablations would hide the policies, and short fixed lengths say little.
-    shown = [line for line in bursty if " (" not in line["policy"] and line["policy"] not in ("fixed:1", "fixed:2")]
-    if not shown:
-        return ""
-    others = [line["policy"] for line in shown if line["policy"] not in COLOURS]
-    panels = (
-        ("batch_size", "requests side by side"),
-        ("length", "draft tokens verified\nper request and step"),
-        ("accepted", "draft tokens accepted\nper request and step"),
-        ("rows", "rows verified per step"),
-    )
-    figure, grid = plt.subplots(len(panels), 1, sharex=True, figsize=(9.6, 1.85 * len(panels) + 0.4))
-    for axes, (key, label) in zip(grid, panels, strict=True):
-        for line in shown:
-            is_main = line["policy"] in ("none", "faser")
-            width = 2.2 if is_main else 1.3
-            axes.plot(
-                line["time_s"],
-                line[key],
-                color=colour_of(line["policy"], others),
-                linewidth=width,
-                label=line["policy"],
-                zorder=3 if is_main else 2,
-            )
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-    grid[-1].set_xlabel("seconds")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1.0, 0.97))
-    figure.align_ylabels()
     figure.tight_layout()
     return _svg(figure)

@@ -123,8 +123,8 @@ def render(bench: dict[str, Any]) -> str:
     environment = Environment(loader=PackageLoader("lab.bench", "."), autoescape=True, undefined=StrictUndefined)
     environment.filters["ticks"] = _ticks
     rows, meta = bench["rows"], bench["meta"]
-    plots: dict[str, Markup | None] = dict.fromkeys(("throughput_latency", "course"))
-    plots |= {name: Markup(svg) for name, svg in draw_all(rows, bench["series"]).items()}
+    plots: dict[str, Markup | None] = {"throughput_latency": None}
+    plots |= {name: Markup(svg) for name, svg in draw_all(rows).items()}
     return environment.get_template("report.html.j2").render(
         meta=meta,
         rows=rows,
@@ -136,7 +136,6 @@ def render(bench: dict[str, Any]) -> str:
         category_rows=category_rows,
         bursty=meta["bursty"],
         saturated=MAX_NUM_SEQS,
-        num_bins=meta["num_series_bins"],
         roofline=roofline_in_words(meta["roofline"], rows),
     )
 

@@ -1,13 +1,10 @@
 """What calls of few rows cost on a CPU, beside what the machine could do.
 
     python scripts/bench_rows.py ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--json FILE]
-    python scripts/bench_rows.py --products [--formats fp16,int8] [--rows 1,6,128]
 
 A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
 a large product of matrices, so that all are of the same minutes. It writes {"bandwidth_gb_s", "peak_gflops",
-"weight_bytes", "rows_ms": {"1": ..}} and the quartiles. --products times the matrix products alone, with the shapes of
-SmolLM2-135M: plain threads do equal shares of each matrix's blocks, each figure is the best of its repeats, since other
-work on the machine only ever adds time, and calls of more than 16 rows are prefill, whose head sees one row.
+"weight_bytes", "rows_ms": {"1": ..}} and the quartiles.
 
 Numpy's library must run on one thread (OPENBLAS_NUM_THREADS = 1 before numpy is loaded, as the script sets it), for
 threads here are callers of their own.
@@ -37,14 +34,9 @@ from faser_backend.pipeline.model_call import run_model
 from faser_backend.serving.runtimes import open_runtime
 from lab.options import integers, make_parser
 from lab.profiling.cases import Case, make_batch
-from plugins.row_products import FORMATS, multiply_rows, num_blocks, scratch_size, store_matrix, stored_bytes
 
 READ_BYTES = 1 << 28  # of a thread: no cache holds them
 MATRIX_SIZE = 1024
-LAYER = [(576, 960), (576, 576), (576, 3072), (1536, 576)]  # inputs and outputs of SmolLM2-135M's matrices
-HEAD = (576, 49152)
-SHAPES = [*LAYER * 30, HEAD]
-MOST_LOGIT_ROWS = 16
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -111,52 +103,15 @@ class OpenModel:
         return 1e3 * (time.perf_counter() - began)
 
 
-class Products:
-    """All matrices of the model in one array, and the compiled product of their format."""
-
-    def __init__(self, weight_format: str, num_threads: int):
-        code = FORMATS.index(weight_format)
-
-        @numba.njit(nogil=True)
-        def multiply(y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, scratch):  # noqa: PLR0917
-            multiply_rows(
-                code, y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, False, scratch
-            )  # fmt: skip
-
-        sizes = [-(-stored_bytes(shape[0], shape[1], weight_format) // 64) * 64 for shape in SHAPES]
-        self._offsets = np.concatenate([[0], np.cumsum(sizes)])
-        self.weights = np.zeros(self._offsets[-1], np.uint8)
-        rng = np.random.default_rng(0)
-        stored = {s: store_matrix(rng.standard_normal(s, np.float32), weight_format) for s in (*LAYER, HEAD)}
-        for offset, shape in zip(self._offsets, SHAPES, strict=False):
-            self.weights[offset : offset + len(stored[shape])] = stored[shape]
-        self._multiply: Any = multiply
-        self._num_threads = num_threads
-        self._scratch = [np.empty(scratch_size(1536), np.float32) for _ in range(num_threads)]
-
-    def share(self, thread: int, num_rows: int, inputs: dict, outputs: dict) -> None:
-        for offset, (num_inputs, num_outputs) in zip(self._offsets, SHAPES, strict=False):
-            blocks = [num_blocks(num_outputs) * i // self._num_threads for i in (thread, thread + 1)]
-            rows = 1 if num_outputs == HEAD[1] and num_rows > MOST_LOGIT_ROWS else num_rows
-            y, x = outputs[num_outputs], inputs[num_inputs]
-            self._multiply(
-                y, x, self.weights, offset, num_inputs, num_outputs, *blocks, rows, self._scratch[thread]
-            )  # fmt: skip
-
-
 def main() -> None:
     parser = make_parser(__doc__, "json", "rows", "repeats", threads=len(os.sched_getaffinity(0)))
-    parser.add_argument("engine_dir", type=Path, nargs="?")
+    parser.add_argument("engine_dir", type=Path)
     parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
     help_text = "rows with logits: a verification's, or a prompt's"
     parser.add_argument("--logits", choices=["all", "last"], default="all", help=help_text)
-    parser.add_argument("--products", action="store_true", help="matrix products alone, of no engine")
-    parser.add_argument("--formats", default="fp32,fp16,bf16,int8,int4", help="of --products")
     args = parser.parse_args()
-    if args.products == (args.engine_dir is not None):
-        parser.error("give either an engine directory or --products")
     with closing(MachineLimits(args.threads)) as limits:
-        (time_products if args.products else time_calls)(args, limits)
+        time_calls(args, limits)
 
 
 def time_calls(args: argparse.Namespace, limits: MachineLimits) -> None:
@@ -202,31 +157,3 @@ def time_calls(args: argparse.Namespace, limits: MachineLimits) -> None:
         )
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def time_products(args: argparse.Namespace, limits: MachineLimits) -> None:
-    counts, formats = integers(args.rows or "1,2,4,6,8,12,16,128"), args.formats.split(",")
-    models = {name: Products(name, args.threads) for name in formats}
-    inputs = {n: np.random.default_rng(1).standard_normal((max(counts), n), np.float32) for n in (576, 1536)}
-    outputs = {n: np.zeros((max(counts), n), np.float32) for _, n in LAYER}
-    outputs[HEAD[1]] = np.zeros((min(max(counts), MOST_LOGIT_ROWS), HEAD[1]), np.float32)
-    cases = [(name, count) for name in formats for count in counts]
-    best, bandwidth, peak = dict.fromkeys(cases, np.inf), 0.0, 0.0
-    for repeat in range((args.repeats or 20) + 1):
-        bandwidth, peak = max(bandwidth, limits.bandwidth()), max(peak, limits.peak())
-        for name, count in cases:
-            taken = limits.seconds(
-                lambda i, n=name, c=count: models[n].share(i, c, inputs, outputs)
-            )  # fmt: skip
-            if repeat:  # the first compiles
-                best[name, count] = min(best[name, count], taken)
-    print(f"{args.threads} threads: memory {bandwidth / 1e9:.1f} GB/s, a large product {peak / 1e9:.0f} GFLOP/s")
-    for name, count in cases:
-        taken, floor = best[name, count], models[name].weights.size / bandwidth
-        operations = 2 * sum(
-            k * n * (1 if n == HEAD[1] and count > MOST_LOGIT_ROWS else count) for k, n in SHAPES
-        )  # fmt: skip
-        print(
-            f"{name} {count:4d} rows {1e3 * taken:8.2f} ms, {taken / floor:6.2f}x reading the weights, "
-            f"{taken / best[name, counts[0]]:6.2f}x {counts[0]} row, {operations / taken / peak:5.2f} of the product"
-        )
