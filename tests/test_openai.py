@@ -322,10 +322,10 @@ def test_a_tools_references_have_their_root(door: Door):
     place = {"$ref": "#/$defs/Place"}
     defs = {"Place": {"enum": ["Rome", "Oslo"]}}
     parameters = {"type": "object", "properties": {"city": place}, "required": ["city"], "$defs": defs}
-    tool = {"type": "function", "function": {"name": "go", "parameters": parameters | {"additionalProperties": False}}}
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
     asked = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 100}
     [call] = ask(door.client, ChatBody, **asked).choices[0].message.tool_calls
-    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})  # what it names, no more
 
 
 def test_the_events_of_a_response_build_it(door: Door):

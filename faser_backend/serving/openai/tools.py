@@ -153,7 +153,7 @@ class TaggedForm:
         structures = [
             {
                 "begin": f'{OPEN}\n{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ',
-                "schema": tool.parameters or _ANYTHING,
+                "schema": _closed(tool.parameters),
                 "end": f"}}\n{CLOSE}",
             }
             for tool in tools
@@ -248,13 +248,24 @@ def _call_guide(start: str, tools: list[FunctionTool], key: str, schema: dict[st
     rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
         begin = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
-        rules += [f'call{index}: {begin} arguments{index} "}}"', _json_rule(f"arguments{index}", tool.parameters)]
+        rules += [
+            f'call{index}: {begin} arguments{index} "}}"',
+            _json_rule(f"arguments{index}", _closed(tool.parameters)),
+        ]
     return Guide("ebnf_grammar", "\n".join(rules + ([_json_rule("answer", schema)] if schema is not None else [])))
 
 
-def _json_rule(name: str, schema: dict[str, Any] | None) -> str:
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a call's arguments. Those that it names, and no others unless it says so: a small model that may
+    add some does not end."""
+    if not parameters:
+        return _ANYTHING
+    return ({"additionalProperties": False} if "properties" in parameters else {}) | parameters
+
+
+def _json_rule(name: str, schema: dict[str, Any]) -> str:
     """Schemas within a grammar are not written in the style of guides that are schemas: it is told here."""
-    return f"{name}: %json {json.dumps((schema or _ANYTHING) | {'x-guidance': JSON_STYLE})}"
+    return f"{name}: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
 
 
 def _read_call(text: str, key: str) -> Call | None:
