@@ -20,7 +20,7 @@ import uvicorn
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.openai import app as app_module
-from faser_backend.serving.openai import connections
+from faser_backend.serving.openai import bodies, connections
 from faser_backend.serving.openai.callers import Callers, check_origins
 from faser_backend.serving.openai.door import DoorOptions, describe
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
@@ -96,6 +96,23 @@ def test_a_large_body_costs_others_little(door: tuple[int, int], name: str):
     seen = send_body(*door, name)
     assert seen.status in (400, 413, 503) and "error" in json.loads(seen.message)
     assert seen.growth_mb < 100 and seen.longest_wait_ms < 2000  # an idle machine: 100; before: up to 57,000 and 4.4 GB
+
+
+def test_bodies_on_their_way_are_limited_together(app: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 100_000)
+    large = json.dumps({"prompt": "x" * 60_000}).encode()
+    with listening(app) as port, socket.create_connection(("127.0.0.1", port)) as slow:
+        assert (
+            ask(port, COMPLETIONS, large)[0] == 400
+        )  # the control: alone there is room for it, but not in the context
+        slow.sendall(head_of(COMPLETIONS, {"content-length": str(len(large))}) + large[:-1])
+        deadline_s = time.monotonic() + 10
+        while (status := ask(port, COMPLETIONS, large)[0]) != 503:
+            assert status == 400 and time.monotonic() < deadline_s
+        assert ask(port, COMPLETIONS, json.dumps(BASE[CompletionBody]).encode())[0] == 200
+        slow.sendall(large[-1:])
+        assert slow.recv(100).startswith(b"HTTP/1.1 400")
+        assert ask(port, COMPLETIONS, large)[0] == 400
 
 
 def test_what_stands_in_texts_is_not_counted(door: tuple[int, int]):
@@ -328,7 +345,6 @@ def test_with_keys_the_key_decides_alone(options: DoorOptions):
 
 
 def test_no_path_is_redirected_to_a_host_that_the_client_names(door: tuple[int, int]):
-    status, headers, text = ask(door[0], "/health/", None, {"host": "evil.example"})
-    assert status == 404 and "location" not in headers and "error" in json.loads(text)
-    status, _, text = ask(door[0], "/nowhere", None, {"host": "[::"})
-    assert status == 404 and "error" in json.loads(text)
+    for path, host in (("/health/", "evil.example"), ("/nowhere", "[::")):
+        status, headers, text = ask(door[0], path, None, {"host": host})
+        assert status == 404 and "location" not in headers and "error" in json.loads(text)

@@ -92,6 +92,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a refused field": (CHAT, filled(_CHAT + '"functions":[', "0,", "0]}")),
     "instructions": (RESPONSES, filled('{"input":"x","instructions":"', "x", '"}')),
     "metadata": (RESPONSES, numbered('{"input":"x","metadata":{', '"k%d":"v"', "}}")),
+    "long texts": (COMPLETIONS, lambda: json.dumps({"prompt": ["a b\n" * 16_000] * 60}).encode()),
     "just enough ids": (COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 262_000 + b"1]}"),
     "just enough messages": (CHAT, lambda: json.dumps({"messages": [_PARTS] * 4096}).encode()),
     "just enough names": (CHAT, lambda: json.dumps(_JUST_A_SCHEMA).encode()),

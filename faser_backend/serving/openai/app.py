@@ -133,11 +133,8 @@ class Door:
 
     async def completions(self, request: Request) -> Generated:
         body = await self._read(CompletionBody, request)
-        served = self._served
-        limits = served.vocab_size, served.max_text_bytes
-        ids = await asyncio.to_thread(prompts.completion_prompts, body, served.tokenizer, *limits)
-        answers = [answer for one in ids for answer in self._answers(body, one, body.num_choices)]
-        reply = CompletionReply(body, served.name, answers, served.kv_block_size)
+        answers = await asyncio.to_thread(self._completion_answers, body)
+        reply = CompletionReply(body, self._served.name, answers, self._served.kv_block_size)
         return Generated(self.client, reply, is_streamed=bool(body.stream))
 
     async def chat(self, request: Request) -> Generated:
@@ -170,6 +167,12 @@ class Door:
         [answer] = self._answers(body, ids, 1, guide)
         reply = ResponsesReply(body, served.name, answer, served.kv_block_size, form)
         return Generated(self.client, reply, is_streamed=bool(body.stream), has_done=False)
+
+    def _completion_answers(self, body: CompletionBody) -> list[Answer]:
+        """Prompt by prompt: one that is too long ends it."""
+        served = self._served
+        ids = prompts.completion_prompts(body, served.tokenizer, served.vocab_size, served.max_text_bytes)
+        return [answer for one in ids for answer in self._answers(body, one, body.num_choices)]
 
     def _answers(
         self,

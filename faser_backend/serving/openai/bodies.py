@@ -20,6 +20,7 @@ from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import NOTHING, REFUSED, AnyBody, CompletionBody
 
 MAX_BODY_BYTES = 4 << 20
+MAX_HELD_BYTES = 128 << 20  # of all bodies beyond SMALL_BYTES that are on their way
 BODY_TIMEOUT_S = 30.0
 SMALL_BYTES = 16 << 10  # read at once, on the event loop
 MAX_VALUES = 64 << 10  # of a body: entries of its lists, keys and values of its objects
@@ -32,17 +33,42 @@ _BRIEF.maxstring = 60
 
 async def read_body(kind: type[AnyBody], request: Request) -> AnyBody:
     """Raises ApiError naming the first field that is wrong, its value and the limit."""
-    raw = await _receive(request)
-    if len(raw) <= SMALL_BYTES:
-        return _read(kind, raw)
-    return await asyncio.get_running_loop().run_in_executor(_READER, _read, kind, raw)
+    with _Held() as held:
+        raw = await _receive(request, held)
+        if len(raw) <= SMALL_BYTES:
+            return _read(kind, raw)
+        return await asyncio.get_running_loop().run_in_executor(_READER, _read, kind, raw)
+
+
+class _Held:
+    """Counts the memory of large bodies that are on their way, of all requests together, for the block."""
+
+    in_all = 0
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """num_bytes: of the body so far. Raises ApiError."""
+        if num_bytes > SMALL_BYTES:
+            _Held.in_all += num_bytes - self._num_bytes
+            self._num_bytes = num_bytes
+            if _Held.in_all > MAX_HELD_BYTES:
+                limit = f"large bodies of {MAX_HELD_BYTES} bytes in all are on their way; retry later"
+                raise ApiError(limit, status=503, code="unavailable")
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _Held.in_all -= self._num_bytes
 
 
 def _read(kind: type[AnyBody], raw: bytes) -> AnyBody:
     return check_body(kind, parse(raw, MAX_IDS if kind is CompletionBody else MAX_VALUES))
 
 
-async def _receive(request: Request) -> bytes:
+async def _receive(request: Request, held: _Held) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -50,6 +76,7 @@ async def _receive(request: Request) -> bytes:
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+                held.grow(len(body))
     except TimeoutError:
         raise ApiError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s", status=408) from None
     except ClientDisconnect:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from faser_backend.serving.openai.bodies import parse
@@ -16,8 +17,8 @@ MAX_PROMPTS = 256  # of one request
 
 def completion_prompts(
     body: CompletionBody, tokenizer: TextTokenizer, vocab_size: int, max_bytes: int
-) -> list[list[int]]:
-    """The ids of every prompt of the body. max_bytes: of one text. Raises ApiError."""
+) -> Iterator[list[int]]:
+    """The ids of every prompt of the body, tokenised as they are asked for. max_bytes: of one text. Raises ApiError."""
     given = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     if len(prompts) * body.num_choices > MAX_PROMPTS:
@@ -26,7 +27,7 @@ def completion_prompts(
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text("prompt", prompt, max_bytes)
-    return [_ids_of(prompt, tokenizer, vocab_size) for prompt in prompts]
+    return (_ids_of(prompt, tokenizer, vocab_size) for prompt in prompts)
 
 
 def check_text(name: str, text: str, max_bytes: int) -> None:
