@@ -21,7 +21,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.openai import app as app_module
 from faser_backend.serving.openai import bodies, connections
-from faser_backend.serving.openai.callers import Callers, check_origins
+from faser_backend.serving.openai.callers import check_origins
 from faser_backend.serving.openai.door import DoorOptions, describe
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
 from faser_backend.serving.openai.triton_client import Tokens
@@ -95,7 +95,7 @@ def door(options: DoorOptions) -> Iterator[tuple[int, int]]:
 def test_a_large_body_costs_others_little(door: tuple[int, int], name: str):
     seen = send_body(*door, name)
     assert seen.status in (400, 413, 503) and "error" in json.loads(seen.message)
-    assert seen.growth_mb < 100 and seen.longest_wait_ms < 2000  # an idle machine: 100; before: up to 57,000 and 4.4 GB
+    assert seen.growth_mb < 100 and seen.processor_s < 3  # were up to 4,400 and 57, for everybody
 
 
 def test_bodies_on_their_way_are_limited_together(app: Any, monkeypatch: pytest.MonkeyPatch):
@@ -336,9 +336,8 @@ def test_a_page_that_is_allowed_may_read_the_answer(door: tuple[int, int]):
         assert found == status and (headers.get("access-control-allow-origin") == origin) == (status == 200)
 
 
-def test_with_keys_the_key_decides_alone(options: DoorOptions):
-    callers = Callers(["k"], origins=check_origins(["HTTPS://Chat.Example/"]))
-    assert callers.origins == ("https://chat.example",)
+def test_an_allowed_origin_is_checked_at_the_start():
+    assert check_origins(["HTTPS://Chat.Example/"]) == ("https://chat.example",)
     for bad in ("chat.example", "https://chat.example/page", "file:///x", "https://"):
         with pytest.raises(ConfigError, match="allow-origin = "):
             check_origins([bad])

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import http.client
 import json
+import os
 import resource
 import socket
 import sys
@@ -117,6 +118,7 @@ class Seen:
     seconds: float
     longest_wait_ms: float  # of a client that asks for the list of models
     growth_mb: float
+    processor_s: float  # that the server took, for the other client too
 
     def row(self) -> dict[str, object]:
         return {
@@ -196,6 +198,11 @@ def memory_mb(pid: int, line: str) -> float:
     return next(int(each.split()[1]) for each in status.splitlines() if each.startswith(line)) * 1024 / 1e6
 
 
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
@@ -203,7 +210,7 @@ def forget_peak(pid: int) -> None:
 def measured(port: int, pid: int, name: str, act: Callable[[], tuple[int, str]]) -> Seen:
     """act: what is done to the server; gives status and text of the answer, 0 for none."""
     forget_peak(pid)
-    before_mb = memory_mb(pid, "VmRSS")
+    before_mb, before_s = memory_mb(pid, "VmRSS"), processor_s(pid)
     with Watch(port) as watch:
         start_s = time.monotonic()
         try:
@@ -211,7 +218,8 @@ def measured(port: int, pid: int, name: str, act: Callable[[], tuple[int, str]])
         except (OSError, http.client.HTTPException) as error:
             status, text = 0, f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start_s
-    return Seen(name, status, text, seconds, watch.longest_s * 1e3, memory_mb(pid, "VmHWM") - before_mb)
+    growth_mb, taken_s = memory_mb(pid, "VmHWM") - before_mb, processor_s(pid) - before_s
+    return Seen(name, status, text, seconds, watch.longest_s * 1e3, growth_mb, taken_s)
 
 
 def send_body(port: int, pid: int, name: str) -> Seen:
