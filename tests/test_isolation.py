@@ -7,22 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.errors import ErrorCode
+from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.core.grammar import GUIDE
-from faser_backend.core.request import FinishReason, Request, SamplingParams
+from faser_backend.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from faser_backend.device import logit_rules
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline import commit, prefill
+from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.frontend import Frontend
 from tests.fakes import ThreadLanes
 from tests.forced_engine import open_forced
 from tests.forcing import forced
 from tests.harness import VOCAB, Driven, FakeEngine, drive, open_fake, request
+from tests.test_contract import HELLO
+from tests.test_engine import alone
 
 VICTIM = "r3"
 MARK = 1.375  # repetition penalty and bias of the victim
@@ -97,6 +103,7 @@ def requests(poisoned: ParityGrammar | None = None) -> list[Request]:
                 wants_log_probs=is_victim,
                 wants_generation_logits=is_victim,
                 wants_context_logits=is_victim,
+                wants_context_log_probs=is_victim,
             )
         )
     return made
@@ -159,6 +166,7 @@ HOOKS: dict[str, Hook] = {
     "penalties, append": ("repetition_penalty", Penalties, "append", lambda counts, _: counts.repetition == MARK, LATE),
     "penalties": ("repetition_penalty", Rules, "_penalize", has_marked_penalty, LATE),
     "log-probabilities": ("return_log_probs", NumpySampler, "log_probs", lambda *_: True, LATE),
+    "context log-probabilities": ("return_context_log_probs", prefill, "_log_probs", lambda *_: True, 1),
     "context logits": ("return_context_logits", prefill, "context_logits", is_victim, 1),
     "logits": ("return_generation_logits", NumpySampler, "to_host", lambda *_: True, 2),  # the first are the prompt's
     "stop words": ("stop_words", commit, "_ends_with_stop", is_victim, LATE),
@@ -245,3 +253,82 @@ def test_an_error_of_the_device_fails_its_step(monkeypatch: pytest.MonkeyPatch) 
     driven = drive(fake.engine, requests())
     assert {output.finish_reason for output in driven.final.values()} == {FinishReason.ERROR}
     assert fake.engine.metrics().num_failed_steps == 1
+
+
+class Client:
+    """wire.Responder and wire.Answering of one request, of which one call raises."""
+
+    is_stopped, has_news = False, True
+    requested_outputs: tuple[str, ...] = ()
+
+    def __init__(self, poison: str = "") -> None:
+        self._poison = poison
+        self.tokens: list[int] = []
+        self.parsed = SimpleNamespace(is_streaming=True, batch_size=1, request=None)
+        self.ends: SimpleQueue[object] = SimpleQueue()  # the error, or None
+
+    def meet(self, name: str) -> None:
+        if name == self._poison:
+            raise OSError("poison")
+
+    def add(self, output: RequestOutput) -> None:
+        self.meet("add")
+        self.tokens += output.token_ids
+
+    def render(self) -> list[Any]:
+        self.meet("render")
+        return []
+
+    def send(self, arrays: list[Any], *, is_final: bool) -> None:
+        self.meet("send")
+        if is_final:
+            self.ends.put(None)
+
+    def fail(self, failure: Failure) -> None:
+        self.ends.put(failure)
+        self.meet("send")
+
+    def is_cancelled(self) -> bool:
+        self.meet("is_cancelled")
+        return False
+
+
+class Clients:
+    """wire.Wire of requests that are their numbers."""
+
+    missing_stop_id = ""
+
+    def __init__(self, clients: list[Client]) -> None:
+        self._clients = clients
+
+    def parse(self, tensors: Any, request_id: str, *_: object, **__: object) -> list[Any]:
+        client = self._clients[int(tensors["number"][0])]
+        client.parsed.request = request(request_id, [1, 2, 3], 40)
+        return [client.parsed]
+
+    def reply(self, parsed: Any, *_: object) -> Any:
+        return next(client for client in self._clients if client.parsed is parsed)
+
+    def acknowledge_stop(self, responder: object) -> None: ...
+
+
+@pytest.mark.parametrize("poison", ["add", "render", "send", "is_cancelled"])
+def test_an_answer_that_cannot_be_made_or_sent_ends_alone(poison: str) -> None:
+    loop = EngineLoop(open_fake("fixed:4").engine, on_finished=lambda *_: 1 / 0, on_metrics=lambda _: 1 / 0)
+    clients: list[Any] = [Client(), Client(poison), Client()]
+    frontend = Frontend(
+        loop.subscribe(), replace(HELLO, cancellation_period_s=0.001), None, is_decoupled=True, wire=Clients(clients)
+    )  # type: ignore[arg-type]
+    for number, client in enumerate(clients):
+        frontend.handle({"number": np.array([number])}, "", client)
+    expected = alone([request("r", [1, 2, 3], 40)])["r"]
+    for client in (clients[0], clients[2]):
+        assert client.ends.get(timeout=10) is None and client.tokens == expected
+    failure = clients[1].ends.get(timeout=10)
+    if poison == "is_cancelled":  # who cannot be asked counts as gone
+        assert failure is None or failure.code is ErrorCode.CANCELLED
+    else:
+        assert (failure.code, failure.field) == (ErrorCode.INTERNAL, "text_output")
+    frontend.drain()
+    frontend.close()
+    loop.close()

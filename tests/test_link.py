@@ -212,3 +212,18 @@ def test_a_frame_that_is_too_long_is_not_sent():
     left, right = socket.socketpair()
     with left, right, pytest.raises(FrameError, match="frame = 11 bytes: must be at most 10"):
         FrameSocket(left, max_received=10, max_sent=10).send(bytes(11))
+
+
+def test_logits_that_do_not_fit_into_a_frame_fail_their_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("faser_backend.serving.link.MAX_NEWS_BYTES", 3000)
+    link = SocketLink(path, 5.0)
+    link.submit(request("big", list(range(20)) * 3, 4, wants_context_logits=True), "")
+    link.submit(request("small", [1, 2, 3], 30, wants_generation_logits=True), "")
+    final = {}
+    while len(final) < 2:
+        for output in link.outputs.get(timeout=10) or []:
+            if output.is_final:
+                final.setdefault(output.request_id, output)  # behind the error comes that it was cancelled
+    assert final["small"].error is None
+    assert final["big"].error is not None and final["big"].error.field == "return_context_logits"
+    link.close()

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 import faser_backend
 from faser_backend import LLM, ConfigError, FaserError, GuidedDecodingParams, RequestError, SamplingParams
+from lab.abuse.schemas import SCHEMAS
 from tests.serving_pair import build_pair
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,6 +162,18 @@ def test_guided_answers_have_their_form(llm: LLM):
     assert re.fullmatch("[0-9]{3}-(yes|no)", dated) and json.loads(coloured) in ("red", "blue")
     assert re.fullmatch("<[abc]>", tagged) and isinstance(json.loads(plain)["a"], bool)
     assert '"is_tall"' in GuidedDecodingParams(json=Person).guide()
+
+
+def test_an_answer_that_fails_leaves_the_others(llm: LLM):
+    endless = SamplingParams(max_tokens=24, guided_decoding=GuidedDecodingParams(json=SCHEMAS["recursive later"]))
+    lost, kept = llm.generate(["x", "y"], [endless, SAMPLED])
+    (answer,) = lost.outputs
+    assert answer.finish_reason == "error" and answer.text.startswith("{") and lost.finished
+    assert answer.error is not None and answer.error.field == "guided_decoding_guide"
+    assert kept.outputs[0].error is None and kept.text == llm.generate("y", SAMPLED)[0].text
+    with pytest.raises(FaserError, match="guided_decoding_guide = 'given': a limit of grammars was reached: "):
+        llm.generate("x", endless)
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize(

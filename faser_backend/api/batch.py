@@ -16,8 +16,8 @@ import numpy as np
 
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
-from faser_backend.core.errors import ErrorCode, FailedError, Failure, RequestError, UnavailableError
-from faser_backend.core.request import FinishReason, Limits, Request
+from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
+from faser_backend.core.request import Limits, Request
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.core.request import SamplingParams as EngineSampling
 from faser_backend.serving.contract import fitting_max_tokens, nth_sequence
@@ -84,14 +84,16 @@ class Batch:
     def take(self, outputs: list[EngineOutput] | None) -> list[str]:
         """Adds what steps emitted. Returns the requests that the engine may stop: a stop string has ended their text.
 
-        Raises FaserError where a request failed, and where the engine is gone: None.
+        An answer that failed ends with its error, and the others are kept. Raises FaserError where there are no others,
+        and where the engine is gone.
         """
         if outputs is None:
             raise UnavailableError("the engine was closed")
         stopped = []
         for output in outputs:
-            if output.finish_reason is FinishReason.ERROR:
-                raise FailedError(output.error or Failure(ErrorCode.CANCELLED, "the request was cancelled"))
+            failure = output.error
+            if failure is not None and (len(self._by_id) == 1 or failure.code is ErrorCode.UNAVAILABLE):
+                raise FailedError(failure)
             _, answer = self._by_id[output.request_id]
             answer.add(output)
             if answer.is_stopped and not answer.is_ended and output.request_id not in self._stopping:

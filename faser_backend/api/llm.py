@@ -39,7 +39,8 @@ class LLM:
 
     A prompt is text, a list of token ids, or a conversation [{"role": ..., "content": ...}]; calls take one prompt or
     a list of them, and SamplingParams for all or one for each. Every call raises RequestError for the first field that
-    is out of range, before anything runs, and FaserError where the engine fails.
+    is out of range, before anything runs, and FaserError where the engine fails. Where one of several answers fails, it
+    ends with `error`, and the others are kept.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from faser_backend.core.errors import Failure
 from faser_backend.core.request import FinishReason, Request, RequestStats
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.serving.log_probs import best_log_probs
@@ -21,6 +22,7 @@ _REASONS = {
     FinishReason.STOPPED: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
 }
 
 
@@ -44,8 +46,8 @@ class CompletionOutput:
     """One answer to a prompt: all of it so far, and in `new_pieces` what came since the output before.
 
     logprobs: per token, of the token itself and of the best alternatives, by token id. finish_reason: None while it
-    grows, then "stop", "length" or "abort". stop_reason: the stop string or token id that ended it. stats: the
-    counters of the engine, with the last output.
+    grows, then "stop", "length", "abort" or, with `error`, "error". stop_reason: the stop string or token id that ended
+    it. stats: the counters of the engine, with the last output.
     """
 
     index: int
@@ -58,6 +60,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: Failure | None = None  # what failed this answer alone: what there is of it came before
     stats: RequestStats | None = None
 
     @property
@@ -131,6 +134,7 @@ class GrowingAnswer:
         self._cumulative = 0.0
         self._num_accepted = 0  # in the steps so far
         self._reason: FinishReason | None = None
+        self._error: Failure | None = None
         self._stats: RequestStats | None = None
 
     @property
@@ -158,7 +162,7 @@ class GrowingAnswer:
         self._num_accepted += num_accepted
         if output.is_final:
             self._push(TextPiece(self._stream.finish(), False))
-            self._reason, self._stats = output.finish_reason, output.stats
+            self._reason, self._error, self._stats = output.finish_reason, output.error, output.stats
             self.is_ended = True
 
     def snapshot(self) -> CompletionOutput:
@@ -176,6 +180,7 @@ class GrowingAnswer:
             cumulative_logprob=self._cumulative if wants_logprobs else None,
             finish_reason=None if self._reason is None else _REASONS[self._reason],
             stop_reason=self._stop_reason(),
+            error=self._error,
             stats=self._stats,
         )
 

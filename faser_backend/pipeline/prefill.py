@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from faser_backend.core.errors import blaming
 from faser_backend.core.plan import PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, ModelRunner, Sampler
 from faser_backend.core.request import NUM_CONTEXT_TOP
@@ -93,11 +94,10 @@ class Prefiller:
             rows = replace(rows, logit_rows=np.arange(rows.num_rows))
             self._times.lap("prefill_rows")
             logits = self._sampler.to_host(run_model(target, rows))
-            if sequence.request.wants_context_logits:
-                context_logits(sequence, target.vocab_size)[start:stop] = logits
-            if sequence.request.wants_context_log_probs:
-                next_ids = sequence.token_ids[start + 1 : stop + 1]
-                context_log_probs(sequence)[start:stop] = _log_probs(logits, next_ids)
+            try:
+                _keep(sequence, start, stop, logits)
+            except Exception as error:
+                sequence.fail("return_context_logits", error)
             self._times.lap("prefill_model")
 
 
@@ -119,6 +119,16 @@ def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
         except Exception as error:
             sequence.fail("return_context_logits", error)
     return False
+
+
+def _keep(sequence: Sequence, start: int, stop: int, logits: np.ndarray) -> None:
+    """What the request wants of positions [start, stop) of its prompt enters the sequence."""
+    if sequence.request.wants_context_logits:
+        context_logits(sequence, logits.shape[1])[start:stop] = logits
+    if sequence.request.wants_context_log_probs:
+        next_ids = sequence.token_ids[start + 1 : stop + 1]
+        found = blaming("return_context_log_probs", _log_probs, logits, next_ids)
+        context_log_probs(sequence)[start:stop] = found
 
 
 def context_log_probs(sequence: Sequence) -> np.ndarray:

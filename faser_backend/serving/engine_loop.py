@@ -235,7 +235,7 @@ class EngineLoop:
             now_s = time.monotonic()
             if now_s >= next_metrics_s:
                 next_metrics_s = now_s + self._metrics_period_s
-                self._on_metrics(replace(self.engine.metrics()))
+                _told(self._on_metrics, replace(self.engine.metrics()))
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
         batches: dict[Subscription, list[RequestOutput]] = {}
@@ -248,9 +248,9 @@ class EngineLoop:
                 route.num_output_tokens += len(output.token_ids)
                 if output.is_final:
                     del self._routes[output.request_id]
-                    self._on_finished(output, route.num_output_tokens)
+                    _told(self._on_finished, output, route.num_output_tokens)
         for subscriber, batch in batches.items():
-            subscriber.deliver(batch)
+            _told(subscriber.deliver, batch)
 
     def _fail_all(self, message: str) -> None:
         with self._lock:
@@ -260,3 +260,11 @@ class EngineLoop:
                 request_id, [], finish_reason=FinishReason.ERROR, error=Failure(ErrorCode.UNAVAILABLE, message)
             )
             route.subscriber.deliver([failed])
+
+
+def _told(listener: Callable[..., None], *news: object) -> None:
+    """Tells a listener. An error of its own stays with it: the loop goes on."""
+    try:
+        listener(*news)
+    except Exception:
+        _log.exception("a listener of the engine loop failed")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty
 
-from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError
+from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError, blamed
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello
@@ -195,7 +195,8 @@ class Frontend:
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._link.cancel(request_id)
+            with contextlib.suppress(FaserError):  # the engine is gone, which the sender learns by itself
+                self._link.cancel(request_id)
 
     # -- the sender thread ------------------------------------------------------------------------
 
@@ -223,21 +224,34 @@ class Frontend:
         for output in batch:
             exchange = self._live.get(output.request_id)
             if exchange is not None:
-                start_ns = time.perf_counter_ns()
-                exchange.replies[output.request_id].add(output)
-                if exchange.life is not None:
-                    exchange.life.sequences[output.request_id].add(output, start_ns)
-                exchange.postprocessing_ns += time.perf_counter_ns() - start_ns
-                touched[output.request_id] = output
+                try:
+                    self._take(exchange, output)
+                    touched[output.request_id] = output
+                except Exception as error:
+                    self._give_up(output.request_id, exchange, error)
         for request_id, output in touched.items():
             exchange = self._live.get(request_id)
             if exchange is None:  # another sequence of the same request has failed it
                 continue
             try:
                 self._respond(request_id, exchange, output)
-            except Exception as error:  # the client may be gone; nobody else must notice
-                _log.exception("a response could not be sent", extra=about(request_id))
-                self._abandon(exchange, f"a response could not be sent: {error}")
+            except Exception as error:
+                self._give_up(request_id, exchange, error)
+
+    def _take(self, exchange: _Exchange, output: RequestOutput) -> None:
+        start_ns = time.perf_counter_ns()
+        exchange.replies[output.request_id].add(output)
+        if exchange.life is not None:
+            exchange.life.sequences[output.request_id].add(output, start_ns)
+        exchange.postprocessing_ns += time.perf_counter_ns() - start_ns
+
+    def _give_up(self, request_id: str, exchange: _Exchange, error: Exception) -> None:
+        """Ends a request whose answer cannot be made or sent. Nobody else must notice."""
+        _log.exception("a response could not be made or sent", extra=about(request_id))
+        failure = blamed("text_output", error)
+        self._abandon(exchange, failure.message)
+        with contextlib.suppress(Exception):  # the client may be gone
+            exchange.responder.fail(failure)
 
     def _respond(self, request_id: str, exchange: _Exchange, last: RequestOutput) -> None:
         reply = exchange.replies[request_id]
@@ -300,11 +314,20 @@ class Frontend:
             with self._lock:
                 exchanges = set(self._live.values())
             for exchange in exchanges:
-                if not exchange.is_ending and exchange.responder.is_cancelled():
+                if not exchange.is_ending and _has_left(exchange.responder):
                     exchange.is_ending = True
                     self._cancel(list(exchange.open_ids))
             if time.monotonic() - started_s > 10 * period_s:
                 _log.warning("polling %d requests for cancellation took over %.1f s", len(exchanges), 10 * period_s)
+
+
+def _has_left(responder: Responder) -> bool:
+    """Whether the client has cancelled, or cannot be asked."""
+    try:
+        return responder.is_cancelled()
+    except Exception:
+        _log.exception("a request could not be asked whether it is cancelled")
+        return True
 
 
 def _times_of(exchange: _Exchange, last: RequestOutput) -> Answered:

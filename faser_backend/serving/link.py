@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
-from faser_backend.core.errors import ConfigError, FailedError, Failure, FaserError, UnavailableError
+from faser_backend.core.errors import ConfigError, FailedError, Failure, FaserError, UnavailableError, blamed
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.frames import FrameError, FrameSocket
@@ -230,13 +230,28 @@ class LinkServer:
                 if more is None:
                     return
                 batch = batch + more
-            for part in [[output] for output in batch] if _has_logits(batch) else [batch]:
-                frames.send(pack(News(outputs=part)))
+            if not _has_logits(batch):
+                frames.send(pack(News(outputs=batch)))
+                continue
+            for output in batch:
+                try:
+                    frames.send(pack(News(outputs=[output])))
+                except OSError:
+                    raise
+                except Exception as error:  # its logits are more than a frame or memory holds, and nothing was sent
+                    subscription.cancel(output.request_id)
+                    failed = RequestOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
+                    failed.error = blamed(_logits_field(output), error)
+                    frames.send(pack(News(outputs=[failed])))
 
 
 def _has_logits(batch: list[RequestOutput]) -> bool:
     """Outputs with logits take frames of their own, so that no frame holds those of two."""
     return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
+
+
+def _logits_field(output: RequestOutput) -> str:
+    return "return_context_logits" if output.context_logits is not None else "return_generation_logits"
 
 
 class SocketLink:
