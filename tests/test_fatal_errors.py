@@ -88,7 +88,7 @@ def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, Fa
         try:
             hub.submit(request(name, [1, 2, 3], 4), "")
         except FaserError as refused:
-            told.append(f"refused: {refused}")
+            told.append(f"refused as {refused.code.value}: {refused}")
             continue
         while True:
             outputs = hub.outputs.get(timeout=30)
@@ -104,7 +104,7 @@ def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, Fa
 def test_an_error_that_stays_ends_the_engine_with_its_requests_answered() -> None:
     told, _, stopped, _ = served(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert told[0].startswith("the engine stopped: RuntimeError: CUDA error: an illegal memory access")
-    assert told[1].startswith("refused: the engine stopped") and stopped.is_set()
+    assert told[1].startswith("refused as unavailable: the engine stopped") and stopped.is_set()
 
 
 def test_another_fails_its_step_alone() -> None:
