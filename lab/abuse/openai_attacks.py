@@ -93,7 +93,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a refused field": (CHAT, filled(_CHAT + '"functions":[', "0,", "0]}")),
     "instructions": (RESPONSES, filled('{"input":"x","instructions":"', "x", '"}')),
     "metadata": (RESPONSES, numbered('{"input":"x","metadata":{', '"k%d":"v"', "}}")),
-    "long texts": (COMPLETIONS, lambda: json.dumps({"prompt": ["a b\n" * 16_000] * 60}).encode()),
+    "long texts": (COMPLETIONS, lambda: json.dumps({"prompt": ["a b\n" * 16_000] * 40}).encode()),
     "just enough ids": (COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 262_000 + b"1]}"),
     "just enough messages": (CHAT, lambda: json.dumps({"messages": [_PARTS] * 4096}).encode()),
     "just enough names": (CHAT, lambda: json.dumps(_JUST_A_SCHEMA).encode()),
@@ -124,6 +124,7 @@ class Seen:
         return {
             "attack": self.attack, "status": self.status, "answered after s": round(self.seconds, 2),
             "longest wait of another ms": round(self.longest_wait_ms), "memory MB": round(self.growth_mb),
+            "processor s": round(self.processor_s, 2),
         }  # fmt: skip
 
     def broken(self, usual_ms: float) -> list[str]:
