@@ -155,18 +155,3 @@ def attention_bytes(shape: AttentionShape, itemsize: int) -> int:
     queries = 2 * b * rows * heads * head_dim  # and the outputs
     indices = b * -(-(context + rows) // size) + 2 * b + 1 + b * rows
     return (pool + chunk + queries) * itemsize + indices * INT32
-
-
-def exit_score_bytes(num_rows: int, hidden_size: int, num_candidates: int, itemsize: int) -> int:
-    """Of exit_scores: each row, the head's rows of its candidates, the candidates' ids, the scores in float32."""
-    return num_rows * (hidden_size * itemsize * (1 + num_candidates) + num_candidates * (8 + 4))
-
-
-def compaction_bytes(num_kept: int, hidden_size: int, itemsize: int) -> int:
-    """Of compact_rows: kept rows read and written, and their indices."""
-    return num_kept * (2 * hidden_size * itemsize + 8)
-
-
-def kv_write_bytes(num_rows: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Of write_kv: keys and values read and written, and the slots."""
-    return num_rows * (2 * 2 * num_kv_heads * head_dim * itemsize + INT32)

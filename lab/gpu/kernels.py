@@ -12,15 +12,12 @@ import torch
 from lab import shapes
 from lab.gpu.device import copy_bytes_per_s
 from lab.gpu.kernel_cases import DTYPES, TOLERANCES, timed_calls
-from lab.gpu.kernel_checks import CHECKS, normal
+from lab.gpu.kernel_checks import CHECKS
 from lab.gpu.timing import Timing, as_graph, take_turns
 from lab.gpu.worker import Context, Result
 from lab.shapes import AttentionShape
 from plugins.attention_config import choose_num_splits
-from plugins.exit_scores import exit_scores
-from plugins.kv_write import write_kv
 from plugins.pruned_chunk_attention import pruned_chunk_attention
-from plugins.row_compaction import compact_rows
 from plugins.split_combine import workspace_numel
 
 NUM_CASES = 24  # of each type
@@ -56,7 +53,7 @@ def correctness(context: Context) -> Result:
 def bandwidth(context: Context) -> Result:
     """Achieved bandwidth of each kernel beside the copy bandwidth that was measured in the same minute."""
     copied = copy_bytes_per_s(context.device, 1 << 20 if context.is_tiny else 1 << 30)
-    found: Result = {"copy_gb_per_s": copied / 1e9, "attention": [], "small": []}
+    found: Result = {"copy_gb_per_s": copied / 1e9, "attention": []}
     sizes = itertools.product((1, 8, 32, 64), (256, 1024, 4096), (1, 5))
     chosen = [AttentionShape(*size) for size in sizes]
     if context.is_tiny:
@@ -79,7 +76,6 @@ def bandwidth(context: Context) -> Result:
         )
         context.save(found)
     found["attention"].sort(key=lambda row: (row["batch"], row["context"], row["rows"]))
-    found["small"] = _small_kernels(context, copied)
     return found
 
 
@@ -102,54 +98,6 @@ def time_attention(context: Context, shape: AttentionShape) -> tuple[Timing, int
     work = as_graph(context.device, run)
     timing = take_turns(context.device, {"attention": work}, 2 if context.is_tiny else REPEATS)["attention"]
     return Timing(*(value / len(calls) for value in timing)), num_splits
-
-
-def _small_kernels(context: Context, copied: float) -> list[dict[str, Any]]:
-    """Exit scores, row compaction and the pool write at the sizes of a verification of 32 x 5 rows."""
-    num_rows, hidden_size, vocab_size = (10, 64, 100) if context.is_tiny else (160, 4096, 151_936)
-    device, rng = context.device, np.random.default_rng(context.seed)
-    head = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=device).normal_()
-    hidden = normal(torch.bfloat16, device, rng, num_rows, hidden_size)
-    candidates = [torch.tensor(rng.integers(0, vocab_size, (num_rows, 8)), device=device) for _ in range(8)]
-    scores = torch.empty(num_rows, 8, device=device)
-    kept = torch.arange(0, num_rows, 2, device=device)
-    out = torch.empty(kept.numel(), hidden_size, dtype=torch.bfloat16, device=device)
-    (call,) = timed_calls(AttentionShape(num_rows // 5, 64, 5), 1, torch.bfloat16, device, 0)
-    _, k_new, v_new, k_pool, v_pool, *_, slots = call.tensors
-
-    def score() -> None:
-        for chosen in candidates:
-            exit_scores(hidden, head, chosen, scores)
-
-    def compact() -> None:
-        for _ in candidates:
-            compact_rows(hidden, kept, out)
-
-    def write() -> None:
-        for _ in candidates:
-            write_kv(k_new, v_new, slots, k_pool, v_pool)
-
-    works = {"exit_scores": score, "compact_rows": compact, "write_kv": write}
-    timings = take_turns(device, {name: as_graph(device, work) for name, work in works.items()}, REPEATS)
-    num_bytes = {
-        "exit_scores": shapes.exit_score_bytes(num_rows, hidden_size, 8, 2),
-        "compact_rows": shapes.compaction_bytes(kept.numel(), hidden_size, 2),
-        "write_kv": shapes.kv_write_bytes(num_rows, k_new.shape[1], k_new.shape[2], 2),
-    }
-    rows = []
-    for name, timing in timings.items():
-        each = Timing(*(value / len(candidates) for value in timing))
-        rate = num_bytes[name] / each.median_us * 1e6
-        rows.append(
-            {
-                "kernel": name,
-                "rows": num_rows,
-                **as_fields(each),
-                "gb_per_s": rate / 1e9,
-                "share_of_copy": rate / copied,
-            }
-        )
-    return rows
 
 
 def as_fields(timing: Timing) -> dict[str, float]:
