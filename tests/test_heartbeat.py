@@ -18,7 +18,13 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving import server
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.heartbeat import BUSY_FACTOR, MAX_LOOK_S, HangWatch
-from faser_backend.serving.launch_folder import LOCK_FILE, PREFIX, SHARED_MEMORY, LaunchFolder
+from faser_backend.serving.launch_folder import (
+    LOCK_FILE,
+    PREFIX,
+    SHARED_MEMORY,
+    LaunchFolder,
+    remove_unpacking_folders,
+)
 from faser_backend.serving.server import LOCK_ERROR, LaunchOptions, TritonInstall, TritonServer
 from lab.bench.servers import free_ports
 from tests.harness import open_fake
@@ -130,6 +136,19 @@ def test_what_a_killed_server_left_is_removed_by_the_next_start_and_nothing_else
         LaunchFolder().remove()
     assert not left.exists() and not region.exists()
     assert folder.path.exists() and unknown.exists()
+
+
+def test_an_unpacking_folder_goes_once_no_running_server_can_have_made_it(tmp_path: Path):
+    old, full, young = (tmp_path / f"python_env_{name}" for name in ("old", "full", "young"))
+    for each in (old, full, young):
+        each.mkdir()
+    (full / "file").touch()
+    for each in (old, full):
+        os.utime(each, (0, 0))
+    with subprocess.Popen(["tritonserver", "60"], executable="/bin/sleep") as running:
+        remove_unpacking_folders(tmp_path)
+        running.kill()
+    assert sorted(tmp_path.iterdir()) == [full, young]
 
 
 FAKE_SERVER = """#!/bin/sh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 PARENT_POLL_S = 0.5  # between two looks of a model's process at its parent
@@ -55,6 +56,18 @@ def cpu_seconds(pid: int) -> float:
     """Returns the processor time that it has taken, 0 where it has ended."""
     ticks = _state(pid)[11:13]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def started_s(pid: int) -> float:
+    """Returns when it was started, as time.time() counts; infinity where it has ended."""
+    ticks = _state(pid)[19:20]
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted_s + int(ticks[0]) / os.sysconf("SC_CLK_TCK") if ticks else float("inf")
+
+
+def running(program: str) -> list[int]:
+    """Returns the processes whose command line begins with a file of this name."""
+    return [pid for pid in _parents() if Path((arguments(pid) or [""])[0]).name == program]
 
 
 def _parents() -> dict[int, int]:
