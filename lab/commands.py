@@ -92,7 +92,9 @@ def simulate(
     pair: Annotated[str | None, typer.Option(help="qwen3-32b/0.6b, ...", show_default=False)] = None,
     profile: Annotated[Path | None, typer.Option(help="A profiled engine instead.", show_default=False)] = None,
     policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
-    requests: Annotated[int, typer.Option(help="From the start of the trace.")] = 1000,
+    requests: Annotated[
+        int | None, typer.Option(help="From the start of the trace.", show_default="1000, or all")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Mean requests/s.", show_default="the trace's")] = None,
     loads: Annotated[
         str | None, typer.Option(help="Shares of the best static length's capacity, 0.5,0.9,1.2.", show_default=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from faser_backend.files import FileError, check_room
 from lab import environment
 
 Row = Mapping[str, Any]
+WIDE = 200  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,14 @@ def markdown_table(columns: Sequence[Column | str], rows: Iterable[Row]) -> list
     ]
     lines = ["| " + " | ".join(column.heading for column in chosen) + " |", "|" + "---|" * len(chosen)]
     return lines + ["| " + " | ".join(column.show(row).replace("|", "/") for column in chosen) + " |" for row in rows]
+
+
+def table_console() -> Any:
+    """rich's console on stdout, wide where nobody sees it: a table in a pipe or a file is whole."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDE)
 
 
 def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -> Any:

@@ -46,7 +46,7 @@ class Trace:
         return int((self.num_prompt_tokens + self.num_output_tokens).max())
 
 
-def read_trace(path: Path, num_requests: int | None = None) -> Trace:
+def read_trace(path: Path, num_requests: int | None = None, *, may_be_shorter: bool = False) -> Trace:
     """The first num_requests requests of a file (default: all). Raises ConfigError naming line and column."""
     times, prompts, outputs = [], [], []
     try:
@@ -66,7 +66,7 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
         raise ConfigError(f"{path}: not readable as a trace ({error})") from None
     if not times:
         raise ConfigError(f"{path}: holds no requests")
-    if num_requests is not None and len(times) < num_requests:
+    if num_requests is not None and len(times) < num_requests and not may_be_shorter:
         raise ConfigError(f"requests = {num_requests}: {path} holds {len(times)}")
     arrivals = np.array(times)
     if (np.diff(arrivals) < 0).any():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,28 +58,37 @@ def test_it_follows_acceptance(policy_file: Path):
     assert run(world, f"file:{policy_file}", 0)["tokens_per_s"] > 1.2 * run(world, "none", 0)["tokens_per_s"]
 
 
-def test_generate_takes_it(policy_file: Path, engine_dir: Path):
+def test_every_command_does_what_the_tutorial_says(policy_file: Path):
+    """As written, where the file was saved; a pipe gets the whole table."""
+    [commands] = re.findall(r"```bash\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
+    there = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    there.pop("COLUMNS", None)
+    done = [
+        subprocess.run(
+            ["bash", "-c", line], cwd=policy_file.parent, env=there, capture_output=True, text=True, timeout=300
+        )
+        for line in commands.splitlines()
+    ]
+    assert [each.returncode for each in done] == [0] * 3, done
+    assert re.search(r"accepted \d+ of [1-9]\d* drafted", done[0].stdout)
+    shown = done[2].stdout
+    assert [re.search(rf"^{name} +.*%$", shown, re.M) is not None for name in ("none", "fixed:4", "file:caution.py")]
+    assert "\u2026" not in shown
+    name = "file:caution.py"
+    found = json.loads((policy_file.parent / "faser-simulation" / "simulation.json").read_text())["rows"]
+    assert name in {row["policy"] for row in found}
+
+
+def test_generate_and_bench_take_it(policy_file: Path, engine_dir: Path, tmp_path: Path):
     def generated(policy: str) -> dict:
         arguments = ["--engine-dir", str(engine_dir), "--prompt-ids", "1,2,3", "--max-tokens", "12", "--json"]
         done = CliRunner().invoke(app, ["generate", *arguments, "--policy", policy])
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
-    mine = generated(f"file:{policy_file}")
-    assert mine["num_drafted"] > 0 and mine["token_ids"] == generated("none")["token_ids"]
-
-
-def test_simulate_and_bench_have_a_row_for_it(policy_file: Path, engine_dir: Path, tmp_path: Path):
-    trace = tmp_path / "trace.csv"
-    rows = [f"2023-11-16 18:15:{index:02d}.0000000,20,12\n" for index in range(4)]
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
     name = f"file:{policy_file}"
-    named = ["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", name, "--requests", "4"]
-    done = CliRunner().invoke(app, ["simulate", "--trace", str(trace), *named, "--output", str(tmp_path / "sim")])
-    assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "sim" / "simulation.json").read_text())["rows"]
-    assert name in {row["policy"] for row in found}
-
+    mine = generated(name)
+    assert mine["num_drafted"] > 0 and mine["token_ids"] == generated("none")["token_ids"]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):\n    return x"}) + "\n" for i in range(3)))
     sizing = Sizing(1, 0.01, 1, 0.2, 1, 6, (0.8,), bursty_ablations=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from faser_backend.core.decision import WHOLE
@@ -13,7 +12,7 @@ from faser_backend.policy.calibration import MARGIN_KNOTS
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.profile_store import Profile
-from lab.tables import Column, terminal_table
+from lab.tables import Column, table_console, terminal_table
 
 LEGEND = (
     "errors: mean of calls that the fit saw, and of others that it did not; spread: how far apart repeats of a call "
@@ -25,7 +24,7 @@ BUSY_SPREAD_PERCENT = 15.0  # an idle machine repeats a call within a few percen
 
 def print_tables(profile: Profile, costs: CostModel) -> None:
     """On stdout."""
-    console = Console()
+    console = table_console()
     calibration = profile.calibration
     console.print(error_table(profile, costs))
     console.print(LEGEND, highlight=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
@@ -28,10 +27,11 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import check_output, terminal_table
+from lab.tables import check_output, table_console, terminal_table
 from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
 AT_ONCE = 9e5  # requests per second
+MOST_REQUESTS = 1000  # unless more are asked for
 REPORT_BYTES = 1 << 20  # of both files, at most
 MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
 
@@ -45,7 +45,7 @@ class SimulateOptions:
     pair: str | None = None
     profile: Path | None = None
     policies: str | None = None  # the ladder
-    num_requests: int = 1000
+    num_requests: int | None = None  # None: MOST_REQUESTS, or as many as the trace has
     rate: float | None = None  # the trace's own
     loads: str | None = None  # instead of a rate: shares of what the best static length can do, "0.5,0.9"
     peak_trough: float | None = None  # the trace's own arrivals
@@ -71,7 +71,7 @@ class SimulateOptions:
         for one, other in (("peak_trough", "arrivals"), ("rate", "loads"), ("spread", "mix"), ("acceptance", "mix")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ConfigError(f"give at most one of --{one.replace('_', '-')} and --{other}")
-        if self.num_requests < 1:
+        if self.num_requests is not None and self.num_requests < 1:
             raise ConfigError(f"--requests = {self.num_requests}: must be at least 1")
         for name, low, high in (
             ("acceptance", 0.0, 1.0),
@@ -96,9 +96,9 @@ class SimulateOptions:
 
     def make_trace(self) -> Trace:
         """Raises ConfigError for a file that is no trace, or too short."""
-        trace = read_trace(self.trace, self.num_requests)
+        trace = read_trace(self.trace, self.num_requests or MOST_REQUESTS, may_be_shorter=self.num_requests is None)
         if self.arrivals is not None:
-            trace = arriving_as(trace, read_trace(self.arrivals, self.num_requests))
+            trace = arriving_as(trace, read_trace(self.arrivals, len(trace)))
         if self.lengths is not None:
             means = _numbers("--lengths", self.lengths, "/", "mean prompt and output tokens, e.g. 755/200", 2)
             trace = with_mean_lengths(trace, *means)
@@ -239,7 +239,7 @@ def _simulate_job(job: Job) -> dict[str, Any]:
 
 
 def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:
-    console = Console()
+    console = table_console()
     for load, group in report.by_load(rows).items():
         title = load or f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
         console.print(terminal_table(title, report.COLUMNS, group))
@@ -247,5 +247,5 @@ def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> No
         console.print(f"not simulated: {line}")
     console.print("assumptions:")
     for line in meta["assumptions"]:
-        console.print(f"- {line}", highlight=False)
+        console.print(f"- {line}", highlight=False, soft_wrap=True)
     console.print(f"wrote {output / 'simulation.json'} and .md")
