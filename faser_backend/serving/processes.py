@@ -53,8 +53,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the processor time that it has taken, 0 where it has ended."""
-    ticks = _state(pid)[11:13]
+    """Returns the processor time of it and of its children that have ended (compilers), 0 where it has ended."""
+    ticks = _state(pid)[11:15]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
