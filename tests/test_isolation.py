@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.errors import ErrorCode, Failure
+from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.grammar import GUIDE
 from faser_backend.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from faser_backend.device import logit_rules
@@ -53,6 +53,17 @@ class ParityGrammar:
             raise OSError("poison")
 
 
+class LimitedGrammar(ParityGrammar):
+    """Reaches a limit wherever an answer other than `answer` goes."""
+
+    def __init__(self, answer: list[int]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def start(self) -> ParityState:
+        return LimitedState(self)
+
+
 class ParityState:
     def __init__(self, grammar: ParityGrammar) -> None:
         self._grammar, self._tokens = grammar, []
@@ -76,6 +87,20 @@ class ParityState:
     def forced(self) -> list[int]:
         self._grammar.meet("forced")
         return [6 + len(self._tokens) % 2, 7 - len(self._tokens) % 2] if len(self._tokens) == 8 else []
+
+
+class LimitedState(ParityState):
+    """As the library's, it stays in its error."""
+
+    def allowed(self) -> np.ndarray:
+        if self._tokens != self._grammar.answer[: len(self._tokens)]:
+            self._grammar = LimitedGrammar([-1] * 64)
+            raise RequestError(GUIDE, "given", "a limit of grammars was reached")
+        return super().allowed()
+
+    def advance(self, tokens: list[int]) -> int:
+        assert self._grammar.answer[:1] != [-1], "asked after its error"
+        return super().advance(tokens)
 
 
 def requests(poisoned: ParityGrammar | None = None) -> list[Request]:
@@ -234,6 +259,18 @@ def test_an_error_in_one_grammar_ends_its_request_alone(
         pytest.skip("nobody drafts what grammars force")
     grammar = ParityGrammar(hook, 1 if hook == "start" else LATE)
     check(run(mode, requests(grammar)), undisturbed, GUIDE)
+
+
+def test_a_limit_that_only_drafts_reach_fails_nobody(mode: tuple[str, str], undisturbed: dict[str, list[int]]) -> None:
+    """And one that the answer itself reaches fails it where plain decoding would."""
+    answer = undisturbed[VICTIM]
+    driven, _ = run(mode, requests(LimitedGrammar(answer)))
+    assert driven.tokens == undisturbed and driven.final[VICTIM].error is None
+    driven, _ = run(mode, requests(LimitedGrammar([*answer[:10], -1])))
+    failed = driven.final[VICTIM].error
+    assert failed is not None and (failed.code, failed.field) == (ErrorCode.INVALID, GUIDE)
+    assert answer[:1] == driven.tokens[VICTIM][:1] and len(driven.tokens[VICTIM]) <= 11
+    assert {**driven.tokens, VICTIM: answer} == undisturbed
 
 
 def test_an_error_in_a_clients_draft_ends_its_request_alone(mode: tuple[str, str]) -> None:
