@@ -43,10 +43,6 @@ class Context:
     def has_time(self, needed_s: float = 0.0) -> bool:
         return self.time_left_s > needed_s
 
-    def result_of(self, part: str) -> Result:
-        """Of an earlier part; empty where it was not run or came to nothing."""
-        return self.results.get(part, {})
-
 
 def main() -> None:
     job, found = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
