@@ -1,4 +1,4 @@
-"""What the conformance tests send and expect, tensor by tensor, and the tables of docs/serving.md that tell of it.
+"""What the conformance tests send and expect, tensor by tensor, and the tables of docs/serving.md about it.
 
 `python -m tests.conformance_cases` writes the tables between their marks.
 """
@@ -175,28 +175,36 @@ def shape_of(output: Output, *, num_new: int, num_prompt: int) -> tuple[int, ...
 # -- the tables -----------------------------------------------------------------------------------------------------
 def meaning_of(spec: TensorSpec) -> str:
     if spec.name in UNSUPPORTED:
-        return f"refused when used: {UNSUPPORTED[spec.name].feature}"
-    if spec.name == "stop":
-        return "works: `test_server.py::test_stop_request_ends_a_request_early_and_without_error`"
-    if spec.name.startswith("guided_decoding"):
-        return "works: [structured output](structured-output.md)"
+        return f"refused ({UNSUPPORTED[spec.name].feature})"
     return "no effect" if spec.name in WITHOUT_EFFECT else "works"
 
 
+def sending_of(models: tuple[ModelConfig, ...], spec: TensorSpec) -> tuple[str, str]:
+    """When an output is sent, and its type and shape."""
+    output = output_of(models[0], spec)
+    sent = {"": "always", "never": "never"}.get(output.flag, f"with `{output.flag}`")
+    return sent, spec.data_type + ("" if sent == "never" else output.shape.replace(" ", ""))
+
+
 def table_lines() -> Iterator[str]:
+    """A row per set of models: tensors by what they do here, then by type and shape."""
     for title, models in (("inflight_batcher", INFLIGHT_BATCHER), ("llmapi", LLMAPI)):
-        yield f"Inputs of `{title}` (each row: `tests/test_conformance_tensors.py::test_input`):\n"
-        yield "| input | type | models | here |\n|---|---|---|---|"
-        for spec, names in _by_spec(models, "inputs"):
-            yield f"| `{spec.name}` | {spec.data_type} {list(spec.dims)} | {names} | {meaning_of(spec)} |"
-        yield f"\nOutputs of `{title}` (each row: `tests/test_conformance_tensors.py::test_output`):\n"
-        yield "| output | type | models | shape on the wire | sent with |\n|---|---|---|---|---|"
-        for spec, names in _by_spec(models, "outputs"):
-            output = output_of(models[0] if models is LLMAPI else INFLIGHT_BATCHER[0], spec)
-            sent = "every response" if not output.flag else output.flag if output is _NEVER else f"`{output.flag}`"
-            sent = output.flag if output.flag == "never" else sent
-            yield f"| `{spec.name}` | {spec.data_type} | {names} | {output.shape} | {sent} |"
-        yield ""
+        for side in ("inputs", "outputs"):
+            yield f"| models | {side} of `{title}` (`tests/test_conformance_tensors.py::test_{side[:-1]}`) |\n|---|---|"
+            rows: dict[str, dict[str, dict[str, list[str]]]] = {}
+            for spec, names in _by_spec(models, side):
+                if side == "inputs":
+                    meaning, kind = meaning_of(spec), f"{spec.data_type}[{','.join(map(str, spec.dims))}]"
+                else:
+                    meaning, kind = sending_of(models, spec)
+                rows.setdefault(names, {}).setdefault(meaning, {}).setdefault(kind, []).append(f"`{spec.name}`")
+            for names, meanings in rows.items():
+                cells = [
+                    f"{meaning}: " + "; ".join(f"{kind} {', '.join(found)}" for kind, found in kinds.items())
+                    for meaning, kinds in meanings.items()
+                ]
+                yield f"| {names} | {'<br>'.join(cells)} |"
+            yield ""
 
 
 def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[TensorSpec, str]]:
@@ -206,7 +214,7 @@ def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[Tenso
         for spec in getattr(model, side):
             found.setdefault(spec, []).append(model.name.replace("tensorrt_llm_bls", "bls"))
     for spec, names in found.items():
-        yield spec, ", ".join(names)
+        yield spec, "the three" if len(names) == 3 else ", ".join(names)
 
 
 def written(docs: str) -> str:

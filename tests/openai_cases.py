@@ -122,13 +122,20 @@ SOME_VALUE = "x"
 
 
 def table_lines() -> list[str]:
-    lines = []
+    """Fields that are alike share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    where: dict[tuple[str, str], list[str]] = {}  # field and note: the paths
     for body, fields in FIELDS.items():
-        lines += [f"`{PATHS[body]}`:", "", "| field | here |", "|---|---|"]
-        lines += [f"| `{name}` | {field.note} |" for name, field in fields.items()]
-        lines += [f"| `{name}` | refused: {meaning} |" for name, meaning in REFUSED[body].items()]
-        lines += ['| `modalities` | refused but for `["text"]` |', ""]
-    return lines
+        notes = {name: field.note for name, field in fields.items()}
+        notes |= {name: f"refused: {meaning}" for name, meaning in REFUSED[body].items()}
+        notes["modalities"] = 'refused but for `["text"]`'
+        for name, note in notes.items():
+            where.setdefault((name, note), []).append(PATHS[body].removeprefix("/v1/").partition("/")[0])
+    for (name, note), paths in where.items():
+        rows.setdefault((", ".join(paths) if len(paths) < len(PATHS) else "all", note), []).append(f"`{name}`")
+    shared_first = sorted(rows.items(), key=lambda row: row[0][0] != "all")
+    lines = [f"| {', '.join(names)} | {paths} | {note} |" for (paths, note), names in shared_first]
+    return ["| fields | of | here |", "|---|---|---|", *lines, ""]
 
 
 def written(docs: str) -> str:
