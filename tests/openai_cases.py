@@ -123,18 +123,17 @@ SOME_VALUE = "x"
 
 def table_lines() -> list[str]:
     """Fields that are alike share a row."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    where: dict[tuple[str, str], list[str]] = {}  # field and note: the paths
+    where: dict[tuple[str, str], list[str]] = {}  # the field as shown, and its note: the paths
     for body, fields in FIELDS.items():
-        notes = {name: field.note for name, field in fields.items()}
-        notes |= {name: f"refused: {meaning}" for name, meaning in REFUSED[body].items()}
-        notes["modalities"] = 'refused but for `["text"]`'
-        for name, note in notes.items():
-            where.setdefault((name, note), []).append(PATHS[body].removeprefix("/v1/").partition("/")[0])
-    for (name, note), paths in where.items():
-        rows.setdefault((", ".join(paths) if len(paths) < len(PATHS) else "all", note), []).append(f"`{name}`")
+        shown = [(f"`{name}`", field.note) for name, field in fields.items()]
+        shown += [(f"`{name}` ({meaning})", "refused") for name, meaning in REFUSED[body].items()]
+        for row in [*shown, ('`modalities` (other than `["text"]`)', "refused")]:
+            where.setdefault(row, []).append(PATHS[body].removeprefix("/v1/").partition("/")[0])
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (field, note), paths in where.items():
+        rows.setdefault(("all" if len(paths) == len(PATHS) else ", ".join(paths), note), []).append(field)
     shared_first = sorted(rows.items(), key=lambda row: row[0][0] != "all")
-    lines = [f"| {', '.join(names)} | {paths} | {note} |" for (paths, note), names in shared_first]
+    lines = [f"| {', '.join(fields)} | {paths} | {note} |" for (paths, note), fields in shared_first]
     return ["| fields | of | here |", "|---|---|---|", *lines, ""]
 
 
