@@ -9,7 +9,9 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from lab import compare
+from lab.answers import Answer
 from lab.bench import perf_analyzer
+from lab.train_head.kept import kept
 from tests.serving_pair import build_pair
 
 
@@ -89,3 +91,9 @@ def test_perf_analyzers_profiles_are_read_though_they_are_not_json(tmp_path: Pat
     assert (row["ttft_ms_p50"], row["tpot_ms_p50"], row["e2e_ms_p50"]) == (10.0, 10.0, 50.0)
     asked = perf_analyzer.make_inputs(5)["data"]
     assert len(asked) > 50 and all(each["max_tokens"] == [5] and each["end_id"] == [-1] for each in asked)
+
+
+def test_what_a_verification_keeps() -> None:
+    """Of two answers of 9 tokens, the first by the prompt: 4 verifications keep 4, 8 keep none."""
+    answers = [Answer(0.0, [], 9, 12, 4, ""), Answer(0.0, [], 9, 4, 0, "")]
+    assert kept(answers) == {"answers": 2, "kept": 4 / 12, "share": 4 / 16}

@@ -18,13 +18,11 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import build_engine
-from lab.answers import Answer
 from lab.train_head import model, torch_writer
 from lab.train_head.begin import TargetTensors, feature_layers, frequent_ids, head_spec, new_head, read_target
 from lab.train_head.conversations import RAREST, WritingOptions, draw
 from lab.train_head.crew import Crew, working_with
 from lab.train_head.export import head_config, save_head
-from lab.train_head.kept import kept
 from lab.train_head.model import SoftCrossEntropy
 from lab.train_head.run import HeadRun, RunOptions
 from lab.train_head.shards import Corpus, Dialogue, shard_paths
@@ -336,12 +334,6 @@ def test_what_was_begun_otherwise_is_refused(trained: RunOptions) -> None:
 
 def test_frequent_ids_are_the_most_frequent_and_rise() -> None:
     assert frequent_ids(np.array([5, 5, 3, 9]), 10, 4).tolist() == [0, 3, 5, 9]
-
-
-def test_what_a_verification_keeps() -> None:
-    """Of two answers of 9 tokens, the first by the prompt: 4 verifications keep 4, 8 keep none."""
-    answers = [Answer(0.0, [], 9, 12, 4, ""), Answer(0.0, [], 9, 4, 0, "")]
-    assert kept(answers) == {"answers": 2, "kept": 4 / 12, "share": 4 / 16}
 
 
 def test_without_torch_there_is_one_error(tmp_path: Path) -> None:
