@@ -11,23 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import numpy as np
-
 from engines.graph import GraphBuilder
 from faser_backend.core.model import ModelSpec
 
 DOMAIN = "faser"
-OP_TYPE, TREE_OP_TYPE = "PrunedChunkAttention", "PrunedTreeAttention"
+OP_TYPE = "PrunedChunkAttention"
 PLUGIN_VERSION = "1"
-MAX_CELLS = 63  # of a tree, in graphs of standard ops: the sign stays clear
 
 
 class AttentionBody(ABC):
     """Attention of every layer of one segment, and the inputs and outputs that it needs."""
 
-    def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int, *, has_trees: bool = False) -> None:
-        """has_trees: rows may be those of trees, and their mask is an input of every call."""
-        self.has_trees = has_trees
+    def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int) -> None:
         self.graph = graph
         self.spec = spec
         self.pool_shape: tuple[int | str, ...] = (spec.num_kv_heads, "NB", kv_block_size, spec.head_dim)
@@ -84,8 +79,6 @@ class GatheredAttention(AttentionBody):
         g.input("columns", ("S",))
         g.input("context_lens", ("B",))
         self._mask = self._make_mask()
-        if self.has_trees:
-            self._mask = g.op("And", self._mask, self._make_tree_mask())
 
     def _make_mask(self) -> str:
         """[B, 1, Q, S + Q], true where visible: the context, then this call's rows up to the query's.
@@ -94,48 +87,15 @@ class GatheredAttention(AttentionBody):
         sequence up repeat a row, and lie behind every query that counts.
         """
         g = self.graph
-        query_positions = g.op("Unsqueeze", self._query_cells(), g.ints(2))  # [B, Q, 1]
+        query_positions = g.op("Unsqueeze", g.op("Gather", "positions", "pad_idx"), g.ints(2))  # [B, Q, 1]
         context_lens = g.op("Unsqueeze", "context_lens", g.ints(1))  # [B, 1]
         in_context = g.op("Unsqueeze", g.op("Less", "columns", context_lens), g.ints(1))  # [B, 1, S]
         in_context = g.op("Expand", in_context, g.op("Shape", query_positions))  # [B, Q, S]
-        key_positions = g.op("Unsqueeze", g.op("Add", context_lens, self._new_cells()), g.ints(1))  # [B, 1, Q]
+        max_rows = g.op("Squeeze", g.op("Shape", "pad_idx", start=1, end=2), g.ints(0))
+        new_cells = g.op("Range", g.integer(0), max_rows, g.integer(1))  # [Q]
+        key_positions = g.op("Unsqueeze", g.op("Add", context_lens, new_cells), g.ints(1))  # [B, 1, Q]
         is_past = g.op("LessOrEqual", key_positions, query_positions)  # [B, Q, Q]
         return g.op("Unsqueeze", g.op("Concat", in_context, is_past, axis=2), g.ints(1))
-
-    def _new_cells(self) -> str:
-        """[Q], of this call's rows behind the context: 0, 1, ..."""
-        g = self.graph
-        max_rows = g.op("Squeeze", g.op("Shape", "pad_idx", start=1, end=2), g.ints(0))
-        return g.op("Range", g.integer(0), max_rows, g.integer(1))
-
-    def _query_cells(self) -> str:
-        """[B, Q], what a row sees in a chain ends with. In a tree it is not the row's position."""
-        g = self.graph
-        if not self.has_trees:
-            return g.op("Gather", "positions", "pad_idx")
-        return g.op("Add", g.op("Unsqueeze", "context_lens", g.ints(1)), self._new_cells())
-
-    def _make_tree_mask(self) -> str:
-        """[B, 1, Q, S + Q], true where a row's ancestors allow it: see TreeRows in core/batch.py.
-
-        The bit of a cell is that of the row's bits over a power of two: shifts are no op of TensorRT's parser. So a
-        tree has MAX_CELLS rows at most; no profile has more of one sequence that want logits.
-        """
-        g = self.graph
-        g.input("trunk_lens", ("B",))
-        g.input("ancestors", ("T",))
-        trunk_lens = g.op("Unsqueeze", "trunk_lens", g.ints(1))  # [B, 1]
-        contexts = g.op("Sub", g.op("Unsqueeze", "context_lens", g.ints(1)), trunk_lens)
-        old, new = g.op("Sub", "columns", trunk_lens), g.op("Add", contexts, self._new_cells())
-        cells = g.op("Unsqueeze", g.op("Concat", old, new, axis=1), g.ints(1))  # [B, 1, S + Q] behind the trunk
-        places = g.op("Max", g.op("Min", cells, g.integer(MAX_CELLS - 1)), g.integer(0))
-        powers = g.op("Gather", g.constant("powers_of_two", 1 << np.arange(MAX_CELLS)), places)
-        bits = g.op("Unsqueeze", g.op("Gather", "ancestors", "pad_idx"), g.ints(2))  # [B, Q, 1]
-        shifted = g.op("Div", bits, powers)  # [B, Q, S + Q]
-        even = g.op("Mul", g.op("Div", shifted, g.integer(2)), g.integer(2))
-        is_ancestor = g.op("And", g.op("Less", even, shifted), g.op("Less", cells, g.integer(MAX_CELLS)))
-        is_shared = g.op("Or", g.op("Less", cells, g.integer(0)), g.op("Equal", bits, g.integer(0)))
-        return g.op("Unsqueeze", g.op("Or", is_shared, is_ancestor), g.ints(1))
 
     def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
         g, spec = self.graph, self.spec
@@ -178,9 +138,6 @@ class PluginAttention(AttentionBody):
         g.input("cu_rows", ("B + 1",), "int32")
         g.input("context_lens", ("B",), "int32")
         g.input("block_table", ("B", "MB"), "int32")
-        self._mask = []
-        if self.has_trees:
-            self._mask = [g.input("trunk_lens", ("B",), "int32"), g.input("ancestors", ("T",))]
 
     def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
         g, spec = self.graph, self.spec
@@ -189,11 +146,10 @@ class PluginAttention(AttentionBody):
             g.op("Reshape", x, g.ints(0, num_heads, spec.head_dim))  # [T, heads, hd]
             for x, num_heads in zip((q, k, v), heads, strict=True)
         ]
-        inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping", *self._mask]
+        inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping"]
         outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
         plugin = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
-        op_type = TREE_OP_TYPE if self.has_trees else OP_TYPE
-        mixed = g.ops(op_type, *inputs, outs=outs, domain=DOMAIN, **plugin)[0]  # [T, H, hd]
+        mixed = g.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN, **plugin)[0]  # [T, H, hd]
         mixed = g.op("Reshape", mixed, g.ints(0, spec.num_heads * spec.head_dim))
         return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
 

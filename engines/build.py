@@ -76,10 +76,6 @@ class _Format:
             return num_models
         return num_segments if self.compiler is None else 2 * num_segments + has_head
 
-    @property
-    def has_trees(self) -> bool:
-        return self.compiler is not None and self.compiler.has_trees
-
     @contextmanager
     def onnx_dir(self, directory: Path) -> Iterator[Path]:
         """Where graphs are written to: a folder for the while in `directory` where they are compiled."""
@@ -251,7 +247,6 @@ def _build_head(  # noqa: PLR0917
             kv_block_size=written.kv_block_size,
             runtime=written.runtime,
             dtype=written.dtype,
-            has_trees=written.has_trees,
             lender=weights["target"] if written.compiler is not None else None,
         )
         return written.compiled(model, onnx_dir, directory, steps)
@@ -306,7 +301,6 @@ def _write_onnx(
             runtime=written.runtime,
             dtype=written.dtype,
             weight_format=written.weights[name].name,
-            has_trees=written.has_trees,
         )
         files = graph.write(directory, f"{name}.{len(segments)}")
         segments.append(SegmentSpec(files[0], first, last, graph.inputs, graph.outputs, parts=files[1:]))

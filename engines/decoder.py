@@ -51,7 +51,6 @@ def build_segment(
     runtime: str = "onnxruntime",
     dtype: str = "fp32",
     weight_format: str = "fp32",
-    has_trees: bool = False,
 ) -> SegmentGraph:
     """Layers [first_layer, last_layer); embedding and head come with the first and the last layer.
 
@@ -59,10 +58,9 @@ def build_segment(
     Exit scores are the final-norm hidden state times the head's rows of each row's candidates. Matrices,
     hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores are float32.
     weight_format: how matrices are stored where the dtype is fp32, see engines.weight_formats.
-    has_trees: of a graph that masks by itself, as those of TensorRT do: the mask of trees is an input.
     """
     graph = graph_builder(weight_format, store, FLOAT_TYPES[dtype], weights)
-    make_attention = partial(BODIES[runtime], graph, spec, kv_block_size, has_trees=has_trees)
+    make_attention = partial(BODIES[runtime], graph, spec, kv_block_size)
     builder = SegmentBuilder(spec, graph, make_attention, EXPERT_BODIES[runtime])
     return builder.build(first_layer, last_layer, has_exit_scores)
 

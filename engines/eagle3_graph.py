@@ -32,13 +32,12 @@ def write_head(
     kv_block_size: int,
     runtime: str = "onnxruntime",
     dtype: str = "fp32",
-    has_trees: bool = False,
     lender: ModelWeights | None = None,
 ) -> ModelEngine:
     """Writes both segments. A head without an embedding reads the target's, from the file that holds it, or from one of
     its own that `lender` has filled: the target's weights, where engines are compiled and hold what they read.
 
-    runtime, dtype, has_trees: as of engines.decoder.build_segment.
+    runtime, dtype: as of engines.decoder.build_segment.
     """
     store = WeightStore(directory / "draft.weights")
     if "embedding" not in weights and lender is not None:
@@ -48,9 +47,7 @@ def write_head(
         store.share(next(tensor for tensor in first.graph.initializer if tensor.name == "embedding"))
     graphs = (
         _join_graph(head, target.spec.hidden_size, GraphBuilder(store, FLOAT_TYPES[dtype], weights)),
-        _HeadBuilder(
-            head, GraphBuilder(store, FLOAT_TYPES[dtype], weights), runtime, kv_block_size, has_trees=has_trees
-        ).build_head(),
+        _HeadBuilder(head, GraphBuilder(store, FLOAT_TYPES[dtype], weights), runtime, kv_block_size).build_head(),
     )
     store.close()
     segments = []
@@ -72,10 +69,8 @@ def _join_graph(head: Eagle3Head, target_hidden_size: int, graph: GraphBuilder) 
 class _HeadBuilder(SegmentBuilder):
     """The head's layer: attention over [norm(embedding), norm(hidden)], added to the hidden state alone."""
 
-    def __init__(
-        self, head: Eagle3Head, graph: GraphBuilder, runtime: str, kv_block_size: int, *, has_trees: bool
-    ) -> None:
-        make_attention = partial(BODIES[runtime], graph, head.spec, kv_block_size, has_trees=has_trees)
+    def __init__(self, head: Eagle3Head, graph: GraphBuilder, runtime: str, kv_block_size: int) -> None:
+        make_attention = partial(BODIES[runtime], graph, head.spec, kv_block_size)
         super().__init__(head.spec, graph, make_attention, EXPERT_BODIES[runtime])
         self._token_ids = head.token_ids
 

@@ -34,13 +34,11 @@ class TensorRtOptions:
 
     compute_capabilities: e.g. ("8.9", "12.0"), TensorRT-RTX alone; () = its own choice. split_streams: by the
     name of each SM split, e.g. "16/116", a CUDA stream on each model's share; full TensorRT with a GPU alone.
-    has_trees: rows of token trees, whose mask is an input of every call.
     """
 
     limits: CallLimits = field(default_factory=CallLimits)
     compute_capabilities: tuple[str, ...] = ()
     split_streams: Mapping[str, SplitStreams] = field(default_factory=dict)
-    has_trees: bool = False
 
 
 class TensorRtCompiler:
@@ -56,7 +54,6 @@ class TensorRtCompiler:
         self._options = options
         self._report = report
         _check_options(self.tensorrt, options)
-        self.has_trees = options.has_trees
 
     def compile_model(
         self, model: ModelEngine, onnx_dir: Path, directory: Path, kv_block_size: int, begin: Callable[[str], None]

@@ -19,14 +19,11 @@ from faser_backend.manifest import BucketSpec
 from plugins.tensorrt_contract import (
     ATTEND_OP,
     ATTEND_OUTPUTS,
-    ATTEND_TREES_OP,
     ATTENTION_INPUTS,
     ATTENTION_OP,
     ATTENTION_OUTPUTS,
     COMBINE_INPUTS,
     COMBINE_OP,
-    TREE_ATTENTION_OP,
-    TREE_INPUTS,
     VERSION,
     Geometry,
 )
@@ -59,7 +56,7 @@ def plugin_network(model: onnx.ModelProto, geometry: Geometry, *, is_split: bool
     changed.CopyFrom(model)
     del changed.graph.node[:]
     for node in model.graph.node:
-        is_attention = node.domain == DOMAIN and node.op_type in {ATTENTION_OP, TREE_ATTENTION_OP}
+        is_attention = node.domain == DOMAIN and node.op_type == ATTENTION_OP
         changed.graph.node.extend(_plugin_nodes(node, geometry, is_split=is_split) if is_attention else [node])
     return changed
 
@@ -69,12 +66,10 @@ def _plugin_nodes(node: onnx.NodeProto, geometry: Geometry, *, is_split: bool) -
     if not is_split:
         yield helper.make_node(node.op_type, node.input, node.output, name=node.name, domain=DOMAIN, **attributes)
         return
-    has_trees = node.op_type == TREE_ATTENTION_OP
-    names, op = (TREE_INPUTS, ATTEND_TREES_OP) if has_trees else (ATTENTION_INPUTS, ATTEND_OP)
-    values = {**dict(zip(names, node.input, strict=True)), **_parts(node)}
+    values = {**dict(zip(ATTENTION_INPUTS, node.input, strict=True)), **_parts(node)}
     values |= dict(zip(ATTENTION_OUTPUTS, node.output, strict=True))
     outputs = [values[name] for name in ATTEND_OUTPUTS]
-    yield helper.make_node(op, node.input, outputs, name=f"{node.name}.attend", domain=DOMAIN, **attributes)
+    yield helper.make_node(ATTEND_OP, node.input, outputs, name=f"{node.name}.attend", domain=DOMAIN, **attributes)
     inputs = [values[name] for name in COMBINE_INPUTS]
     yield helper.make_node(
         COMBINE_OP, inputs, [values["attended"]], name=f"{node.name}.combine", domain=DOMAIN, **attributes

@@ -87,9 +87,6 @@ def build(
     compute_capability: Annotated[
         str, typer.Option(help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.", show_default="its own choice")
     ] = "",
-    trees: Annotated[
-        bool, typer.Option("--trees", help=f"{TENSORRT} engines that verify token trees, for --policy tree:N.")
-    ] = False,
 ) -> None:
     """Compile a target and a draft checkpoint into an engine directory."""
     from engines.build import build_engines
@@ -104,7 +101,6 @@ def build(
         "--max-num-seqs": max_num_seqs,
         "--max-prefill-tokens": max_prefill_tokens,
         "--compute-capability": compute_capability or None,
-        "--trees": trees or None,
     }
     given = [option for option, value in asked.items() if value is not None]
     compiled = [name for name, spec in RUNTIMES.items() if spec.tensorrt]
@@ -116,7 +112,7 @@ def build(
             limits = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
             limits["max_context"] = max_context
             streams = _open_split_streams(handles) if RUNTIMES[runtime].tensorrt == "full" else {}
-            options = _tensorrt_options(limits, compute_capability, streams, has_trees=trees)
+            options = _tensorrt_options(limits, compute_capability, streams)
         build_pair = partial(
             build_engines,
             target,
@@ -249,14 +245,14 @@ def summary(output: Path, manifest: EngineManifest) -> str:
 
 
 def _tensorrt_options(
-    limits: dict[str, int | None], compute_capability: str, streams: dict[str, SplitStreams], *, has_trees: bool
+    limits: dict[str, int | None], compute_capability: str, streams: dict[str, SplitStreams]
 ) -> TensorRtOptions:
     from engines.tensorrt_buckets import CallLimits
     from engines.tensorrt_build import TensorRtOptions
 
     targets = tuple(part.strip() for part in compute_capability.split(",") if part.strip())
     given = {name: value for name, value in limits.items() if value is not None}
-    return TensorRtOptions(CallLimits(**given), targets, streams, has_trees)
+    return TensorRtOptions(CallLimits(**given), targets, streams)
 
 
 def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:

@@ -39,11 +39,6 @@ class EngineConfig(BaseModel):
     admission: Literal["max_utilization", "guaranteed_no_evict"] = "max_utilization"
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # None: all cores of the partition
 
-    @property
-    def may_draft_trees(self) -> bool:
-        """What a policy of a file drafts nobody knows before it is loaded."""
-        return self.policy.partition(":")[0] in {"tree", "file"}
-
     @classmethod
     def from_options(cls, **options: object) -> EngineConfig:
         """Validates options given by name. Raises ConfigError with one line per bad field."""

@@ -32,7 +32,6 @@ class RuntimeSpec:
     keeps_formats: bool = False  # of a checkpoint's matrices, unless others are asked for; of a draft head's as well
     has_experts: bool = True
     has_trees: bool = False  # rows that see their ancestors alone
-    has_head_trees: bool = False  # drafted by heads
     has_lanes: bool = True  # where draft and target can run at the same time
 
     def opener(self) -> Any:
@@ -54,7 +53,6 @@ RUNTIMES = {
             is_cpu=True,
             has_parts=True,
             weight_formats=WEIGHT_FORMATS[:-1],
-            has_trees=True,
             has_lanes=False,
         ),
         RuntimeSpec(
@@ -67,7 +65,6 @@ RUNTIMES = {
             weight_formats=WEIGHT_FORMATS,
             keeps_formats=True,
             has_trees=True,
-            has_head_trees=True,
         ),
         RuntimeSpec(
             "tensorrt_rtx",
@@ -77,7 +74,6 @@ RUNTIMES = {
             extra="torch",
             tensorrt="rtx",
             is_gathered=True,
-            has_head_trees=True,
         ),
         RuntimeSpec(
             "tensorrt",
@@ -86,7 +82,6 @@ RUNTIMES = {
             _HALVES,
             extra="tensorrt",
             tensorrt="full",
-            has_head_trees=True,
         ),
         RuntimeSpec(
             "torch",
@@ -96,8 +91,6 @@ RUNTIMES = {
             extra="torch",
             is_weights_only=True,
             has_experts=False,
-            has_trees=True,
-            has_head_trees=True,
         ),
     )
 }

@@ -15,31 +15,16 @@ import triton.language as tl
 
 
 @triton.jit
-def attend_columns(
-    query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2: tl.constexpr, MAY_SEE_NONE: tl.constexpr
-):
-    """One step of the online softmax, in base 2 and float32: columns `keys` [N, D] join what was seen before.
-
-    MAY_SEE_NONE: a row may have seen nothing so far, these columns included.
-    """
+def attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2: tl.constexpr):
+    """One step of the online softmax, in base 2 and float32: columns `keys` [N, D] join what was seen before."""
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE_LOG2
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    base = new_max
-    if MAY_SEE_NONE:
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    shrink = tl.exp2(row_max - base)
-    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
     row_sum = row_sum * shrink + tl.sum(weights, 1)
     mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
     return new_max, row_sum, mixed
-
-
-@triton.jit
-def sees(bits, cell):
-    """[M, N]: whether rows with `bits` [M] of their ancestors see cells [N] behind the trunk; False past the 64th."""
-    is_set = (bits[:, None] >> tl.minimum(cell, 63).to(tl.int64)[None, :]) & 1
-    return (is_set != 0) & (cell < 64)[None, :]
 
 
 @triton.jit
@@ -62,18 +47,12 @@ def attend_context(
     row_sum,
     mixed,
     dims,
-    bits,
-    trunk,
     HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens [start, end) of the pool: they lie below context_lens, written by earlier calls.
-
-    Every row sees them where `bits` is None; else a row with bits [BLOCK_M] sees those of its ancestors, counted behind
-    the trunk, and one without any sees all.
-    """
+    """Tokens [start, end) of the pool: they lie below context_lens, written by earlier calls. Every row sees them."""
     token = start + tl.arange(0, BLOCK_N)
     block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
     for _ in range(start, end, BLOCK_N):
@@ -87,11 +66,8 @@ def attend_context(
         # iteration: the compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N
         block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
-        visible = is_token[None, :]
-        if bits is not None:
-            visible = visible & ((bits == 0)[:, None] | sees(bits, token - BLOCK_N - trunk))
         row_max, row_sum, mixed = attend_columns(
-            query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2, bits is not None
+            query, keys, values, is_token[None, :], row_max, row_sum, mixed, SCALE_LOG2
         )
     return row_max, row_sum, mixed
 
@@ -109,28 +85,18 @@ def attend_chunk(
     row_sum,
     mixed,
     dims,
-    bits,
-    first_cell,
     HEAD_DIM: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Rows [0, end) of the chunk, each row up to itself. Not from the pool: another program may be writing them.
-
-    Where `bits` is not None, a row with bits [BLOCK_M] sees its ancestors alone; row 0 has cell first_cell behind the
-    trunk.
-    """
+    """Rows [0, end) of the chunk, each row up to itself. Not from the pool: another program may be writing them."""
     for start in range(0, end, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         is_cell = (column < end)[:, None] & (dims < HEAD_DIM)
         keys = tl.load(k_rows + column.to(tl.int64)[:, None] * k_stride + dims, mask=is_cell, other=0.0)
         values = tl.load(v_rows + column.to(tl.int64)[:, None] * v_stride + dims, mask=is_cell, other=0.0)
         visible = (column[None, :] <= row[:, None]) & (column < end)[None, :]
-        if bits is not None:
-            visible = visible & ((bits == 0)[:, None] | sees(bits, first_cell + column))
-        row_max, row_sum, mixed = attend_columns(
-            query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2, bits is not None
-        )
+        row_max, row_sum, mixed = attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2)
     return row_max, row_sum, mixed
 
 

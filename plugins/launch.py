@@ -6,22 +6,10 @@ Shapes and types are known to the host, so checking them waits for no device. Co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
-
-
-class TreeMask(NamedTuple):
-    """What the rows of trees see, in the place of all that lies before them.
-
-    A row sees the first trunk_lens[b] cells of its sequence, and cell trunk_lens[b] + i where bit i of its ancestors is
-    set: its own at least, and none behind that. A row without a bit is one of a chain.
-    """
-
-    trunk_lens: torch.Tensor  # [B] int32, at most context_lens
-    ancestors: torch.Tensor  # [T] int64
-
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from plugins import reference
 from plugins.attention_config import launch_config, num_tiles, padded_head_dim
 from plugins.attention_tiles import attend_chunk, attend_context, write_rows
-from plugins.launch import TreeMask, check_attention, check_tensor, compute_capability, on_grid, runs_kernel
+from plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from plugins.split_combine import combine_splits, split_workspace
 
 LOG2_E = math.log2(math.e)
@@ -44,7 +44,7 @@ def find_sequence(cu_rows, num_sequences, tile, ROWS: tl.constexpr):
 @triton.jit
 def attend_tile(
     sequence, tile_start, kv_head, part,
-    q, k_new, v_new, k_pool, v_pool, table, cu_rows, context_lens, slot_mapping, trunk_lens, ancestors,
+    q, k_new, v_new, k_pool, v_pool, table, cu_rows, context_lens, slot_mapping,
     q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
     out, mixed_parts, stat_parts,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
@@ -55,7 +55,6 @@ def attend_tile(
 
     Parts are equally long, and of min_part_tokens at least: of a short context only the first ones have tokens, and
     the others leave no more than a maximum of -inf. The last that has any attends to the chunk as well.
-    Of trees parts divide the trunk, and that last one attends to what lies between trunk and chunk, too.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of a program
     first_row = tl.load(cu_rows + sequence)
@@ -74,33 +73,23 @@ def attend_tile(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    shared = context  # what all rows see of it
-    bits = None
-    if ancestors is not None:
-        shared = tl.load(trunk_lens + sequence)
-        bits = tl.load(ancestors + query_row, mask=is_row, other=0)
-    part_len = tl.cdiv(tl.cdiv(shared, BLOCK_N), num_splits) * BLOCK_N
+    part_len = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits) * BLOCK_N
     part_len = tl.maximum(part_len, tl.maximum(min_part_tokens, BLOCK_N))
-    last_part = tl.maximum(tl.cdiv(shared, part_len), 1) - 1
-    part_end = tl.minimum(shared, (part + 1) * part_len)
+    last_part = tl.maximum(tl.cdiv(context, part_len), 1) - 1
+    part_end = tl.minimum(context, (part + 1) * part_len)
     pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)
     k_head, v_head = k_pool + pool_head, v_pool + pool_head
     row_max, row_sum, mixed = attend_context(
         query, k_head, v_head, table, num_blocks, part * part_len, part_end, row_max, row_sum, mixed, dims,
-        None, 0, HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
+        HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
     )  # fmt: skip
     if part == last_part:
-        if bits is not None:
-            row_max, row_sum, mixed = attend_context(
-                query, k_head, v_head, table, num_blocks, shared, context, row_max, row_sum, mixed, dims,
-                bits, shared, HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_C,
-            )  # fmt: skip
         tile_end = tl.minimum(num_rows, tile_start + ROWS)
         k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
         v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
         row_max, row_sum, mixed = attend_chunk(
             query, k_rows, v_rows, k_stride, v_stride, row, tile_end, row_max, row_sum, mixed, dims,
-            bits, context - shared, HEAD_DIM, SCALE_LOG2, BLOCK_C,
+            HEAD_DIM, SCALE_LOG2, BLOCK_C,
         )  # fmt: skip
         # A row has one tile and a KV head its own programs, so each slot has one writer. No program of this
         # call reads a slot: they lie at or above context_lens, and contexts are read below it.
@@ -123,9 +112,7 @@ def attend_tile(
 
 @triton.jit(
     do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"],
-    do_not_specialize_on_alignment=[
-        *("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width", "trunk_lens", "ancestors")
-    ],
+    do_not_specialize_on_alignment=["block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"],
 )
 def pruned_chunk_attention_kernel(
     q,  # [T, H, HEAD_DIM], rows q_stride apart
@@ -138,8 +125,6 @@ def pruned_chunk_attention_kernel(
     context_lens,  # [num_sequences]
     slot_mapping,  # [T]
     table_width,  # [1], of the table's rows instead of table_stride; else None
-    trunk_lens,  # [num_sequences]; None without trees
-    ancestors,  # [T] int64; None without trees
     q_stride,
     k_stride,
     v_stride,
@@ -175,7 +160,7 @@ def pruned_chunk_attention_kernel(
     attend_tile(
         sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
         q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * stride, cu_rows, context_lens,
-        slot_mapping, trunk_lens, ancestors, q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
+        slot_mapping, q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
         out, mixed_parts, stat_parts,
         HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,
     )  # fmt: skip
@@ -197,7 +182,6 @@ def pruned_chunk_attention(
     num_splits: int = 1,
     min_part_tokens: int = 0,
     table_width: torch.Tensor | None = None,
-    tree: TreeMask | None = None,
     workspace: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> None:
@@ -208,23 +192,19 @@ def pruned_chunk_attention(
     B and num_splits all that a captured graph fixes. num_splits: into how many parts a context is cut at most;
     min_part_tokens: the fewest tokens of a part. table_width: [1] int32, where block_table holds its rows without gaps,
     each as wide as this says when the call runs. A slot lies at or above its sequence's context_lens, and no two rows
-    share one. tree: what rows of trees see; without it every row sees all that lies before it, and the kernel
-    knows of no mask. workspace: float32, at least workspace_numel(...) values; allocated where None. scale: default
+    share one. workspace: float32, at least workspace_numel(...) values; allocated where None. scale: default
     head_dim ** -0.5. Raises ValueError where shapes or types do not fit together.
     """
     tensors = (q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping)
     check_attention(*tensors, out)
     if table_width is not None:
         check_tensor("table_width", table_width, (1,), torch.int32)
-    if tree is not None:
-        check_tensor("trunk_lens", tree.trunk_lens, tuple(context_lens.shape), torch.int32)
-        check_tensor("ancestors", tree.ancestors, (q.shape[0],), torch.int64)
     num_kv_heads, num_blocks, kv_block_size, head_dim = k_pool.shape
     softmax_scale = head_dim**-0.5 if scale is None else scale
     if max_rows < 1 or num_splits < 1:
         raise ValueError(f"max_rows = {max_rows}, num_splits = {num_splits}: both must be at least 1")
     if not runs_kernel(pruned_chunk_attention_kernel, q):
-        reference.pruned_chunk_attention(*tensors, out, softmax_scale, table_width, tree)
+        reference.pruned_chunk_attention(*tensors, out, softmax_scale, table_width)
         return
     if q.shape[0] == 0 or context_lens.shape[0] == 0:
         return
@@ -238,7 +218,6 @@ def pruned_chunk_attention(
     run(
         *tensors,
         table_width,
-        *(tree or (None, None)),
         q.stride(0),
         k_new.stride(0),
         v_new.stride(0),

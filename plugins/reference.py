@@ -13,10 +13,8 @@ import torch
 
 def pruned_chunk_attention(
     q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, scale, table_width=None,
-    tree=None,
 ) -> None:  # fmt: skip
-    """Row r of a sequence attends to the sequence's context in the pool and to its chunk's rows up to r; in a tree
-    (plugins.launch.TreeMask) to what it sees of these."""
+    """Row r of a sequence attends to the sequence's context in the pool and to its chunk's rows up to r."""
     if table_width is not None:  # rows of the table lie without gaps
         num_sequences, width = context_lens.shape[0], int(table_width)
         block_table = block_table.flatten()[: num_sequences * width].view(num_sequences, width)
@@ -31,18 +29,9 @@ def pruned_chunk_attention(
         queries = q[chunk].float().unflatten(1, (keys.shape[0], -1))  # [rows, Hkv, G, hd]
         scores = torch.einsum("rkgd,ksd->rkgs", queries, keys) * scale
         hidden = torch.ones(num_rows, context + num_rows, dtype=torch.bool, device=q.device).triu(context + 1)
-        if tree is not None:
-            hidden |= ~visible_in_tree(tree.ancestors[chunk], int(tree.trunk_lens[b]), context + num_rows)
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
         out[chunk] = torch.einsum("rkgs,ksd->rkgd", weights, values).flatten(1, 2).to(out.dtype)
     write_kv(k_new, v_new, slot_mapping[: int(cu_rows[-1])], k_pool, v_pool)
-
-
-def visible_in_tree(ancestors, trunk_len, num_cells):
-    """[rows, num_cells] bool: which cells of its sequence a row of ancestors [rows] sees, those behind it aside."""
-    cell = torch.arange(num_cells, device=ancestors.device) - trunk_len
-    is_set = (ancestors[:, None] >> cell.clamp(0, 63)) & 1 == 1
-    return (cell < 0) | (is_set & (cell < 64)) | (ancestors == 0)[:, None]
 
 
 def write_kv(k_new, v_new, slot_mapping, k_pool, v_pool) -> None:

@@ -16,14 +16,12 @@ from typing import Any
 from plugins.compile import Compiled
 from plugins.tensorrt_contract import (
     ATTEND_OP,
-    ATTEND_TREES_OP,
     ATTENTION_INPUTS,
     COMBINE_INPUTS,
     COMBINE_OP,
     FLOAT_DTYPES,
     GEOMETRY_FIELDS,
     NAMESPACE,
-    TREE_INPUTS,
     DimensionOps,
     Geometry,
     Launch,
@@ -43,15 +41,14 @@ def register_aot_plugins(module_name: str = "tensorrt") -> None:
     """Makes all ops known to the ONNX parser of a TensorRT that has_aot_plugins. Repeated calls do nothing."""
     import_module("numpy.typing")  # tensorrt.plugin looks it up and imports numpy alone
     module, plugin = import_module(module_name), import_module(f"{module_name}.plugin")
-    for op, inputs in ((ATTEND_OP, ATTENTION_INPUTS), (ATTEND_TREES_OP, TREE_INPUTS)):
-        _register(
-            plugin,
-            op,
-            inputs,
-            outputs=tuple[(plugin.TensorDesc,) * 4],
-            describe=lambda tensors, geometry: describe_attend(module, plugin, tensors, geometry),
-            implement=lambda tensors, geometry: implement_attend(plugin, tensors, geometry),
-        )
+    _register(
+        plugin,
+        ATTEND_OP,
+        ATTENTION_INPUTS,
+        outputs=tuple[(plugin.TensorDesc,) * 4],
+        describe=lambda tensors, geometry: describe_attend(module, plugin, tensors, geometry),
+        implement=lambda tensors, geometry: implement_attend(plugin, tensors, geometry),
+    )
     _register(
         plugin,
         COMBINE_OP,
@@ -73,7 +70,7 @@ def describe_attend(module: Any, plugin: Any, tensors: dict[str, Any], geometry:
 def implement_attend(plugin: Any, tensors: dict[str, Any], geometry: Geometry) -> tuple[Any, ...]:
     """Name, PTX, grid and scalar arguments of the first kernel."""
     dtype = FLOAT_DTYPES[tensors["q"].dtype.name]
-    compiled = compile_attend(geometry, dtype, MAX_SHARED_BYTES, has_trees="ancestors" in tensors)
+    compiled = compile_attend(geometry, dtype, MAX_SHARED_BYTES)
     num_rows, table = tensors["q"].shape_expr[0], tuple(tensors["block_table"].shape_expr)
     num_blocks = tensors["k_pool"].shape_expr[1]
     ops = _symbolic_ops(plugin)

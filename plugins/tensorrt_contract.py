@@ -17,8 +17,6 @@ NAMESPACE = "faser"
 VERSION = "1"
 ATTENTION_OP = "PrunedChunkAttention"  # both kernels behind one op
 ATTEND_OP = "AttendSplits"  # the first kernel alone
-# The same with the mask of trees, two inputs more. Ops of their own, so that those of chains stay what they are.
-TREE_ATTENTION_OP, ATTEND_TREES_OP = "PrunedTreeAttention", "AttendTreeSplits"
 COMBINE_OP = "CombineSplits"  # the second
 
 ATTENTION_INPUTS = (
@@ -32,13 +30,12 @@ ATTENTION_INPUTS = (
     "context_lens",  # [B] int32
     "slot_mapping",  # [T] int32
 )
-TREE_INPUTS = (*ATTENTION_INPUTS, "trunk_lens", "ancestors")  # [B] int32, [T] int64: TreeRows in core/batch.py
 ATTENTION_OUTPUTS = ("attended", "k_pool_out", "v_pool_out")  # [T, num_heads, head_dim]; the pools
 ATTEND_OUTPUTS = ("mixed_parts", "stat_parts", "k_pool_out", "v_pool_out")  # [P, num_heads, head_dim | 2] float32
 COMBINE_INPUTS = ("mixed_parts", "stat_parts", "q", "block_table", "cu_rows")  # q and block_table for their shapes
 COMBINE_OUTPUTS = ("attended",)
 POOL_ALIASES = {"k_pool_out": "k_pool", "v_pool_out": "v_pool"}
-INDEX_INPUTS = dict.fromkeys(TREE_INPUTS[5:], "INT32") | {"ancestors": "INT64"}  # TensorRT's types
+INDEX_INPUTS = ATTENTION_INPUTS[5:]  # int32
 FLOAT_DTYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}  # TensorRT's name: Triton-language's
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 # Parts of split contexts are kept for this many rows more than a call has: where few rows leave programs idle,
@@ -107,7 +104,7 @@ GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
 
 def attention_output_dtypes(input_dtypes: Sequence[Any]) -> list[Any]:
     """Of attended and the pools, given the types of all inputs."""
-    by_name = dict(zip(TREE_INPUTS, input_dtypes, strict=False))
+    by_name = dict(zip(ATTENTION_INPUTS, input_dtypes, strict=True))
     return [by_name["q"], by_name["k_pool"], by_name["v_pool"]]
 
 
@@ -122,27 +119,24 @@ def aliased_input(output: int, outputs: Sequence[str] = ATTENTION_OUTPUTS) -> in
     return -1 if source is None else ATTENTION_INPUTS.index(source)
 
 
-def is_supported(
-    position: int, dtypes: Sequence[str], is_linear: Sequence[bool], inputs: Sequence[str] = ATTENTION_INPUTS
-) -> bool:
+def is_supported(position: int, dtypes: Sequence[str], is_linear: Sequence[bool]) -> bool:
     """Whether tensor `position` of inputs and outputs may be as it is, given those before it. Types by TensorRT's
     names: one float type for queries, keys, values and pools; whole numbers for the rest; everything row by row."""
-    name = (*inputs, *ATTENTION_OUTPUTS)[position]
+    name = (*ATTENTION_INPUTS, *ATTENTION_OUTPUTS)[position]
     if not is_linear[position]:
         return False
     if name in INDEX_INPUTS:
-        return dtypes[position] == INDEX_INPUTS[name]
+        return dtypes[position] == "INT32"
     return dtypes[position] in FLOAT_DTYPES and dtypes[position] == dtypes[0]
 
 
 def check_shapes(geometry: Geometry, shapes: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError where the shapes of the inputs, with a mask or without, contradict the attributes; -1 is not
-    known yet."""
+    """Raises ValueError where the shapes of the inputs contradict the attributes; -1 is not known yet."""
     g = geometry
     new_rows = (-1, g.num_kv_heads, g.head_dim)
     pool = (g.num_kv_heads, -1, g.kv_block_size, g.head_dim)
-    expected = ((-1, g.num_heads, g.head_dim), new_rows, new_rows, pool, pool, (-1, -1), *((-1,),) * 5)
-    for name, shape, wanted in zip(TREE_INPUTS, shapes, expected, strict=False):
+    expected = ((-1, g.num_heads, g.head_dim), new_rows, new_rows, pool, pool, (-1, -1), *((-1,),) * 3)
+    for name, shape, wanted in zip(ATTENTION_INPUTS, shapes, expected, strict=True):
         fits = len(shape) == len(wanted) and all(
             n in (-1, want) or want == -1 for n, want in zip(shape, wanted, strict=True)
         )

@@ -18,7 +18,7 @@ from plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
 from plugins.compile import Compiled, compile_kernel
 from plugins.pruned_chunk_attention import attend_tile
 from plugins.split_combine import combine_splits_kernel
-from plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, TREE_INPUTS, Geometry
+from plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, Geometry
 
 COMBINE_WARPS = 4
 
@@ -34,8 +34,6 @@ def attend_splits_kernel(
     cu_rows,
     context_lens,
     slot_mapping,
-    trunk_lens,  # None without trees
-    ancestors,  # None without trees
     num_rows,
     num_blocks,
     num_columns,  # of block_table
@@ -61,15 +59,12 @@ def attend_splits_kernel(
     context = tl.load(context_lens + sequence)
     is_within = (first >= 0) & (first <= last) & (last <= num_rows)
     is_within = is_within & (context >= 0) & (context <= num_columns * KV_BLOCK_SIZE)
-    if trunk_lens is not None:
-        trunk = tl.load(trunk_lens + sequence)
-        is_within = is_within & (trunk >= 0) & (trunk <= context)
     tile_start = tl.program_id(0) // num_splits * (BLOCK_M // GROUP)
     if is_within & (tile_start < last - first):
         attend_tile(
             sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
             q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * num_columns, cu_rows, context_lens,
-            slot_mapping, trunk_lens, ancestors,
+            slot_mapping,
             NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
             num_blocks, num_splits, 0, None, mixed_parts, stat_parts,
             HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,
@@ -121,15 +116,13 @@ def combine_constants(geometry: Geometry) -> dict[str, int]:
 
 
 @cache
-def compile_attend(
-    geometry: Geometry, dtype: str, max_shared_bytes: int | None = None, *, has_trees: bool = False
-) -> Compiled:
+def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None = None) -> Compiled:
     """The first kernel for tensors of a type, "fp32", "fp16" or "bf16". Every layer of a model shares one.
 
     max_shared_bytes: of whoever launches it; pipeline stages are given up first, then tokens per iteration.
     """
     config = geometry.launch_config(dtype)
-    compiled = _compile_attend(geometry, dtype, config, has_trees=has_trees)
+    compiled = _compile_attend(geometry, dtype, config)
     while max_shared_bytes is not None and compiled.shared_bytes > max_shared_bytes:
         if config.num_stages > 2:
             config = config._replace(num_stages=config.num_stages - 1)
@@ -137,21 +130,19 @@ def compile_attend(
             config = config._replace(block_n=config.block_n // 2, block_c=min(config.block_c, config.block_n // 2))
         else:
             raise ValueError(f"head_dim = {geometry.head_dim}: needs more shared memory than {max_shared_bytes} bytes")
-        compiled = _compile_attend(geometry, dtype, config, has_trees=has_trees)
+        compiled = _compile_attend(geometry, dtype, config)
     return compiled
 
 
-def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig, *, has_trees: bool) -> Compiled:
+def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Compiled:
     floats = f"*{dtype}:16"  # TensorRT aligns tensors to 256 bytes
-    kinds = {"INT32": "*i32:16", "INT64": "*i64:16"}
-    inputs = TREE_INPUTS if has_trees else ATTENTION_INPUTS
-    signature = {name: kinds[INDEX_INPUTS[name]] if name in INDEX_INPUTS else floats for name in inputs}
+    signature = {name: "*i32:16" if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
     signature |= dict.fromkeys(("num_rows", "num_blocks", "num_columns", "num_splits"), "i32")
     signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
     return compile_kernel(
         attend_splits_kernel,
         signature,
-        attend_constants(geometry, config) | dict.fromkeys(set(TREE_INPUTS) - set(inputs)),
+        attend_constants(geometry, config),
         geometry.capability,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -21,8 +21,6 @@ from plugins.tensorrt_contract import (
     FLOAT_DTYPES,
     GEOMETRY_FIELDS,
     NAMESPACE,
-    TREE_ATTENTION_OP,
-    TREE_INPUTS,
     VERSION,
     WHOLE_NUMBERS,
     Geometry,
@@ -44,12 +42,10 @@ CU_ROWS = ATTENTION_INPUTS.index("cu_rows")
 class AttentionKernels:
     """Both kernels for one geometry and type, in the current CUDA context."""
 
-    def __init__(
-        self, geometry: Geometry, dtype: str, load: Callable[[Any], Any] = LoadedKernel, *, has_trees: bool = False
-    ) -> None:
+    def __init__(self, geometry: Geometry, dtype: str, load: Callable[[Any], Any] = LoadedKernel) -> None:
         self._geometry = geometry
         self._config = geometry.launch_config(dtype)
-        self._attend = load(compile_attend(geometry, dtype, has_trees=has_trees))
+        self._attend = load(compile_attend(geometry, dtype))
         self._combine = load(compile_combine(geometry, dtype))
 
     def launch(
@@ -86,34 +82,28 @@ class Fields:
 
 
 @cache
-def loaded_kernels(geometry: Geometry, dtype: str, has_trees: bool) -> AttentionKernels:
-    """One pair per geometry, type and op, for all layers and contexts of the process."""
-    return AttentionKernels(geometry, dtype, has_trees=has_trees)
+def loaded_kernels(geometry: Geometry, dtype: str) -> AttentionKernels:
+    """One pair per geometry and type, for all layers and contexts of the process."""
+    return AttentionKernels(geometry, dtype)
 
 
 def register_v3_plugin(module: Any) -> None:
-    """Makes both ops known to a TensorRT that has_plugins: before a network is parsed or an engine is loaded."""
+    """Makes the op known to a TensorRT that has_plugins: before a network is parsed or an engine is loaded."""
     registry = module.get_plugin_registry()
     known = {(creator.plugin_namespace, creator.name) for creator in registry.all_creators}  # asking logs an error
-    for has_trees in (False, True):
-        if (NAMESPACE, op_name(has_trees)) not in known:
-            registry.register_creator(plugin_classes(module, has_trees)[1](), NAMESPACE)
-
-
-def op_name(has_trees: bool) -> str:
-    return TREE_ATTENTION_OP if has_trees else ATTENTION_OP
+    if (NAMESPACE, ATTENTION_OP) not in known:
+        registry.register_creator(plugin_classes(module)[1](), NAMESPACE)
 
 
 class AttentionMethods:
     """What TensorRT asks of the plugin; plugin_classes joins it with TensorRT's own classes."""
 
-    def __init__(self, module: Any, geometry: Geometry, is_build: bool, has_trees: bool) -> None:
-        self.has_trees = has_trees
+    def __init__(self, module: Any, geometry: Geometry, is_build: bool) -> None:
         self.module = module
         self.geometry = geometry
         self.is_build = is_build
         self.num_outputs = len(ATTENTION_OUTPUTS)
-        self.plugin_name, self.plugin_version, self.plugin_namespace = op_name(has_trees), VERSION, NAMESPACE
+        self.plugin_name, self.plugin_version, self.plugin_namespace = ATTENTION_OP, VERSION, NAMESPACE
         self.timing_cache_id = ""
         self._fields = Fields(module, {name: [value] for name, value in geometry.as_fields().items()})
 
@@ -121,7 +111,7 @@ class AttentionMethods:
         return self
 
     def clone(self) -> Any:
-        return plugin_classes(self.module, self.has_trees)[0](self.geometry, self.is_build)
+        return plugin_classes(self.module)[0](self.geometry, self.is_build)
 
     def attach_to_context(self, context: Any) -> Any:
         return self.clone()
@@ -138,8 +128,7 @@ class AttentionMethods:
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
         described = [tensor.desc for tensor in in_out[: pos + 1]]
         is_linear = [tensor.format == self.module.TensorFormat.LINEAR for tensor in described]
-        inputs = TREE_INPUTS if self.has_trees else ATTENTION_INPUTS
-        return is_supported(pos, [tensor.type.name for tensor in described], is_linear, inputs)
+        return is_supported(pos, [tensor.type.name for tensor in described], is_linear)
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         check_shapes(self.geometry, [tuple(tensor.desc.dims) for tensor in inputs])
@@ -156,7 +145,7 @@ class AttentionMethods:
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         check_shapes(self.geometry, [tuple(tensor.dims) for tensor in inputs])
         if not self.is_build:
-            loaded_kernels(self.geometry, FLOAT_DTYPES[inputs[Q].type.name], self.has_trees)
+            loaded_kernels(self.geometry, FLOAT_DTYPES[inputs[Q].type.name])
 
     def enqueue(  # noqa: PLR0917
         self,
@@ -168,7 +157,7 @@ class AttentionMethods:
         stream: int,
     ) -> None:
         if not self.is_build:
-            kernels = loaded_kernels(self.geometry, FLOAT_DTYPES[input_desc[Q].type.name], self.has_trees)
+            kernels = loaded_kernels(self.geometry, FLOAT_DTYPES[input_desc[Q].type.name])
             shapes = [tuple(tensor.dims) for tensor in input_desc]
             kernels.launch(shapes, inputs, outputs, workspace=workspace, stream=stream)
 
@@ -177,9 +166,8 @@ class AttentionMethods:
 
 
 @cache
-def plugin_classes(module: Any, has_trees: bool = False) -> tuple[type, type]:
-    """The plugin of chains, or that of trees, and its creator, whose base classes are known only once TensorRT is
-    imported."""
+def plugin_classes(module: Any) -> tuple[type, type]:
+    """The plugin and its creator, whose base classes are known only once TensorRT is imported."""
 
     class AttentionPlugin(
         AttentionMethods,
@@ -191,12 +179,12 @@ def plugin_classes(module: Any, has_trees: bool = False) -> tuple[type, type]:
         def __init__(self, geometry: Geometry, is_build: bool) -> None:
             for base in AttentionPlugin.__bases__[1:]:
                 base.__init__(self)
-            AttentionMethods.__init__(self, module, geometry, is_build, has_trees)
+            AttentionMethods.__init__(self, module, geometry, is_build)
 
     class AttentionCreator(module.IPluginCreatorV3One):
         def __init__(self) -> None:
             module.IPluginCreatorV3One.__init__(self)
-            self.name, self.plugin_version, self.plugin_namespace = op_name(has_trees), VERSION, NAMESPACE
+            self.name, self.plugin_version, self.plugin_namespace = ATTENTION_OP, VERSION, NAMESPACE
             self._fields = Fields(module, {name: [] for name in GEOMETRY_FIELDS})
             self.field_names = self._fields.collection
 

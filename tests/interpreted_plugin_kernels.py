@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from plugins.attention_config import LaunchConfig
-from plugins.launch import TreeMask
 from plugins.tensorrt_contract import WHOLE_NUMBERS, Geometry, attend_launch, combine_launch, part_rows
 from plugins.tensorrt_kernels import (
     attend_constants,
@@ -22,7 +21,6 @@ from plugins.tensorrt_kernels import (
     combine_parts_kernel,
 )
 from tests.kernel_cases import NAN, Call, Shape, check, make_call, random_shape
-from tests.tree_cases import random_pieces, tree_call
 
 torch.set_num_threads(1)
 SMALL = LaunchConfig(16, 16, 16, 4, 2)
@@ -47,8 +45,6 @@ def run(
     config: LaunchConfig,
     num_splits: int | None = None,
     num_combined: int | None = None,
-    *,
-    tree: TreeMask | None = None,
 ) -> None:
     """Both kernels on the grids and with the arguments of the contract; num_splits: instead of the contract's,
     num_combined: instead of num_splits where parts are joined."""
@@ -64,8 +60,7 @@ def run(
         grid = (grid[0] // scalars[-1] * num_splits, *grid[1:])
         scalars = (*scalars[:-1], num_splits)
     pools = (call.k_pool, call.v_pool)
-    inputs = (*call[:9], *(tree or (None, None)))
-    attend_splits_kernel[grid](*inputs, *scalars, mixed, stat, *pools, **attend_constants(geometry, config))
+    attend_splits_kernel[grid](*call[:9], *scalars, mixed, stat, *pools, **attend_constants(geometry, config))
     grid, (num_sequences, splits) = combine_launch(geometry, config, WHOLE_NUMBERS, num_rows, table_shape)
     splits = num_combined or num_splits or splits
     inputs = (mixed, stat, call.q, call.block_table, call.cu_rows)
@@ -90,14 +85,6 @@ def test_the_contracts_own_number_of_parts() -> None:
     check(call, lambda call: run(call, geometry, SMALL))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_trees(seed: int) -> None:
-    pieces = random_pieces(np.random.default_rng(40 + seed))
-    call, tree = tree_call(pieces, seed, num_kv_heads=1, group=2, head_dim=16)
-    geometry = geometry_of(Shape(rows=(1,), contexts=(1,), num_kv_heads=1, group=2, head_dim=16))
-    check(call, lambda call: run(call, geometry, SMALL, 2, tree=tree), tree)
-
-
 def test_a_wrong_number_of_parts_fails_the_check() -> None:
     """Negative control: the second kernel has to know how many parts the first one made."""
     shape = Shape(rows=(2,), contexts=(40,), num_kv_heads=1, head_dim=16)
@@ -118,10 +105,8 @@ def test_meaningless_contents_touch_nothing_else(seed: int) -> None:
         return torch.from_numpy(rng.integers(-spread, spread, tensor.shape).astype(np.int32))
 
     guarded = [torch.full((3, *pool.shape), 77.0) for pool in (call.k_pool, call.v_pool)]
-    trunks, bits = garbage(torch.zeros(2)), torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, 4))
-    tree = TreeMask(trunks, bits) if seed >= 2 else None
     indices = {name: garbage(getattr(call, name)) for name in call._fields[5:9]}
     if seed % 2:  # lengths that hold, so that tables and slots are looked at
         indices |= {"cu_rows": call.cu_rows, "context_lens": call.context_lens}
-    run(call._replace(k_pool=guarded[0][1], v_pool=guarded[1][1], **indices), geometry, SMALL, 2, tree=tree)
+    run(call._replace(k_pool=guarded[0][1], v_pool=guarded[1][1], **indices), geometry, SMALL, 2)
     assert all((pool[[0, 2]] == 77.0).all() for pool in guarded)

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import RowBatch, TreeRows
 from faser_backend.device.cuda import torch_segment
-from faser_backend.device.cuda.runner import CudaRunner
 from plugins.launch import runs_kernel
 from plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from tests.family_models import random_model, write_model
@@ -25,21 +23,6 @@ from tests.torch_engines import CPU, open_torch_runner, write_torch_engine
 MAX_ERROR = 2e-4
 BLOCK_SIZE = 64
 TABLES = np.array([[5], [3]])
-
-
-def check_tree(runner: CudaRunner, reference: Any, sequences: list[np.ndarray], rng: np.random.Generator) -> None:
-    """A verification of a tree beside one of a chain: each row's logits are those of the tokens that lead to it."""
-    starts, tokens = np.array([7, 11]), rng.integers(0, VOCAB_SIZE, 8)
-    lines = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]]  # of the first sequence; the second has three rows in a row
-    bits = [sum(1 << row for row in line) for line in lines] + [0] * 3
-    positions = np.array([starts[0] + len(line) - 1 for line in lines] + [11, 12, 13])
-    tree = TreeRows(starts, np.array(bits), positions)
-    rows = RowBatch(tokens, np.array([0, 5, 8]), starts, TABLES, np.arange(8), tree)
-    logits = runner.run_segment(1, rows, runner.run_segment(0, rows, None)).numpy()
-    paths = [np.append(sequences[0][:7], tokens[line]) for line in lines]
-    paths += [np.append(sequences[1][:11], tokens[5 : 6 + row]) for row in range(3)]
-    for path, found in zip(paths, logits, strict=True):
-        assert np.abs(found - reference_logits(reference, path)[-1]).max() <= MAX_ERROR
 
 
 def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +44,6 @@ def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monk
         wanted = np.concatenate([expected[i][starts[i] : starts[i] + counts[i]] for i in range(2)])
         assert np.abs(logits.numpy() - wanted).max() <= MAX_ERROR
         assert np.isfinite(scores.numpy()).all() and scores.any()
-    check_tree(runner, reference, sequences, rng)
     bounds = [key for calls in runner._calls for key in calls.shapes]
     program = runner._programs[1]
     splits = {program.num_splits(bound, runner.pool.keys(1)) for bound in bounds}  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,7 +14,6 @@ import torch
 
 from plugins import reference
 from plugins.attention_config import LaunchConfig
-from plugins.launch import TreeMask
 
 NAN = float("nan")
 SENTINEL = 77.0  # in `out` before a call; rows of nobody keep it
@@ -126,12 +125,11 @@ def small_tiles(rng: np.random.Generator, group: int) -> LaunchConfig:
     return LaunchConfig(max(16, pairs), int(rng.choice([16, 32])), 16, 4, 2)
 
 
-def check(call: Call, run: Callable[[Call], None], tree: TreeMask | None = None) -> None:
-    """Asserts that `run`, which knows of `tree`, gives the reference's results, leaves the same bits in the pools and
-    all else alone."""
+def check(call: Call, run: Callable[[Call], None]) -> None:
+    """Asserts that `run` gives the reference's results, leaves the same bits in the pools and all else alone."""
     before = [tensor.clone() for tensor in call]
     expected, actual = call.with_own_results(), call.with_own_results()
-    reference.pruned_chunk_attention(*expected, call.q.shape[2] ** -0.5, tree=tree)
+    reference.pruned_chunk_attention(*expected, call.q.shape[2] ** -0.5)
     assert not expected.out.isnan().any()
     run(actual)
     absolute, relative = TOLERANCES[call.q.dtype]

@@ -56,7 +56,6 @@ def write_rtx_model(
     exit_layers: tuple[int, ...] = (),
     kv_block_size: int = 4,
     dtype: str = "fp32",
-    has_trees: bool = False,
 ) -> ModelEngine:
     """The graphs of a model's segments in the place of its engines, with the buckets of a build."""
     checkpoint = open_checkpoint(source)
@@ -76,7 +75,6 @@ def write_rtx_model(
             has_exit_scores=last < spec.num_layers,
             runtime="tensorrt_rtx",
             dtype=dtype,
-            has_trees=has_trees,
         )
         path = directory / f"target.{index}.engine"
         path.write_bytes(graph.models[0].SerializeToString())

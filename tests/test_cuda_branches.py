@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from faser_backend.device.cuda import choice, torch_segment, transfer
 from faser_backend.device.cuda.buffers import LogitsBuffer
 from faser_backend.device.cuda.noise import TorchNoise
-from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runtime import first_products
 from plugins import perturb_logits as noise_kernel
 from tests.fake_cuda import FakeDriver
@@ -90,8 +89,6 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
         drawn = choice.draw_draft(scores, rows.inverse_temperature, num_candidates)
         assert (drawn.shape, drawn.dtype, drawn.device) == ((5, 1 + max(num_candidates, 1)), torch.int64, CUDA)
         assert choice.draw(scores).shape == (5, 2)
-        children = choice.draw_children(scores, rows.inverse_temperature, max(num_candidates, 1))
-        assert (children.shape, children.dtype) == ((5, 1 + 2 * max(num_candidates, 1)), torch.int64)
     ((name, grid, arguments),) = launched
     assert name == "perturb_logits_kernel" and grid == (5, -(-VOCAB // noise_kernel.BLOCK_V))
     assert len(arguments) == 8 and arguments[-1] is scores
@@ -143,17 +140,6 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
         results = transfer.to_host(*tensors)
     assert [result.shape for result in results] == [(3, 2), (4,)]
     assert notes == ["copy", "copy", "record", "wait"], "one wait for all"
-
-
-@pytest.mark.parametrize("num_features", [0, 3])
-def test_cells_move_within_the_pools_of_a_device(monkeypatch: pytest.MonkeyPatch, num_features: int) -> None:
-    pool = CudaKvPool.__new__(CudaKvPool)
-    with faked([], monkeypatch):
-        pool.storage = empty(2, 2, 3, 9, 16, 32, dtype=torch.bfloat16)
-        pool.features = empty(9, 16, num_features, 64, dtype=torch.bfloat16)
-        pool.move(empty(5, dtype=torch.int64), empty(5, dtype=torch.int64))
-        with pytest.raises(RuntimeError):
-            pool.move(empty(5, dtype=torch.int64), empty(4, dtype=torch.int64))
 
 
 class TestBindings:

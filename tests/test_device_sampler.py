@@ -78,15 +78,6 @@ def assert_equal_draws(
     assert torch.equal(on_device, torch.from_numpy(logits)), "the caller's logits were written to"
 
 
-def assert_equal_children(host: NumpySampler, device: TorchSampler, logits: np.ndarray, rows: SamplingRows) -> None:
-    for count in (1, 2, 5):
-        expected = host.sample_children(logits, rows, count)
-        found = device.sample_children(torch.from_numpy(logits.copy()), rows, count)
-        assert np.array_equal(found.tokens, expected.tokens) and found.scores.dtype == np.float32
-        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-5)
-        assert np.array_equal(found.tokens[:, 0], device.sample(torch.from_numpy(logits), rows))
-
-
 def test_thousands_of_rows_of_all_kinds() -> None:
     num_plain = num_filtered = num_ruled = 0
     for seed in range(600):
@@ -97,8 +88,6 @@ def test_thousands_of_rows_of_all_kinds() -> None:
         filled(host, scene, sampling)
         filled(device, scene, sampling)
         assert_equal_draws(host, device, scene.logits, scene.rows, seed % 6)
-        if seed % 5 == 0:
-            assert_equal_children(host, device, scene.logits, scene.rows)
         device.check_integrity()
         known, slots = device.parameters, scene.rows.slots
         num_ruled += np.count_nonzero(known.has_rules[slots])
@@ -154,17 +143,6 @@ def test_ties_go_to_the_lowest_ids(kind: str) -> None:
         sampler.add(0, KINDS[kind], np.array([1]), 1, ())
     logits = np.array([[0, 5, 5, 5, -1, 5, 0, 0], [2, 2, 2, 2, 2, 2, 2, 2]], np.float32)
     assert_equal_draws(host, device, logits, one_row_each(np.zeros(2, np.int64)), 5)
-    assert_equal_children(host, device, logits, one_row_each(np.zeros(2, np.int64)))
-
-
-def test_bad_counts_of_children_are_refused() -> None:
-    _, device = both(1, 8)
-    device.add(0, SamplingParams(), np.array([1]), 1, ())
-    for count in (0, 9):
-        with pytest.raises(ValueError, match=rf"num_children = {count}: must be in \[1, 8\]"):
-            device.sample_children(torch.zeros(1, 8), one_row_each(np.zeros(1, np.int64)), count)
-    with pytest.raises(FaserError, match="logits of row 0"):
-        device.sample_children(torch.full((1, 8), torch.nan), one_row_each(np.zeros(1, np.int64)), 2)
 
 
 def test_filters_are_the_hosts() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.ports import DraftTokens, DraftTrees, Lanes, ModelRunner
+from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
-from faser_backend.core.tree import TreeLaw
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.step import Stepper
@@ -63,13 +62,6 @@ class FakeLoop:
             cu_rows = np.arange(active.size + 1)
             rows = RowBatch(tokens[active, step], cu_rows, starts[active] + step, tables[active], cu_rows[:-1])
         return DraftTokens(tokens, margins, candidates if num_candidates else None)
-
-    def can_draft_trees(self, slots: np.ndarray, num_draft_tokens: np.ndarray) -> bool:
-        """Chains alone."""
-        return False
-
-    def draft_trees(self, rows: RowBatch, slots: np.ndarray, law: TreeLaw) -> DraftTrees:
-        raise NotImplementedError
 
 
 def add_loops(fake: FakeEngine) -> list[FakeLoop]:

@@ -12,7 +12,6 @@ import pytest
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision
-from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason
 from faser_backend.device.kv_pool import KvPool
@@ -218,13 +217,6 @@ def test_tokens_equal_plain_decoding_with_a_target_of_integers(built: Built, tmp
     assert engines[1].metrics().num_accepted > 20
     for engine in engines:
         engine.close()
-
-
-def test_onnx_runtime_refuses_trees_of_a_head(built: Built, tmp_path: Path) -> None:
-    options = {"runtime": "onnxruntime", "kv_block_size": BLOCK_SIZE}
-    build_engines(built.source, built.head_dir, tmp_path, **options)
-    with pytest.raises(ConfigError, match=r"'tree:N': EAGLE-3 heads of 'onnxruntime' draft chains; .* build for llvm"):
-        build_engine(tmp_path, EngineConfig(policy="tree:12"))
 
 
 # -- what a mistake looks like -----------------------------------------------------------------------

@@ -117,32 +117,26 @@ def test_a_dry_run_on_the_cpu_ends_every_part_well(tmp_path):
     assert shown.stdout == done.stdout
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_the_parts_of_tensorrt_end_with_trees_of_a_model_and_of_a_head(stays, monkeypatch):
-    """Weights of runtime llvm stand in for engines, which need a GPU. Cells that stay where they were are noticed."""
-    asked = []
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_the_parts_of_tensorrt_end_with_a_head(is_wrong, monkeypatch):
+    """Weights of runtime llvm stand in for engines, which need a GPU. Rows of another call are noticed."""
 
-    def build(*places, tensorrt=None, **options):
+    def build(*places, **options):
         if options.get("runtime") != "tensorrt_rtx":
             return build_engines(*places, **options)
-        asked.append((options["dtype"], tensorrt is not None and tensorrt.has_trees))
         return build_engines(*places, runtime="llvm", exit_layers=options["exit_layers"], kv_cache_dtype="fp32")
 
     monkeypatch.setattr(parity, "build_engines", build)
-    if stays:
-        monkeypatch.setattr(LlvmRunner, "move_cells", lambda *_: None)
+    if is_wrong:
+        monkeypatch.setattr(LlvmRunner, "take_rows", lambda self, hidden, kept: hidden[::-1][kept])
     found = parity.rtx_runtime(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
-    assert asked == [("fp16", False), ("fp16", True), ("fp16", True)]
-    chains, trees, head = found["dtypes"]
-    assert [row["stage"] for row in found["dtypes"]] == ["done"] * 3
-    assert [row["options"] for row in found["dtypes"]] == ["", "--trees", "--trees --draft HEAD"]
-    runs = [("fixed:4", 0.0), ("tree:6", 0.0), ("tree:6", 0.8)]
-    for each in (trees, head):
-        assert [(row["policy"], row["temperature"]) for row in each["answers"]] == runs
-    in_chains = [*chains["answers"], trees["answers"][0], head["answers"][0]]
-    assert all(row["num_equal"] == row["num_answers"] == 2 for row in in_chains)
-    assert all(row["num_equal"] == row["num_answers"] for row in trees["answers"]) == (not stays)
-    assert trees["target"]["num_different"] == trees["draft"]["num_different"] == head["target"]["num_different"] == 0
+    pair, head = found["dtypes"]
+    assert [row["stage"] for row in found["dtypes"]] == ["done"] * 2
+    assert [row["options"] for row in found["dtypes"]] == ["", "--draft HEAD"]
+    for each in (pair, head):
+        assert [(row["policy"], row["temperature"]) for row in each["answers"]] == list(parity.RUNS)
+        assert all(row["num_equal"] == row["num_answers"] == 2 for row in each["answers"])
+    assert pair["target"]["num_different"] == pair["draft"]["num_different"] == head["target"]["num_different"] == 0
 
 
 def test_bytes_by_hand():

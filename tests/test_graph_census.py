@@ -102,39 +102,17 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_traffic_of_trees_adds_none_where_their_shapes_were_captured(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
-) -> None:
-    """On the whole device and, without lanes at work, on a share. Elsewhere live traffic would capture."""
-    with opened(directory, monkeypatch, policy="tree:5", change=lambda decision: decision, config=CONFIG) as each:
-        capture_all(each, has_trees=is_known)
-        before = each.counts.num_graphs
-        for seed in range(2):
-            drive(each.engine, mixed_requests(seed), seed=seed)
-        assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
-        assert not each.machine.broken
-        loop = cast(Any, each.engine.stepper.partitions[WHOLE].draft_loop)._loop
-        assert not loop._levels._levels._eager
-        if is_known:
-            assert len(loop._chains) == 0, "who drafts trees drafts no chains"
-            assert len(loop._levels._levels) == 15 * 2, "rows; filters"
-        each.engine.close()
-
-
-@pytest.mark.parametrize("policy", ["fixed:4", "tree:5"])
-@pytest.mark.parametrize("is_known", [True, False])
 def test_traffic_of_a_head_adds_none_to_those_captured_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, is_known: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """Chains on the device and, of requests with rules, call by call; or trees. What joins features is captured by rows
+    """Chains on the device and, of requests with rules, call by call. What joins features is captured by rows
     alone. Without the menu live traffic captures."""
     source = write_checkpoint(tmp_path / "source", max_position_embeddings=256, num_hidden_layers=NUM_TARGET_LAYERS)
     head = write_head(tmp_path / "head")
     build_engines(source, head, tmp_path / "engine", runtime="torch", exit_layers=(1,), kv_block_size=4)
-    with opened(tmp_path / "engine", monkeypatch, policy=policy, change=lambda each: each, config=CONFIG) as each:
-        has_trees = policy.startswith("tree")
+    with opened(tmp_path / "engine", monkeypatch, policy="fixed:4", change=lambda each: each, config=CONFIG) as each:
         if is_known:
-            capture_all(each, has_trees=has_trees)
+            capture_all(each)
         before = each.counts.num_graphs
         drive(each.engine, mixed_requests(0), seed=0)
         assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
@@ -144,15 +122,14 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
         assert isinstance(runner, CudaHeadRunner)
         if is_known:
             assert each.machine.num_first_under_capture == 0
-            assert [len(calls) for calls in runner._calls] == [15, 35 if has_trees else 20]
-            assert len(loop._chains) == (0 if has_trees else 4 * 2 * 2)
-            assert len(loop._levels._levels) == (15 * 2 if has_trees else 0)
+            assert [len(calls) for calls in runner._calls] == [15, 20]
+            assert len(loop._chains) == 4 * 2 * 2
         each.engine.close()
 
 
-def capture_all(each: Opened, *, has_trees: bool = False) -> None:
+def capture_all(each: Opened) -> None:
     each.engine.bind_thread()
-    capture_menus(each.engine.stepper.partitions.values(), CONFIG.max_num_seqs, has_trees=has_trees)
+    capture_menus(each.engine.stepper.partitions.values(), CONFIG.max_num_seqs)
 
 
 def random_batches(seed: int, count: int) -> Iterator[RowBatch]:
@@ -181,7 +158,6 @@ def test_shapes_before_and_now() -> None:
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:
     menu = RowMenu(64)
     assert len(menu.menu(0)) == 20 and len(menu.menu(4)) == len(ROW_COUNTS) == 15
-    assert len(menu.menu(0, has_trees=True)) == 35 and menu.menu(4, has_trees=True) == menu.menu(4)
     for count in range(1, MAX_GRAPH_ROWS + 1):
         for num_logits in {0, 1, count}:
             rows = RowBatch(

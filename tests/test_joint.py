@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import PipelineMode, TreeRule, TrimRule
+from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
 from faser_backend.pipeline.joint import Guess, JointProposer
@@ -80,22 +80,17 @@ def test_trees_beside_look_ups(case: Case, policy: str, choice: str):
 
 
 def test_a_look_up_stands_in_for_a_tree_that_keeps_less():
-    """Its nodes end where the rule takes none; trees that keep much are preferred."""
+    """Trees that keep much are preferred."""
     choice, is_sampled = DrafterChoice(), np.zeros(2, np.bool_)
     for _ in range(400):  # look-ups of this confidence are right 9 times in 10
         choice.observe(NGRAM, False, np.full(10, 1.0, np.float32), 9, 10)
     margins = np.full((2, 4), 1.0, np.float32)
     counts = np.array([4, 0])
     found = Frontier(np.ones((2, 4), np.int64), counts, counts + 1, margins, sources=np.full(2, NGRAM))
-    trees = choice.as_trees(found, is_sampled, TreeRule(0.0, 0.5))
-    assert trees.num_drafted.tolist() == [4, 0] and trees.num_rows.tolist() == [5, 1]
-    assert trees.tree is not None and trees.tree.log_chances is not None
-    np.testing.assert_allclose(np.exp(trees.tree.log_chances[0]), 0.9 ** np.arange(1, 5), rtol=0.05)
-    assert choice.as_trees(found, is_sampled, TreeRule(0.75, 0.5)).num_drafted.tolist() == [2, 0]
     for num_kept, is_taken in ((1, True), (4, False)):
         for _ in range(400):
             choice.observe_tree(False, num_kept)
-        assert choice.takes_over_tree(trees, is_sampled).tolist() == [is_taken, False]
+        assert choice.takes_over_tree(found, is_sampled).tolist() == [is_taken, False]
 
 
 def test_what_a_tree_guessed_is_held_against_what_came():

@@ -37,7 +37,6 @@ def compile_attention(
     capability: int,
     *,
     is_split: bool = False,
-    is_tree: bool = False,
 ) -> Compiled:
     """The kernel as the launcher runs it for such a call."""
     config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
@@ -56,10 +55,6 @@ def compile_attention(
         "BLOCK_C": config.block_c,
         "BLOCK_D": padded_head_dim(head_dim),
     }
-    if is_tree:
-        signature |= {"trunk_lens": "*i32", "ancestors": "*i64"}
-    else:
-        constants |= {"trunk_lens": None, "ancestors": None}
     results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
     constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
     return compile_kernel(

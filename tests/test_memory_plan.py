@@ -56,15 +56,6 @@ def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: i
     )
 
 
-def test_graphs_of_trees_are_planned_for_where_a_policy_may_draft_them() -> None:
-    without, with_trees = (planned(pair_of("qwen3-8b/0.6b"), has_trees=each) for each in (False, True))
-    names = {"inputs of captured calls", "graphs (allowance)"}
-    for old, new in zip(without.lines, with_trees.lines, strict=True):
-        assert (new.num_bytes > old.num_bytes) == (old.what in names), old.what
-    policies = {"tree:4": True, "file:mine.py": True, "fixed:4": False, "faser": False}
-    assert {name: EngineConfig(policy=name).may_draft_trees for name in policies} == policies
-
-
 @pytest.mark.parametrize(
     ("name", "halved", "weights_gib", "most_gib", "fewest_tokens"),
     [
@@ -127,9 +118,9 @@ def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
     models = [built.manifest.target, built.manifest.draft]
     runners = Runners(built.directory)
     for runner in (runners.target, runners.head):
-        runner.capture_menu(0, has_trees=True)
-    assert [len(calls) for calls in runners.head._calls] == [len(ROW_COUNTS), 2 * len(ROW_COUNTS) + 5]
-    options = {"dtype": "fp32", "kv_block_size": BLOCK_SIZE, "num_partitions": 1, "has_trees": True}
+        runner.capture_menu(0)
+    assert [len(calls) for calls in runners.head._calls] == [len(ROW_COUNTS), len(ROW_COUNTS) + 5]
+    options = {"dtype": "fp32", "kv_block_size": BLOCK_SIZE, "num_partitions": 1}
     plan = planned(models, **options)
     pools = runners.target.pool.num_bytes + runners.head.pool.storage.nbytes
     assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools

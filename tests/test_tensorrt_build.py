@@ -13,14 +13,9 @@ import pytest
 from engines.build import build_engines
 from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
 from engines.tensorrt_build import SplitStreams, TensorRtCompiler, TensorRtOptions, parse_network
-from faser_backend.core.errors import ConfigError
-from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import BucketSpec, EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
-from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.drafting import check_trees
 from plugins.tensorrt_import import import_tensorrt
 from tests.gathered_runner import GatheredRunner
-from tests.harness import guessed
 from tests.tiny_models import write_checkpoint
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
@@ -208,17 +203,3 @@ def test_an_interrupt_stops_the_compiler_and_leaves_nothing(source: Path, tmp_pa
         signal.signal(signal.SIGINT, handler)
     assert list(tmp_path.iterdir()) == []
     assert not any("draft.0" in what for what in seen)
-
-
-def test_a_mask_for_trees_is_an_input_of_engines_that_were_built_for_it(source: Path, tmp_path: Path) -> None:
-    """The real compiler takes the graph. Servers know by the inputs what the engine can verify."""
-    options = TensorRtOptions(has_trees=True)
-    target = build_engines(
-        source, None, tmp_path / "engine", runtime="tensorrt_rtx", dtype="fp16", tensorrt=options
-    ).target
-    inputs = {tensor.name: tensor.shape for tensor in target.segments[0].inputs}
-    assert inputs["trunk_lens"] == ("B",) and inputs["ancestors"] == ("T",)
-    pair = ModelPair(target, target)
-    check_trees("tensorrt_rtx", pair, parse_policy("tree:15", guessed))
-    with pytest.raises(ConfigError, match="policy = 'tree:16': the engine verifies at most 16 rows of a sequence; use"):
-        check_trees("tensorrt_rtx", pair, parse_policy("tree:16", guessed))

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads behind TensorRT's runner: features, logits, chains and trees against a dense reference, tokens of plain
+"""EAGLE-3 heads behind TensorRT's runner: features, logits and chains against a dense reference, tokens of plain
 decoding. Engines are the graphs that TensorRT-RTX gets, run by ONNX Runtime (tests.ort_engines)."""
 
 from __future__ import annotations
@@ -11,34 +11,27 @@ import numpy as np
 import pytest
 import torch
 
-from engines.tensorrt_build import TensorRtOptions
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.runtime import ModelPair
-from faser_backend.pipeline.head import HeadTreeCalls
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
 from tests.forcing import Forced, at_random, forced
 from tests.harness import drive, guessed
-from tests.head_trees import Agreeing, TreeChecker
 from tests.ort_engines import graphs_are_engines
 from tests.test_eagle3 import NUM_BLOCKS, Built, same_logits, shuffled_tables
 from tests.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
 from tests.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
 
 RUNTIME, BLOCK_SIZE = "tensorrt_rtx", 4
-TREES = TensorRtOptions(has_trees=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _graphs_are_engines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         graphs_are_engines(patch)
-        patch.setattr(HeadTreeCalls, "difference", 0.7)  # the tests' head is surer than a trained one
         yield
 
 
@@ -48,18 +41,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.fixture(scope="module")
-def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Agreeing(tmp_path_factory.mktemp("trees"), runtime=RUNTIME, tensorrt=TREES)
-
-
-@pytest.fixture(scope="module")
 def plain(built: Built) -> dict[str, list[int]]:
     return tokens_of(built, "none", make_requests(is_greedy=True))
-
-
-@pytest.fixture(scope="module")
-def plain_of_trees(agreeing: Built) -> dict[str, list[int]]:
-    return tokens_of(agreeing, "none", make_requests(is_greedy=True))
 
 
 class Runners:
@@ -90,12 +73,8 @@ class Runners:
         return self.pool.features[table[blocks], offsets].flatten(1).float().numpy()
 
 
-@pytest.mark.parametrize("has_trees", [False, True])
-def test_rows_on_the_target_s_features_equal_a_dense_run(has_trees: bool, built: Built, tmp_path: Path) -> None:
-    """Ragged chunks of three sequences; the target is cut before a layer whose input is wanted. has_trees: chains in
-    engines with a mask."""
-    if has_trees:
-        built = Built(tmp_path, runtime=RUNTIME, exit_layers=(4,), tensorrt=TREES, num_key_value_heads=4)
+def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
+    """Ragged chunks of three sequences; the target is cut before a layer whose input is wanted."""
     rng, runners = np.random.default_rng(0), Runners(built)
     tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
     tables = shuffled_tables(rng, 3)
@@ -171,21 +150,6 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
     assert tokens == plain
 
 
-@pytest.mark.parametrize("policy", ["tree:5", "tree:15"])
-def test_trees_are_the_reference_s_and_tokens_plain_decoding_s(
-    agreeing: Built, plain_of_trees: dict[str, list[int]], policy: str
-) -> None:
-    engine = open_engine(agreeing, policy, enable_prefix_reuse=False)
-    checker = TreeChecker(agreeing, engine)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
-    num_accepted = engine.metrics().num_accepted
-    engine.close()
-    assert checker.num_equal == checker.num_parents > 50
-    assert num_accepted > 30
-    assert min(checker.num_siblings, checker.num_deep) > 30 and checker.num_moved > 10
-    assert tokens == plain_of_trees
-
-
 # -- what has to fail ----------------------------------------------------------------------------------
 
 
@@ -209,26 +173,6 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
     assert checker.num_equal < 0.5 * checker.num_chains
 
 
-def test_hidden_states_that_stay_where_they_were_computed_are_noticed(
-    agreeing: Built, plain_of_trees: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Keys and values move all the same, so tokens stay right."""
-    move = CudaKvPool.move
-
-    def move_keys_alone(pool: CudaKvPool, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        kept = pool.features.clone()
-        move(pool, sources, targets)
-        pool.features.copy_(kept)
-
-    monkeypatch.setattr(CudaKvPool, "move", move_keys_alone)
-    engine = open_engine(agreeing, "tree:5", enable_prefix_reuse=False)
-    checker = TreeChecker(agreeing, engine)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
-    engine.close()
-    assert checker.num_equal < checker.num_parents
-    assert tokens == plain_of_trees
-
-
 def test_an_engine_never_writes_what_it_is_reading(
     built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,10 +182,3 @@ def test_an_engine_never_writes_what_it_is_reading(
     drive(engine, make_requests(2, is_greedy=True))
     engine.close()
     assert "hidden_out is written where ['hidden'] are read" in caplog.text
-
-
-def test_trees_need_engines_that_were_built_for_them(built: Built, agreeing: Built) -> None:
-    with pytest.raises(ConfigError, match=r"this engine of 'tensorrt_rtx' verifies chains; use .* build with --trees"):
-        open_engine(built, "tree:4")
-    with pytest.raises(ConfigError, match="policy = 'tree:16': the engine verifies at most 16 rows of a sequence"):
-        open_engine(agreeing, "tree:16")

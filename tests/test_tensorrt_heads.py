@@ -37,10 +37,8 @@ from tests.test_tensorrt_plugin_network import (
     GEOMETRY,
     NUM_BLOCKS,
     AttendSplits,
-    AttendTreeSplits,
     CombineSplits,
     PrunedChunkAttention,
-    PrunedTreeAttention,
 )
 from tests.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
@@ -60,9 +58,9 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return eagle3_models.write_head(tmp_path_factory.mktemp("head"), eagle_config=layers)
 
 
-@pytest.mark.parametrize(("dtype", "has_trees"), [("fp16", True), ("bf16", False)])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_the_real_compiler_takes_a_head_and_its_target(
-    dtype: str, has_trees: bool, source: Path, head_dir: Path, tmp_path: Path
+    dtype: str, source: Path, head_dir: Path, tmp_path: Path
 ) -> None:
     """The target cut before a layer whose input the head reads."""
     calls: list[tuple[str, int, int]] = []
@@ -74,7 +72,7 @@ def test_the_real_compiler_takes_a_head_and_its_target(
         dtype=dtype,
         exit_layers=(2,),
         kv_block_size=BLOCK_SIZE,
-        tensorrt=TensorRtOptions(LIMITS, has_trees=has_trees),
+        tensorrt=TensorRtOptions(LIMITS),
         progress=lambda *call: calls.append(call),
     )
     assert EngineManifest.load(tmp_path / "engine") == manifest
@@ -101,7 +99,6 @@ def test_the_real_compiler_takes_a_head_and_its_target(
     assert outputs["hidden_out"] == TensorSpec("hidden_out", tensor_dtype, ("R", WIDTH))
     assert outputs["logits"] == TensorSpec("logits", "float32", ("R", VOCAB_SIZE))
     assert set(outputs) == {"logits", "hidden_out", "k_new.0", "v_new.0"}
-    assert ({"trunk_lens", "ancestors"} <= set(inputs)) == has_trees
     assert [bucket.ranges["T"][2] for bucket in join.buckets] == [bucket.ranges["T"][2] for bucket in layer.buckets]
 
     done = [call[1] for call in calls]
@@ -138,7 +135,7 @@ def test_a_head_and_its_target_have_no_profiles_of_splits(
 class PluginHead:
     """The head's two graphs as full TensorRT's parser reads them, in ONNX's reference evaluator."""
 
-    def __init__(self, source: Path, head_dir: Path, directory: Path, *, is_split: bool, has_trees: bool) -> None:
+    def __init__(self, source: Path, head_dir: Path, directory: Path, *, is_split: bool) -> None:
         target = open_checkpoint(source)
         checkpoint = HuggingFaceCheckpoint(head_dir, read_json(head_dir / "config.json"))
         spec = read_spec(target)
@@ -151,10 +148,9 @@ class PluginHead:
             directory,
             kv_block_size=BLOCK_SIZE,
             runtime="tensorrt",
-            has_trees=has_trees,
             lender=ModelWeights(target, spec),
         )
-        ops = [PrunedChunkAttention, PrunedTreeAttention, AttendSplits, AttendTreeSplits, CombineSplits]
+        ops = [PrunedChunkAttention, AttendSplits, CombineSplits]
         self.op_types: list[str] = []
         self._runs: list[ReferenceEvaluator] = []
         for segment in self.model.segments:
@@ -174,9 +170,7 @@ class PluginHead:
         (joined,) = self._runs[0].run(["hidden_out"], given)
         return np.asarray(joined)
 
-    def run(
-        self, tokens: np.ndarray, hidden: np.ndarray, first: int, **mask: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, tokens: np.ndarray, hidden: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows of one sequence at cells from `first` on, its blocks in falling order -> logits, hidden."""
         num_rows = tokens.size
         table = np.arange(NUM_BLOCKS, dtype=np.int32)[::-1].copy()
@@ -192,7 +186,7 @@ class PluginHead:
             "logit_rows": np.arange(num_rows),
             **self._pools,
         }
-        logits, made = self._runs[1].run(["logits", "hidden_out"], feeds | mask)
+        logits, made = self._runs[1].run(["logits", "hidden_out"], feeds)
         return np.asarray(logits), np.asarray(made)
 
 
@@ -207,7 +201,7 @@ def test_the_plugins_graph_of_a_head_gives_a_dense_runs_logits(
     source: Path, head_dir: Path, reference: ReferenceHead, tmp_path: Path, is_split: bool
 ) -> None:
     """A prompt in two chunks on the target's hidden states, then two tokens on the head's own."""
-    head = PluginHead(source, head_dir, tmp_path, is_split=is_split, has_trees=False)
+    head = PluginHead(source, head_dir, tmp_path, is_split=is_split)
     assert head.op_types == (["AttendSplits", "CombineSplits"] if is_split else ["PrunedChunkAttention"])
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB_SIZE, 11)
@@ -222,27 +216,6 @@ def test_the_plugins_graph_of_a_head_gives_a_dense_runs_logits(
         assert same_logits(logits, wanted[first:last])
         assert np.abs(made - states[first:last].numpy()).max() <= 1e-4
         beside = beside[last - first :] if last < 9 else made[-1:]
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_the_plugins_graph_of_a_heads_tree_gives_a_paths_logits(
-    source: Path, head_dir: Path, reference: ReferenceHead, tmp_path: Path, is_split: bool
-) -> None:
-    """Two tokens, then nodes 2 and 3 behind them and 4 behind 3; with siblings in sight the logits are others."""
-    head = PluginHead(source, head_dir, tmp_path, is_split=is_split, has_trees=True)
-    assert head.op_types == (["AttendTreeSplits", "CombineSplits"] if is_split else ["PrunedTreeAttention"])
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, VOCAB_SIZE, 5)
-    hidden = rng.normal(size=(5, WIDTH)).astype(np.float32)
-    bits = np.array([0b1, 0b11, 0b111, 0b1011, 0b11011])
-    positions, trunk = np.array([0, 1, 2, 2, 3]), np.array([0], np.int32)
-    logits = head.run(tokens, hidden, 0, positions=positions, trunk_lens=trunk, ancestors=bits)[0]
-    paths = [[bit for bit in range(5) if line >> bit & 1] for line in bits.tolist()]
-    wanted = np.stack([reference.run(tokens[path], torch.from_numpy(hidden[path]))[0][-1] for path in paths])
-    assert same_logits(logits, wanted)
-    bits[3:] |= 0b100
-    shown = head.run(tokens, hidden, 0, positions=positions, trunk_lens=trunk, ancestors=bits)[0]
-    assert same_logits(shown[:3], wanted[:3]) and not same_logits(shown[3:4], wanted[3:4])
 
 
 # -- where there is a GPU ------------------------------------------------------------------------------
@@ -260,17 +233,16 @@ def draft_with_head(directory: Path, policy: str) -> tuple[dict[str, list[int]],
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("runtime", ["tensorrt_rtx", "tensorrt"])
-def test_heads_on_a_gpu_draft_chains_and_trees(runtime: str, tmp_path: Path) -> None:
-    """Captured graphs, the loop of chains and the mask of trees are all on the way."""
+def test_heads_on_a_gpu_draft_chains(runtime: str, tmp_path: Path) -> None:
+    """Captured graphs and the loop of chains are on the way."""
     try:
         import_tensorrt("rtx" if runtime == "tensorrt_rtx" else "full")
     except TensorRtError as error:
         pytest.skip(str(error))
     source = write_checkpoint(tmp_path / "target", num_hidden_layers=8, head_dim=64)
     head_dir = eagle3_models.write_head(tmp_path / "head", head_dim=64)
-    directory, options = tmp_path / "engine", TensorRtOptions(LIMITS, has_trees=True)
+    directory, options = tmp_path / "engine", TensorRtOptions(LIMITS)
     build_engines(source, head_dir, directory, runtime=runtime, exit_layers=(4,), tensorrt=options)
     plain, _ = draft_with_head(directory, "none")
-    for policy in ("fixed:4", "tree:5"):
-        tokens, num_drafted = draft_with_head(directory, policy)
-        assert num_drafted > 50 and tokens == plain
+    tokens, num_drafted = draft_with_head(directory, "fixed:4")
+    assert num_drafted > 50 and tokens == plain

@@ -20,7 +20,6 @@ from plugins.tensorrt_contract import (
     ATTENTION_OUTPUTS,
     GEOMETRY_FIELDS,
     NAMESPACE,
-    TREE_ATTENTION_OP,
     VERSION,
     WHOLE_NUMBERS,
     Geometry,
@@ -118,16 +117,6 @@ def registered() -> FakeTensorRt:
     register_aot_plugins("fake_tensorrt")
     register_aot_plugins("fake_tensorrt")  # the fake refuses a second definition
     return fake
-
-
-def test_the_mask_of_trees_is_baked_in_by_an_op_of_its_own(registered: FakeTensorRt) -> None:
-    tensors = [*attention_tensors(), TensorDesc(("B",), DataType.INT32), TensorDesc(("T",), DataType.INT64)]
-    outputs = described(registered, "AttendTreeSplits", tensors)
-    assert [output.source for output in outputs] == [None, None, tensors[3], tensors[4]]
-    launched = implemented(registered, "AttendTreeSplits", tensors, outputs)
-    compiled = compile_attend(GEOMETRY, "bf16", MAX_SHARED_BYTES, has_trees=True)
-    assert compiled.shared_bytes <= MAX_SHARED_BYTES
-    check_passed(compiled, tensors, launched, list(outputs))
 
 
 def described(fake: FakeTensorRt, op: str, tensors: list[TensorDesc]):
@@ -237,20 +226,6 @@ def test_the_python_plugin_describes_itself(trt) -> None:
     assert not plugin.supports_format_combination(5, in_out, 9)
     shapes = plugin.get_output_shapes([trt.DimsExprs(len(shape)) for shape in SHAPES], [], None)
     assert [len(shape) for shape in shapes] == [3, 4, 4]
-
-
-def test_the_python_plugin_of_trees_takes_a_mask(trt) -> None:
-    register_v3_plugin(trt)
-    creator = trt.get_plugin_registry().get_creator(TREE_ATTENTION_OP, VERSION, NAMESPACE)
-    made = plugin_classes(trt, True)[0](GEOMETRY, True)
-    again = creator.create_plugin("layer", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME).clone()
-    assert (again.plugin_name, again.has_trees, again.geometry) == (TREE_ATTENTION_OP, True, GEOMETRY)
-    inputs = plugin_inputs(trt, mask=True)
-    again.configure_plugin(inputs, [])
-    in_out = [*inputs, inputs[0], inputs[3], inputs[4]]
-    assert all(again.supports_format_combination(position, in_out, 11) for position in range(14))
-    in_out[10].desc.type = trt.int32
-    assert not again.supports_format_combination(10, in_out, 11), "64 bits a row"
 
 
 class RecordingKernel:

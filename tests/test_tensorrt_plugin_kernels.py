@@ -15,7 +15,6 @@ from plugins.tensorrt_contract import (
     ATTENTION_INPUTS,
     COMBINE_INPUTS,
     COMBINE_OUTPUTS,
-    TREE_INPUTS,
     Geometry,
 )
 from plugins.tensorrt_kernels import compile_attend, compile_combine
@@ -34,7 +33,7 @@ def test_kernels_give_the_results_of_the_reference() -> None:
     command = [sys.executable, "-m", "pytest", *options, "tests/interpreted_plugin_kernels.py"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b19 passed", done.stdout), done.stdout
+    assert re.search(r"\b16 passed", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -58,14 +57,6 @@ def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> N
         *COMBINE_OUTPUTS,
     ]
     assert entry_parameters(combine.ptx) == [width_of(kind) for _, kind in combine.parameters]
-
-
-def test_a_mask_adds_two_inputs() -> None:
-    compiled = compile_attend(geometry(), "bf16", has_trees=True)
-    names = [name for name, _ in compiled.parameters]
-    assert names[:11] == list(TREE_INPUTS) and names[11] == "num_rows"
-    assert dict(compiled.parameters)["trunk_lens"] == "*i32" and dict(compiled.parameters)["ancestors"] == "*i64"
-    assert entry_parameters(compiled.ptx) == [width_of(kind) for _, kind in compiled.parameters]
 
 
 def entry_parameters(ptx: str) -> list[str]:

@@ -27,7 +27,6 @@ from engines.tensorrt_buckets import CallLimits, call_buckets
 from engines.tensorrt_plugin_network import plugin_geometry, plugin_network
 from engines.weights import ModelWeights
 from plugins import reference
-from plugins.launch import TreeMask
 from plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, Geometry
 from plugins.tensorrt_import import TensorRtError
 from tests.tiny_models import reference_logits, reference_model, write_checkpoint
@@ -49,9 +48,7 @@ GEOMETRY = Geometry(
 def attended(*tensors: np.ndarray) -> np.ndarray:
     """The reference of the op; writes the pools in place, as the kernel does."""
     out = torch.zeros(tensors[0].shape)
-    own, mask = (list(map(torch.from_numpy, part)) for part in (tensors[:9], tensors[9:]))
-    tree = TreeMask(*mask) if mask else None
-    reference.pruned_chunk_attention(*own, out, tensors[0].shape[2] ** -0.5, tree=tree)
+    reference.pruned_chunk_attention(*map(torch.from_numpy, tensors), out, tensors[0].shape[2] ** -0.5)
     return out.numpy()
 
 
@@ -76,14 +73,6 @@ class AttendSplits(OpRun):
         return mixed, mixed[..., :2].copy(), tensors[3], tensors[4]
 
 
-class PrunedTreeAttention(PrunedChunkAttention):
-    """The same with a mask."""
-
-
-class AttendTreeSplits(AttendSplits):
-    """The same with a mask."""
-
-
 class CombineSplits(OpRun):
     op_domain = DOMAIN
 
@@ -105,10 +94,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(source: Path) -> onnx.ModelProto:
-    return built(source)
-
-
-def built(source: Path, *, has_trees: bool = False) -> onnx.ModelProto:
     checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint)
     store = WeightStore(source / "weights")
@@ -120,7 +105,6 @@ def built(source: Path, *, has_trees: bool = False) -> onnx.ModelProto:
         3,
         kv_block_size=BLOCK_SIZE,
         runtime="tensorrt",
-        has_trees=has_trees,
     )
     store.close()
     return graph.models[0]
@@ -192,33 +176,3 @@ def test_the_graph_gives_a_dense_runs_logits(model: onnx.ModelProto, source: Pat
             },
         )[0]
         assert np.abs(logits - wanted[first:last]).max() <= 2e-4
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_the_graph_of_trees_gives_a_paths_logits(source: Path, is_split: bool) -> None:
-    """Three tokens, and two guesses at the fourth with one token behind the second of them."""
-    changed = plugin_network(built(source, has_trees=True), GEOMETRY, is_split=is_split)
-    path = source / f"trees {is_split}.onnx"
-    path.write_bytes(changed.SerializeToString())
-    ops = [PrunedTreeAttention, AttendTreeSplits, CombineSplits]
-    evaluator = ReferenceEvaluator(str(path), new_ops=ops)
-    tokens = np.random.default_rng(1).integers(0, 97, 6)
-    shape = (2, NUM_BLOCKS, BLOCK_SIZE, 8)
-    pools = {f"{name}_pool.{layer}": np.zeros(shape, np.float32) for layer in range(3) for name in "kv"}
-    bits, positions = np.array([0b1, 0b11, 0b111, 0b1001, 0b10111, 0b100111]), np.array([0, 1, 2, 1, 3, 3])
-    rows = {
-        "token_ids": tokens,
-        "positions": positions,
-        "slot_mapping": np.arange(6, dtype=np.int32),
-        "cu_rows": np.array([0, 6], np.int32),
-        "context_lens": np.array([0], np.int32),
-        "block_table": np.array([[0, 1]], np.int32),
-        "logit_rows": np.arange(6),
-        "trunk_lens": np.array([0], np.int32),
-        "ancestors": bits,
-        **pools,
-    }
-    logits = evaluator.run(["logits"], rows)[0]
-    for row in range(6):
-        own = tokens[[bit for bit in range(6) if bits[row] >> bit & 1]]
-        assert np.abs(logits[row] - reference_logits(reference_model(source), own)[-1]).max() <= 2e-4

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from engines.tensorrt_buckets import MAX_VERIFY_ROWS
-from faser_backend.core.batch import TreeRows
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.programs import bucket_limits
@@ -48,13 +47,9 @@ class Opened:
         monkeypatch,
         exit_layers: tuple[int, ...] = (),
         dtype: str = "fp32",
-        *,
-        has_trees: bool = False,
     ) -> None:
         monkeypatch.setattr("faser_backend.device.cuda.tensorrt_segment.current_stream", lambda: 7)
-        self.model = write_rtx_model(
-            source, directory, exit_layers=exit_layers, kv_block_size=BLOCK_SIZE, dtype=dtype, has_trees=has_trees
-        )
+        self.model = write_rtx_model(source, directory, exit_layers=exit_layers, kv_block_size=BLOCK_SIZE, dtype=dtype)
         self.store = OrtStore(directory, self.model)
         self.programs = open_segments(self.model, directory, self.store, CPU)  # type: ignore[arg-type]
         self.pool = CudaKvPool(self.model.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, device=CPU)
@@ -73,13 +68,10 @@ def tables_of(rng: np.random.Generator, num_sequences: int, width: int) -> np.nd
     return rng.permutation(NUM_BLOCKS)[: num_sequences * width].reshape(num_sequences, width)
 
 
-@pytest.mark.parametrize(("exit_layers", "has_trees"), [((), False), ((1,), False), ((1, 2), False), ((1,), True)])
-def test_ragged_runs_give_a_dense_runs_logits(
-    source: Path, tmp_path: Path, monkeypatch, exit_layers, has_trees
-) -> None:
-    """Prefill, decode and verification of three sequences in shuffled blocks, padded to buckets. has_trees: chains in
-    engines with a mask."""
-    opened = Opened(source, tmp_path, monkeypatch, exit_layers, has_trees=has_trees)
+@pytest.mark.parametrize("exit_layers", [(), (1,), (1, 2)])
+def test_ragged_runs_give_a_dense_runs_logits(source: Path, tmp_path: Path, monkeypatch, exit_layers) -> None:
+    """Prefill, decode and verification of three sequences in shuffled blocks, padded to buckets."""
+    opened = Opened(source, tmp_path, monkeypatch, exit_layers)
     reference = reference_model(source)
     rng = np.random.default_rng(len(exit_layers))
     sequences = [rng.integers(0, 97, int(n)) for n in (40, 31, 25)]
@@ -92,13 +84,6 @@ def test_ragged_runs_give_a_dense_runs_logits(
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
     assert {context.profile for context in opened.store.contexts} == {DECODE, VERIFY}
     opened.pool.check_integrity()
-
-
-def test_trees_without_a_mask_are_refused(source: Path, tmp_path: Path, monkeypatch) -> None:
-    rows = make_rows([np.arange(4)], [0], [2], tables_of(np.random.default_rng(1), 1, 4))
-    rows.tree = TreeRows(np.array([0]), np.array([1, 3]), np.array([0, 1]))
-    with pytest.raises(ConfigError, match="rows of trees: the engine has no mask for them"):
-        Opened(source, tmp_path, monkeypatch).run(rows)
 
 
 def test_calls_without_logits_or_candidates_have_addresses(source: Path, tmp_path: Path, monkeypatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import RowBatch, TreeRows
+from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.buffers import (
     ALIGNMENT,
@@ -30,8 +30,8 @@ from tests.tiny_models import make_rows
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
-INT32 = ("slot_mapping", "cu_rows", "context_lens", "block_table", "trunk_lens")
-INT64 = ("token_ids", "positions", "logit_rows", "exit_candidates", "pad_idx", "unpad_idx", "ancestors")
+INT32 = ("slot_mapping", "cu_rows", "context_lens", "block_table")
+INT64 = ("token_ids", "positions", "logit_rows", "exit_candidates", "pad_idx", "unpad_idx")
 INPUTS = [TensorSpec(name, "int32", ()) for name in INT32] + [TensorSpec(name, "int64", ()) for name in INT64]
 
 
@@ -85,28 +85,6 @@ def test_inputs_say_where_each_row_is_and_writes(seed: int) -> None:
         np.testing.assert_array_equal(inputs[name], array, err_msg=name)
 
 
-def test_rows_of_trees_have_positions_of_their_own_and_cells_in_a_row() -> None:
-    rows = make_rows([np.arange(20)] * 2, [5, 9], [3, 2], np.arange(10).reshape(2, 5))
-    rows.tree = TreeRows(np.array([4, 9]), np.array([0b11, 0b101, 0b1001, 0b1, 0b11]), np.array([5, 5, 5, 9, 10]))
-    bounds = CallBounds(8, 4, 4, 5, 5, 0)
-    inputs = filled(rows, bounds)
-    assert inputs["positions"].tolist() == [5, 5, 5, 9, 10, 0, 0, 0]
-    assert inputs["slot_mapping"].tolist() == [5, 6, 7, 29, 30, -1, -1, -1]
-    assert inputs["context_lens"].tolist() == [5, 9, 0, 0] and inputs["trunk_lens"].tolist() == [4, 9, 0, 0]
-    assert inputs["ancestors"].tolist() == [3, 5, 9, 1, 3, 0, 0, 0]
-    rows.tree = None
-    inputs = filled(rows, bounds)
-    assert inputs["trunk_lens"].tolist() == [5, 9, 0, 0] and not inputs["ancestors"].any(), "chains have no bit"
-
-
-def test_trees_without_a_mask_are_refused() -> None:
-    rows = make_rows([np.arange(6)], [0], [2], np.arange(2)[None])
-    rows.tree = TreeRows(np.array([0]), np.array([1, 3]), np.array([0, 1]))
-    inputs = {"token_ids": np.zeros(2, np.int64)}
-    with pytest.raises(ConfigError, match="rows of trees: the engine has no mask for them"):
-        fill_inputs(inputs, rows, CallBounds(2, 1, 2, 2, 2, 0), BLOCK_SIZE)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -114,7 +92,7 @@ def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     candidates = rng.integers(0, 97, (num_rows, 3))
     exact = call_bounds(rows, BLOCK_SIZE, 3)
-    bounds = CallBounds._make(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0, 0), strict=True))
+    bounds = CallBounds._make(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0), strict=True))
     inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
     for name, values in inputs.items():
         assert values.shape == input_shape(name, bounds)

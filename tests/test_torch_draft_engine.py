@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.core.request import Request
-from faser_backend.device.cuda import torch_segment
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.programs import TorchPrograms
-from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.partition import split_name
@@ -27,7 +24,6 @@ from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
 from lab.bench.equality import make_requests
-from plugins.launch import TreeMask
 from tests.fakes import CountingClock, SequentialLanes
 from tests.forced_engine import both_partitions
 from tests.forcing import Change, Forced, at_random, random_rule
@@ -132,39 +128,7 @@ def test_engines_with_and_without_loops(demo, requests, expected, case: tuple[st
         assert np.array_equal(*drafted) and (candidates[0] is None or np.array_equal(*candidates))
 
 
-@pytest.mark.parametrize("policy", ["tree:1", "tree:7", "tree:12"])
-def test_trees_change_no_token(demo, requests, expected, policy: str) -> None:
-    """Drafted by a loop or, for a batch with a request that has rules, level by level; or always so."""
-    seen = []
-    for has_loops in (False, True):
-        demo[0].has_loops = has_loops
-        tokens, frontiers = run(demo, requests, policy, lambda decision: decision, "")
-        assert tokens == expected
-        assert max(int(num_drafted.max()) for _, num_drafted, *_ in frontiers) == int(policy.partition(":")[2])
-        seen.append([tokens_of(frontier) for frontier in frontiers])
-    assert seen[0] == seen[1]
-
-
 def tokens_of(frontier: tuple) -> list[list[int]]:
     """The draft tokens of each sequence, in order."""
     drafted, num_drafted, *_ = frontier
     return [tokens[:count] for tokens, count in zip(drafted.tolist(), num_drafted.tolist(), strict=True)]
-
-
-def siblings_visible(trunk_lens: torch.Tensor, ancestors: torch.Tensor) -> TreeMask:
-    """The mask of a chain: every row sees what lies before it."""
-    return TreeMask(trunk_lens, torch.zeros_like(ancestors))
-
-
-def keys_stay(*_: object) -> None:
-    """What was accepted is left where it was computed."""
-
-
-@pytest.mark.parametrize("mistake", ["siblings see each other", "keys stay"])
-def test_mistakes_of_a_device_are_noticed(demo, requests, expected, mistake: str, monkeypatch) -> None:
-    if mistake == "keys stay":
-        monkeypatch.setattr(CudaRunner, "move_cells", keys_stay)
-    else:
-        monkeypatch.setattr(torch_segment, "TreeMask", siblings_visible)
-    tokens, _ = run(demo, requests, "tree:7", lambda decision: decision, "")
-    assert tokens != expected

@@ -112,12 +112,12 @@ def test_chains_on_own_hidden_states_equal_a_dense_run(built: Built) -> None:
         logits, hidden = runners.head.run_layer(newest, hidden)
 
 
-def test_taken_and_joined_states_are_copies(gqa: Built) -> None:
+def test_taken_states_are_copies(gqa: Built) -> None:
     head = Runners(gqa.directory).head
     hidden = torch.arange(12.0).view(6, 2)
     pieces = [head.take_rows(hidden, np.array(rows)) for rows in ([4], [0, 1, 2], [1, 5])]
     hidden.zero_()
-    assert head.join_rows(pieces)[:, 0].tolist() == [8, 0, 2, 4, 2, 10]
+    assert torch.cat(pieces)[:, 0].tolist() == [8, 0, 2, 4, 2, 10]
 
 
 def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path) -> None:
@@ -170,16 +170,6 @@ def test_other_features_are_noticed(gqa: Built, mistake: str) -> None:
     axis = 2 if mistake == "another order of layers" else 1
     runners.features.copy_(runners.features.roll(1, axis))
     assert not same_logits(run_all(runners.head, rows), wanted)
-
-
-def test_moved_cells_bring_their_features(gqa: Built) -> None:
-    runners = Runners(gqa.directory)
-    runners.features.copy_(torch.arange(runners.features.numel()).view(runners.features.shape))
-    before, table = runners.features.clone(), np.array([[7, 3, 5]])
-    runners.target.move_cells(table[[0, 0]], np.array([9, 10]), np.array([4, 9]))
-    assert torch.equal(runners.features[3, 0], before[5, 1]) and torch.equal(runners.features[5, 1], before[5, 2])
-    changed = (runners.features != before).flatten(2).any(2).nonzero().tolist()
-    assert changed == [[3, 0], [5, 1]]
 
 
 def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import RowBatch, TreeRows
+from faser_backend.core.batch import RowBatch
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.device.cuda.buffers import NUM_AREAS, StagingRing
 from faser_backend.device.cuda.graphs import GraphCapturer
@@ -183,23 +183,3 @@ def test_what_cannot_be_captured_runs_without_a_graph_and_spoils_nothing(caplog:
         replay()
         replay()
         assert total.item() == 18, "the stream can be used and captured again"
-
-
-def test_rows_of_trees_are_those_of_the_cpu(runner: CudaRunner, eager: CudaRunner, built) -> None:
-    """Eagerly and as a replay; then the cells of an accepted path move, and the text goes on behind it."""
-    rng = np.random.default_rng(5)
-    prompt, tokens, table = rng.integers(0, 97, 21), rng.integers(0, 97, 6), np.arange(4)[None]
-    bits, depths = np.array([0b1, 0b11, 0b101, 0b1011, 0b10101, 0b110101]), np.array([0, 1, 1, 2, 2, 3])
-    context = np.array([prompt.size])
-    tree = TreeRows(context, bits, prompt.size + depths)
-    rows = RowBatch(tokens, np.array([0, 6]), context, table, np.arange(6), tree)
-    path = np.array([0, 2, 4, 5])
-    text = np.concatenate([prompt, tokens[path], [7]])
-    found = []
-    for each in (eager, runner):
-        run_all(each, make_rows([prompt], [0], [prompt.size], table))
-        logits = [run_all(each, rows) for _ in range(3)]
-        each.move_cells(np.repeat(table, 4, axis=0), prompt.size + path, prompt.size + np.arange(4))
-        logits.append(run_all(each, make_rows([text], [text.size - 1], [1], table)))
-        found.append(torch.cat(logits).float().cpu())
-    assert (found[0] - found[1]).abs().max() <= MAX_ERROR[built[2]]

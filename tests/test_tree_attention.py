@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,17 +11,13 @@ from numpy.typing import DTypeLike
 
 from faser_backend.core.batch import RowBatch, TreeRows
 from faser_backend.core.tree import Tree
-from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner
-from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
 from tests.test_families import BLOCK_SIZE, NUM_BLOCKS, build
 from tests.test_host_attention import BOTH_DTYPES, Call, make_call
-from tests.test_tensorrt_segment import Opened
 from tests.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint
-from tests.torch_engines import open_torch_runner
 from tests.trees import random_parents
 
 
@@ -112,32 +107,22 @@ def test_a_wrong_mask_is_noticed() -> None:
 # -- whole models --------------------------------------------------------------------------------------
 
 
-AnyRunner = LlvmRunner | OrtRunner | CudaRunner
-
-
-@pytest.fixture(scope="module", params=["llvm", "llvm fp16", "onnxruntime", "torch", "tensorrt_rtx"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnyRunner]:
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LlvmRunner:
     root = tmp_path_factory.mktemp("trees")
-    runtime, *dtype = request.param.split()
-    options = {"kv_cache_dtype": dtype[0]} if dtype else {}
-    if runtime == "tensorrt_rtx":
-        with pytest.MonkeyPatch.context() as patch:
-            yield Opened(write_checkpoint(root / "source"), root / "engine", patch, (1,), has_trees=True).runner
-        return
-    build(write_checkpoint(root / "source"), root / "engine", runtime=runtime, exit_layers=(1,), **options)
+    build(
+        write_checkpoint(root / "source"),
+        root / "engine",
+        runtime="llvm",
+        exit_layers=(1,),
+        kv_cache_dtype=request.param,
+    )
     manifest = EngineManifest.load(root / "engine")
-    if runtime == "torch":
-        yield open_torch_runner(manifest.target, root / "engine", NUM_BLOCKS, BLOCK_SIZE)
-        return
-    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
-    cores = CorePartition("test", (0, 1))
-    if runtime == "llvm":
-        yield LlvmRunner(manifest.target, root / "engine", cores, pool)
-        return
-    yield OrtRunner(manifest.target, root / "engine", NUM_BLOCKS, BLOCK_SIZE, cores, pool=pool)
+    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=request.param)
+    return LlvmRunner(manifest.target, root / "engine", CorePartition("test", (0, 1)), pool)
 
 
-def test_a_mask_that_shows_siblings_changes_logits(runner: AnyRunner) -> None:
+def test_a_mask_that_shows_siblings_changes_logits(runner: LlvmRunner) -> None:
     rng = np.random.default_rng(2)
     prompt, tokens, table = rng.integers(0, VOCAB_SIZE, 9), rng.integers(0, VOCAB_SIZE, 6), np.arange(5)[None]
     context = np.array([prompt.size])
@@ -150,7 +135,7 @@ def test_a_mask_that_shows_siblings_changes_logits(runner: AnyRunner) -> None:
     assert (differences[:2] < 1e-5).all() and (differences[2:] > 1e-3).all()
 
 
-def test_a_path_of_a_tree_is_plain_decoding(runner: AnyRunner) -> None:
+def test_a_path_of_a_tree_is_plain_decoding(runner: LlvmRunner) -> None:
     """Logits of every row, and of what follows an accepted path once its cells are where they belong."""
     rng = np.random.default_rng(8)
     tables = rng.permutation(NUM_BLOCKS)[:20].reshape(2, 10)
@@ -174,7 +159,4 @@ def test_a_path_of_a_tree_is_plain_decoding(runner: AnyRunner) -> None:
         follow = run_all(runner, make_rows([text], [text.size - 1], [1], tables[b : b + 1]))
         plain = [run_all(runner, make_rows([text], [start + i], [1], tables[b : b + 1]))[0] for i in range(count)]
         found = np.concatenate([logits[b][path], follow])
-        if isinstance(runner, LlvmRunner):
-            np.testing.assert_array_equal(found, plain)
-        else:
-            np.testing.assert_allclose(found, plain, atol=2e-5, rtol=1e-4)
+        np.testing.assert_array_equal(found, plain)

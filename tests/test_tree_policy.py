@@ -11,13 +11,11 @@ import pytest
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import EAGLE3
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.runtime import ModelPair
 from faser_backend.device.sampler import NumpySampler
-from faser_backend.manifest import TensorSpec
+from faser_backend.pipeline.draft_tree import child_log_chances, next_level
 from faser_backend.policy.registry import make_policy, parse_policy
-from faser_backend.policy.tree_choice import UNPRICED, child_log_chances, next_level
 from faser_backend.serving.drafting import check_trees
 from tests.forcing import ADMITS_ALL, always
 from tests.harness import drive, guessed, open_fake, request
@@ -45,32 +43,22 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
         make_policy(EngineConfig.from_options(policy="tree:8", **options), guessed, "1/1")
 
 
-@pytest.mark.parametrize(
-    ("runtime", "family", "reason"),
-    [
-        ("llvm", None, "n-grams draft here"),
-        (
-            "onnxruntime",
-            EAGLE3,
-            "EAGLE-3 heads of 'onnxruntime' draft chains; use 'fixed:K', or build for llvm",
-        ),
-        ("tensorrt", "llama", "this engine of 'tensorrt' verifies chains; .* build with --trees"),
-        ("tensorrt_rtx", "llama", "this engine of 'tensorrt_rtx' verifies chains; .* build with --trees"),
-    ],
-)
-def test_who_does_not_draft_or_verify_trees(runtime: str, family: str | None, reason: str) -> None:
-    segment = SimpleNamespace(first_layer=0, last_layer=1, inputs=(TensorSpec("positions", "int64", ("T",)),))
-    draft = family and SimpleNamespace(spec=SimpleNamespace(reads_target=family == EAGLE3), segments=[segment])
-    models = cast(ModelPair, SimpleNamespace(target=draft, draft=draft))
-    with pytest.raises(ConfigError, match=f"policy = 'tree:N': .*{reason}"):
-        check_trees(runtime, models, parse_policy("tree:4", guessed))
-    check_trees(runtime, models, parse_policy("fixed:4", guessed))
+@pytest.mark.parametrize("runtime", ["onnxruntime", "torch", "tensorrt", "tensorrt_rtx"])
+def test_who_does_not_draft_or_verify_trees(runtime: str) -> None:
+    trees, chains = parse_policy("tree:4", guessed), parse_policy("fixed:4", guessed)
+    pair, alone = (cast(ModelPair, SimpleNamespace(draft=draft)) for draft in (object(), None))
+    with pytest.raises(ConfigError, match=f"policy = 'tree:N': '{runtime}' verifies chains; .* build for llvm"):
+        check_trees(runtime, pair, trees)
+    with pytest.raises(ConfigError, match="policy = 'tree:N': n-grams draft here"):
+        check_trees("llvm", alone, trees)
+    check_trees("llvm", pair, trees)
+    check_trees(runtime, pair, chains)
 
 
 @pytest.mark.parametrize("fields", [{"mode": PipelineMode.PING_PONG}, {"trim": ADMITS_ALL}, {"pruner": always()}])
 def test_a_decision_is_not_both_a_tree_and_of_chains(fields: dict) -> None:
-    with pytest.raises(ValueError, match="tree with"):
-        Decision([4], tree=UNPRICED, **fields)
+    with pytest.raises(ValueError, match="trees with"):
+        Decision([4], trees=True, **fields)
 
 
 def test_the_likeliest_nodes_are_taken() -> None:
@@ -80,10 +68,10 @@ def test_the_likeliest_nodes_are_taken() -> None:
     np.testing.assert_allclose(chances.sum(axis=1), 1)
     assert chances[0, 0] > chances[0, 1] > chances[0, 2] == 0
     known = np.log([0.8, 0.7, 0.05, 0.01]).tolist()
-    assert next_level(known, [False] * 4, 4, UNPRICED) == [0, 1]
-    assert next_level(known, [True, False, False, False], 4, UNPRICED) == [1]
-    assert next_level(known, [True, True, False, False], 4, UNPRICED) == []
-    assert next_level(known[2:], [False] * 2, 8, UNPRICED) == [], "too unlikely a level for a call"
+    assert next_level(known, [False] * 4, 4) == [0, 1]
+    assert next_level(known, [True, False, False, False], 4) == [1]
+    assert next_level(known, [True, True, False, False], 4) == []
+    assert next_level(known[2:], [False] * 2, 8) == [], "too unlikely a level for a call"
 
 
 def test_children_are_the_best_tokens_with_noise() -> None:

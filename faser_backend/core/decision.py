@@ -58,14 +58,6 @@ class TrimRule:
         return self.tokens_per_us * (self.draft_us + self.column_us)
 
 
-@dataclass(frozen=True, slots=True)
-class TreeRule:
-    """Which draft tokens trees are made of. Chances are those that the draft gives (policy/tree_choice.py)."""
-
-    min_chance: float  # of a node, that the target's draws lead to it; the best child of the anchor needs none
-    level_chance: float  # that the draw is behind one of a level's nodes: from this on it is worth a draft call
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitView:
     """What is known at an exit about B chains of at most K draft tokens; entries past a chain have no meaning.
@@ -111,7 +103,6 @@ class Score(NamedTuple):
     num_accepted: float  # draft tokens, as the curves alone predict
     num_tokens: float  # emitted
     step_us: float
-    is_tree: bool = False  # then floor is of the chances of nodes
 
     @property
     def tokens_per_us(self) -> float:
@@ -131,13 +122,13 @@ class Decision:
     trim: TrimRule | None = None
     pruner: Pruner | None = None
     prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts
-    tree: TreeRule | None = None  # the draft tokens of a request form a tree: its best ones, whatever they follow
+    trees: bool = False  # the draft tokens of a request form a tree: its best ones, whatever they follow
     tokens_per_us: float = 0.0  # the price of time that it was made by; 0: by none
     scores: tuple[Score, ...] = ()  # what was weighed, for whoever asks why
     reason: str = ""  # in words, likewise
 
     def __post_init__(self) -> None:
-        if self.tree is not None and self.mode is not PipelineMode.SERIAL:
-            raise ValueError(f"tree with mode = {self.mode.value}: trees are drafted and verified in turn")
-        if self.tree is not None and (self.trim is not None or self.pruner is not None):
-            raise ValueError("tree with a trim rule or a pruner: those judge chains")
+        if self.trees and self.mode is not PipelineMode.SERIAL:
+            raise ValueError(f"trees with mode = {self.mode.value}: trees are drafted and verified in turn")
+        if self.trees and (self.trim is not None or self.pruner is not None):
+            raise ValueError("trees with a trim rule or a pruner: those judge chains")

@@ -13,7 +13,6 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import Failure
 from faser_backend.core.request import SamplingParams
-from faser_backend.core.tree import TreeLaw
 
 # An array where the runner computes: numpy on a CPU, a tensor of its own on a GPU. Runners make them, runners and
 # samplers read them, the pipeline passes them on unseen.
@@ -91,17 +90,6 @@ class DraftTokens(NamedTuple):
     tokens: np.ndarray  # [R] int64
     margins: np.ndarray  # [R] float32 >= 0: lead over the second best, noise included, in logits (times temperature)
     candidates: np.ndarray | None  # [R, C] int64: the best tokens, the chosen one first; None if not asked for
-
-
-class DraftTrees(NamedTuple):
-    """Trees of draft tokens of A sequences, each sequence's nodes by falling chance; see core/tree.py for what the
-    arrays say. Entries past a sequence's own nodes have no meaning."""
-
-    tokens: np.ndarray  # [A, K] int64
-    num_tokens: np.ndarray  # [A] int64
-    parents: np.ndarray  # [A, K] int64, a row each: 0 is the anchor's
-    cells: np.ndarray  # [A, K] int64 where the draft holds the token, behind the committed ones; -1: nowhere
-    log_chances: np.ndarray  # [A, K] float64
 
 
 class DraftChildren(NamedTuple):
@@ -186,7 +174,7 @@ class TreeSampler(Sampler, Protocol):
 
 
 class DraftLoop(Protocol):
-    """Drafts chains, and maybe trees, on a device that picks the tokens itself, without asking the host between."""
+    """Drafts chains on a device that picks the tokens itself, without asking the host between."""
 
     def can_draft(self, slots: np.ndarray) -> bool:
         """Whether the sampling of all slots [A] is such that the device can pick their tokens."""
@@ -203,18 +191,6 @@ class DraftLoop(Protocol):
         position past its own num_draft_tokens.
         Returns tokens [A, K], margins [A, K], candidates [A, K, C] or None, K = max(num_draft_tokens); entries
         past a sequence's own length have no meaning.
-        """
-        ...
-
-    def can_draft_trees(self, slots: np.ndarray, num_draft_tokens: np.ndarray) -> bool:
-        """Whether the device can draft trees of num_draft_tokens [A] nodes for slots [A]."""
-        ...
-
-    def draft_trees(self, rows: RowBatch, slots: np.ndarray, law: TreeLaw) -> DraftTrees:
-        """Trees of at most law.num_wanted [A] nodes each. rows: as of `draft`.
-
-        They are those of calls of the runner level by level, of TreeSampler.sample_children, and of the law, up to the
-        order of chances that differ in their last bits. K/V of a sequence is written for law.num_wanted cells at most.
         """
         ...
 

@@ -16,22 +16,6 @@ MAX_TREE_TOKENS = MAX_TREE_ROWS - 1
 MOST_CHILDREN = 8  # of a node; the demo target draws one of so many 95 times in 100
 
 
-class TreeLaw(NamedTuple):
-    """Which nodes trees of A sequences are made of, in numbers: see policy/tree_choice.py, where they come from.
-
-    A child's log chance is that of a softmax of its parent's best num_children scores divided by `difference`, plus its
-    parent's; the likeliest num_wanted of all known nodes stay.
-    """
-
-    num_wanted: np.ndarray  # [A] int64 >= 1 nodes
-    num_children: int  # of a node, at most
-    difference: float  # in logits
-    node_bar: float  # log chance that a node exceeds, but for the best child of the anchor
-    run_bars: np.ndarray  # [A] log chance: nodes from there, or from the least of a full tree, plus lead are run
-    lead: float
-    level_chance: float  # of all nodes that a level runs together, or it is left out
-
-
 class Lines(NamedTuple):
     """How rows descend from the anchor."""
 
@@ -50,9 +34,6 @@ class Tree:
 
     parents: np.ndarray  # [B, K] int64
     draft_cells: np.ndarray  # [B, K] int64: where the draft holds the token, behind the last committed one; -1: nowhere
-    log_chances: np.ndarray | None = (
-        None  # [B, K], as the draft gives them, of nodes; None, or nan of a chain: nobody gave any
-    )
     _lines: Lines | None = None
 
     @classmethod
@@ -65,8 +46,7 @@ class Tree:
         return cls(parents, np.where(has_run, columns, -1))
 
     def take(self, index: np.ndarray) -> Tree:
-        chances = None if self.log_chances is None else self.log_chances[index]
-        return Tree(self.parents[index], self.draft_cells[index], chances)
+        return Tree(self.parents[index], self.draft_cells[index])
 
     def is_chain(self, num_drafted: np.ndarray) -> np.ndarray:
         """[B] bool. Rows of a chain see all rows before them."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # A model this small is done before a second thread has woken.
 ONE_THREAD_BYTES = 8 << 20
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
-_NO_ROWS = np.zeros(0, np.int64)
+NO_ROWS = np.zeros(0, np.int64)
 
 
 class CallResults(NamedTuple):
@@ -283,7 +283,7 @@ def _kernel(spec: ModelSpec, pool: KvPool, weight_formats: tuple[str, str, str])
 
 def tree_arrays(rows: RowBatch) -> tuple[np.ndarray, np.ndarray]:
     """The trunks and ancestors of a call of the kernels: empty where no row belongs to a tree."""
-    return (_NO_ROWS, _NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
+    return (NO_ROWS, NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
 
 
 def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.device.host_threads import check_blocks
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_head import LAYER
-from faser_backend.device.llvm_runner import places_of, readable_dtype, tree_arrays, useful_threads
+from faser_backend.device.llvm_runner import NO_ROWS, places_of, readable_dtype, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 from plugins.onnxruntime_import import onnxruntime as ort
@@ -87,10 +87,6 @@ class OrtRunner:
         """See core.ports.ModelRunner."""
         return hidden[kept]
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """See core.ports.TreeRunner."""
-        self.pool.move_cells(block_tables, sources, targets)
-
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
@@ -102,6 +98,7 @@ class OrtRunner:
         self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None = None
     ) -> Arrays:
         """All that the segment's parts were given and gave, by the names of their graphs."""
+        assert rows.tree is None, "refused where policies are made"
         counts, spec = rows.rows_per_sequence, self.spec
         check_blocks(self.pool, rows.block_tables, int((rows.context_lens + counts).max()))
         nobody = np.zeros((rows.num_rows, 0), np.int64)
@@ -135,7 +132,9 @@ class OrtRunner:
             *map(np.ascontiguousarray, (q, k, v)),
             self.pool.keys(layer).view(self._bits),
             self.pool.values(layer).view(self._bits),
-            *map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens, *tree_arrays(rows))),
+            *map(np.ascontiguousarray, (rows.block_tables, rows.cu_rows, rows.context_lens)),
+            NO_ROWS,  # no trees
+            NO_ROWS,
             out,
             np.empty((TILE_ROWS, scratch_width(rows.block_tables.shape[1] * block_size)), np.float32),
             np.empty((block_size, spec.head_dim), np.float32),

@@ -11,12 +11,11 @@ from typing import cast
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.decision import TreeRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler, TreeSampler
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.draft_tree import ModelTreeCalls, TreeCalls, propose_trees, propose_trees_at_once
+from faser_backend.pipeline.draft_tree import ModelTreeCalls, TreeCalls, propose_trees
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
@@ -56,8 +55,8 @@ class ModelProposer:
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
-        if proposal.tree is not None:
-            return self._draft_trees(runner, loop, batch, proposal, proposal.tree)
+        if proposal.trees:
+            return self._draft_trees(runner, batch, proposal)
         chain = Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
         if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
@@ -68,17 +67,12 @@ class ModelProposer:
             sequence.num_proposals += 1
         return chain.frontier()
 
-    def _draft_trees(
-        self, runner: ModelRunner, loop: DraftLoop | None, batch: DecodeBatch, proposal: Proposal, rule: TreeRule
-    ) -> Frontier:
+    def _draft_trees(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal) -> Frontier:
         assert not self._keeps_probs and not proposal.behind.num_drafted.any(), "refused where policies are made"
         for sequence in batch.sequences:
             sequence.num_proposals += 1
-        calls, lengths = self._tree_calls(runner), self._tree_lengths(batch, proposal.num_draft_tokens)
-        active = np.flatnonzero(lengths)
-        if loop is not None and active.size and loop.can_draft_trees(batch.slots[active], lengths[active]):
-            return propose_trees_at_once(calls, loop, batch, lengths, rule)
-        return propose_trees(calls, cast(TreeSampler, self._sampler), batch, lengths, rule)
+        lengths = self._tree_lengths(batch, proposal.num_draft_tokens)
+        return propose_trees(self._tree_calls(runner), cast(TreeSampler, self._sampler), batch, lengths)
 
     def _tree_calls(self, runner: ModelRunner) -> TreeCalls:
         return ModelTreeCalls(runner, self.times)

@@ -2,30 +2,32 @@
 
 Nodes lie in the draft's cells behind the committed tokens in the order in which they are run, and see their ancestors
 alone. What the draft makes of a node are its children: of all nodes that are known the likeliest ones stay.
+
+The target's draw is the best of its own scores, which carry the same noise as the draft's. By how much the two models
+differ decides how far down the draft's order it lies: a token's chance is a softmax of the draft's scores, noise
+included, at a temperature that stands for that difference. A node's chance is the product along its path.
 """
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
-from faser_backend.core.decision import TreeRule
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import DeviceArray, DraftLoop, ModelRunner, TreeSampler
+from faser_backend.core.ports import DeviceArray, ModelRunner, TreeSampler
 from faser_backend.core.tree import MOST_CHILDREN, Tree
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.rows import DecodeBatch, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.tree_choice import (
-    DIFFERENCE,
-    child_log_chances,
-    next_level,
-    node_bar,
-    tree_law,
-)
+
+# Of the models' logits: greatest likelihood of the demo target's draws at temperature 0.8; and a head's.
+DIFFERENCE, HEAD_DIFFERENCE = 0.7, 1.5
+LEAD = -math.log(0.8)  # chance of the best child of a node that is worth the draft's row
+LEVEL_CHANCE = 0.5  # that the draw is behind one of a level's nodes, from which on it is worth a draft call
 
 
 class TreeCalls(Protocol):
@@ -33,12 +35,8 @@ class TreeCalls(Protocol):
 
     keeps_cells: bool  # what it has run of an accepted path stays of use
     vocab_size: int
-    difference: float  # see policy/tree_choice.py
+    difference: float  # between the logits of draft and target
     times: PhaseTimes
-
-    def unseen_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
-        """What the draft has not seen of sequences active [A], logits behind the last row of each."""
-        ...
 
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         """What the draft has not seen of a level's sequences, whose anchors are the nodes; logits of what follows."""
@@ -58,13 +56,11 @@ class ModelTreeCalls:
         self.vocab_size = runner.vocab_size
         self._runner, self.times = runner, times
 
-    def unseen_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
+    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
+        active = list(level)
         sequences = [batch.sequences[index] for index in active]
         starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
-        return token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
-
-    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
-        return self._run(self.unseen_rows(batch, np.array(list(level))))
+        return self._run(token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True))
 
     def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
         return self._run(node_rows(batch, level, batch.num_tokens))
@@ -74,12 +70,10 @@ class ModelTreeCalls:
         return run_model(self._runner, rows)
 
 
-def propose_trees(
-    calls: TreeCalls, sampler: TreeSampler, batch: DecodeBatch, num_draft_tokens: np.ndarray, rule: TreeRule
-) -> Frontier:
+def propose_trees(calls: TreeCalls, sampler: TreeSampler, batch: DecodeBatch, num_draft_tokens: np.ndarray) -> Frontier:
     """Trees of at most num_draft_tokens [B] nodes. The draft runs no more nodes of a sequence than that."""
     wanted = num_draft_tokens.tolist()
-    grown = {index: GrowingTree(num_nodes, rule) for index, num_nodes in enumerate(wanted) if num_nodes}
+    grown = {index: GrowingTree(num_nodes) for index, num_nodes in enumerate(wanted) if num_nodes}
     num_children = min(int(num_draft_tokens.max(initial=0)), MOST_CHILDREN, calls.vocab_size)
     level = {index: [tree.root] for index, tree in grown.items()}
     run = calls.run_unseen
@@ -97,27 +91,25 @@ def propose_trees(
     return _frontier(grown, len(batch), keeps_cells=calls.keeps_cells)
 
 
-def propose_trees_at_once(
-    calls: TreeCalls, loop: DraftLoop, batch: DecodeBatch, num_draft_tokens: np.ndarray, rule: TreeRule
-) -> Frontier:
-    """As propose_trees, of a device that chooses the nodes itself."""
-    active = np.flatnonzero(num_draft_tokens)
-    wanted = num_draft_tokens[active]
-    rows = calls.unseen_rows(batch, active)
-    calls.times.lap("draft_rows")
-    num_children = min(int(wanted.max()), MOST_CHILDREN, calls.vocab_size)
-    found = loop.draft_trees(rows, batch.slots[active], tree_law(wanted, rule, calls.difference, num_children))
-    calls.times.lap("draft_model")
+def child_log_chances(scores: np.ndarray, difference: float) -> np.ndarray:
+    """[n, C] of the C best tokens, of scores [n, C] in logits; -inf: forbidden. At least one of a row is not."""
+    scores = scores / difference
+    scores = scores - scores.max(axis=1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
-    def of_batch(values: np.ndarray) -> np.ndarray:
-        spread = np.zeros((len(batch), *values.shape[1:]), values.dtype)
-        spread[active] = values
-        return spread
 
-    num_drafted = of_batch(found.num_tokens)
-    cells = found.cells if calls.keeps_cells else np.full_like(found.cells, -1)
-    tree = Tree(of_batch(found.parents), of_batch(cells), of_batch(found.log_chances))
-    return Frontier(of_batch(found.tokens), num_drafted, num_drafted + 1, tree=tree)
+def next_level(log_chances: list[float], is_run: list[bool], num_wanted: int) -> list[int]:
+    """The nodes that make the next level: whose children could be among the best num_wanted nodes of the tree.
+
+    log_chances of the known nodes, falling; is_run: the draft has run it. A tree of n nodes has few of a chance below
+    1/2n: that much a node needs while few are known.
+    """
+    bar = math.log(0.5 / num_wanted)
+    if len(log_chances) >= num_wanted:
+        bar = max(bar, log_chances[num_wanted - 1])
+    bar += LEAD
+    level = [i for i, log_chance in enumerate(log_chances) if log_chance >= bar and not is_run[i]]
+    return level if sum(math.exp(log_chances[i]) for i in level) >= LEVEL_CHANCE else []
 
 
 class Node:
@@ -139,11 +131,10 @@ class Node:
 class GrowingTree:
     """Of one sequence: the likeliest draft tokens that are known, at most `num_nodes`."""
 
-    def __init__(self, num_nodes: int, rule: TreeRule) -> None:
+    def __init__(self, num_nodes: int) -> None:
         self.root = Node(None, [], 0.0)
         self.nodes: list[Node] = []  # likeliest first; at equal chances parents come before children
-        self._num_nodes, self._rule = num_nodes, rule
-        self._bar = node_bar(rule)
+        self._num_nodes = num_nodes
         self._num_run = 0
 
     def grow(self, parents: list[Node], offered: list[tuple[list[int], list[float]]]) -> list[Node]:
@@ -151,14 +142,14 @@ class GrowingTree:
         returns those that the draft runs next, with their cells."""
         nodes, most = self.nodes, self._num_nodes
         for parent, (tokens, log_chances) in zip(parents, offered, strict=True):
-            bar = max(nodes[most - 1].log_chance if len(nodes) >= most else -np.inf, self._bar)
+            bar = nodes[most - 1].log_chance if len(nodes) >= most else -math.inf
             for token, log_chance in zip(tokens, log_chances, strict=True):
                 if parent.log_chance + log_chance <= bar and nodes:
                     break
                 nodes.append(Node(parent, [*parent.path, token], parent.log_chance + log_chance))
             nodes.sort(key=attrgetter("log_chance"), reverse=True)  # stable
             del nodes[most:]
-        chosen = next_level([node.log_chance for node in nodes], [node.cell >= 0 for node in nodes], most, self._rule)
+        chosen = next_level([node.log_chance for node in nodes], [node.cell >= 0 for node in nodes], most)
         level = [nodes[index] for index in chosen[: most - self._num_run]]
         for node in level:
             assert node.parent is not None
@@ -208,7 +199,6 @@ def _frontier(grown: dict[int, GrowingTree], size: int, *, keeps_cells: bool) ->
     """Every node has its row. Sequences of a batch of `size` without a tree have no draft tokens."""
     width = max((len(tree.nodes) for tree in grown.values()), default=0)
     drafted, parents, cells = (np.zeros((size, width), np.int64) for _ in range(3))
-    log_chances = np.zeros((size, width))
     num_drafted = np.zeros(size, np.int64)
     for index, tree in grown.items():
         for row, node in enumerate(tree.nodes, 1):
@@ -220,5 +210,4 @@ def _frontier(grown: dict[int, GrowingTree], size: int, *, keeps_cells: bool) ->
                 for node in tree.nodes
             ]
             drafted[index, :count], parents[index, :count], cells[index, :count] = np.array(named, np.int64).T
-            log_chances[index, :count] = [node.log_chance for node in tree.nodes]
-    return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells, log_chances))
+    return Frontier(drafted, num_drafted, num_drafted + 1, tree=Tree(parents, cells))

@@ -16,14 +16,13 @@ from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner, Sampler, TreeHeadRunner
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
-from faser_backend.pipeline.draft_tree import Node, node_rows
+from faser_backend.pipeline.draft_tree import HEAD_DIFFERENCE, Node, node_rows
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
-from faser_backend.policy.tree_choice import HEAD_DIFFERENCE
 
 
 class HeadProposer(ModelProposer):
@@ -126,11 +125,8 @@ class HeadTreeCalls:
         self.vocab_size = head.vocab_size
         self._head, self._proposer, self.times = head, proposer, proposer.times
 
-    def unseen_rows(self, batch: DecodeBatch, active: np.ndarray) -> RowBatch:
-        return self._proposer.unread_rows(batch, active)
-
     def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
-        rows = self.unseen_rows(batch, np.array(list(level)))
+        rows = self._proposer.unread_rows(batch, np.array(list(level)))
         self.times.lap("draft_rows")
         return self._run(rows, self._head.run_segment(0, rows, None), level)
 

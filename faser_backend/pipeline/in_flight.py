@@ -82,16 +82,12 @@ def _stack_trees(first: Frontier, second: Frontier, width: int) -> Tree | None:
     if first.tree is None and second.tree is None:
         return None
     trees = [
-        frontier.tree or Tree.of_chains(frontier.num_drafted, width, is_run=~_is_client(frontier))
+        frontier.tree
+        or Tree.of_chains(frontier.num_drafted, width, is_run=~(_is_client(frontier) | frontier.is_look_up))
         for frontier in (first, second)
     ]
     parents = np.concatenate([_padded(tree.parents, width) for tree in trees])
-    chances = [np.full(tree.parents.shape, np.nan) if tree.log_chances is None else tree.log_chances for tree in trees]
-    return Tree(
-        parents,
-        np.concatenate([_padded(tree.draft_cells, width) for tree in trees]),
-        np.concatenate([_padded(each, width) for each in chances]),
-    )
+    return Tree(parents, np.concatenate([_padded(tree.draft_cells, width) for tree in trees]))
 
 
 def _stack_sources(first: Frontier, second: Frontier) -> np.ndarray | None:

@@ -73,11 +73,10 @@ class JointProposer:
             self._learn(sequence)
         found = self.look_ups.look_up(batch, proposal)
         is_sampled = np.array([not each.request.sampling.is_greedy for each in batch.sequences], np.bool_)
-        if proposal.tree is None:
-            takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
-        else:
-            found = self.choice.as_trees(found, is_sampled, proposal.tree)
+        if proposal.trees:
             takes = self.choice.takes_over_tree(found, is_sampled)
+        else:
+            takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
         self.times.lap("draft_lookup")
         asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
         takes |= ~asked & (found.num_drafted > 0)

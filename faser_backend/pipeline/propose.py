@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from faser_backend.core.decision import TreeRule, TrimRule
+from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.sequence import Sequence
@@ -31,7 +31,7 @@ class Proposal:
     behind: Frontier
     trim: TrimRule | None = None  # chains that are no longer worth it end early
     num_candidates: int = 0  # that are asked for per token, for the exit head
-    tree: TreeRule | None = None  # the tokens of a sequence may form a tree, whose best ones are wanted
+    trees: bool = False  # the tokens of a sequence may form a tree, whose best ones are wanted
 
 
 class Proposer(Protocol):

@@ -12,7 +12,6 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
-from faser_backend.policy.tree_choice import UNPRICED
 
 PRIOR_ACCEPTANCE = 0.6  # until there is evidence
 PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits from the batch
@@ -57,7 +56,7 @@ class BestTree(_Memoryless):
         self.num_draft_tokens = num_draft_tokens
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([self.num_draft_tokens] * len(sequences), tree=UNPRICED)
+        return Decision([self.num_draft_tokens] * len(sequences), trees=True)
 
 
 class LengthSchedule(_Memoryless):

@@ -9,13 +9,10 @@ it was verified or not.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from faser_backend.core.decision import TreeRule, TrimRule
+from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import MAIN, NUM_SOURCES, Frontier
-from faser_backend.core.tree import Tree
 from faser_backend.policy.calibration import KINDS, MatchCalibration, margin_bins
 
 _TREES_FADE, _FIRST_KEPT = 0.98, 1.0  # by tree, and what a tree is taken to keep until some were seen
@@ -56,22 +53,14 @@ class DrafterChoice:
         models = ((columns < num_wanted[:, None]) * gains[kinds]).sum(axis=1)
         return (worth > 0.0) & (worth >= models)
 
-    def as_trees(self, found: Frontier, is_sampled: np.ndarray, rule: TreeRule) -> Frontier:
-        """The chains of look-ups as trees with chances, as far as the rule takes such nodes. is_sampled [B]."""
-        size, width = found.drafted.shape
-        columns = np.arange(width)
-        survival = self._survival(found, is_sampled.astype(np.int64)) if width else np.zeros((size, 0))
-        counts = ((columns < found.num_drafted[:, None]) & (survival >= rule.min_chance)).sum(axis=1)
-        parents = np.broadcast_to(columns, (size, width)).copy()
-        tree = Tree(parents, np.full((size, width), -1), np.log(np.maximum(survival, 1e-9)))
-        return replace(found, num_drafted=counts, num_rows=counts + 1, tree=tree)
-
     def takes_over_tree(self, found: Frontier, is_sampled: np.ndarray) -> np.ndarray:
-        """[B] bool: for which sequences the chains of `found`, of as_trees, stand in for the draft model's trees."""
-        assert found.tree is not None and found.tree.log_chances is not None
-        is_node = np.arange(found.drafted.shape[1]) < found.num_drafted[:, None]
-        worth = np.where(is_node, np.exp(found.tree.log_chances), 0.0).sum(axis=1)
-        return (found.num_drafted > 0) & (worth >= np.array(self._kept_of_tree)[is_sampled.astype(np.int64)])
+        """[B] bool: for which sequences the chains of `found` stand in for the draft model's trees. is_sampled [B]."""
+        if not found.num_drafted.any():
+            return np.zeros(found.num_drafted.shape, np.bool_)
+        kinds = is_sampled.astype(np.int64)
+        is_token = np.arange(found.drafted.shape[1]) < found.num_drafted[:, None]
+        worth = np.where(is_token, self._survival(found, kinds), 0.0).sum(axis=1)
+        return (found.num_drafted > 0) & (worth >= np.array(self._kept_of_tree)[kinds])
 
     def _survival(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
         """[B, K] chances that look-ups' tokens and all before them are accepted, of kinds [B] of requests."""

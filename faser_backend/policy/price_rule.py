@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TreeRule, TrimRule
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
@@ -38,7 +38,6 @@ from faser_backend.policy.speculation import Knowledge
 from faser_backend.policy.step_times import observe_times
 from faser_backend.policy.time_errors import TimeErrors
 from faser_backend.policy.traffic import ChainYield, PromptTokens
-from faser_backend.policy.tree_yield import TreeYield
 
 HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
 UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are divided by: phases disturb each other
@@ -49,7 +48,6 @@ DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 REFITS, MOST_TABLES = 4, 8  # of a curve, after which chains are reckoned with anew; tables of chains that are kept
 # Steps of which one is learned from, once so many tests and steps of the same kind were: learning takes 0.1 ms.
 LEARN_EVERY, MANY_TESTS, MANY_STEPS = 8, 256, 32
-LOOKED_AT_NODES, LOOKED_AT_LEVELS = 4, 2  # of a tree, that a look is taken to cost
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
 LEFT_SHARE = 0.5  # of the tokens that requests may still ask for, as an answer may end before
 _CHUNK = 256  # tokens of a prompt that the draft reads at a time, for their price
@@ -79,7 +77,6 @@ class PriceRule:
         self._price = 0.0  # tokens per microsecond
         self._weighed: tuple[int, float] = (0, 0.0)  # sequences, share of sampled ones
         self._num_decided = 0  # since the last weighing
-        self._trees = TreeYield(knowledge.num_tree_nodes) if with_modes and knowledge.num_tree_nodes else None
         self._looks = Looks()
         self._was_drafting = self._has_decoded_plainly = False
         self._num_observed = 0  # steps
@@ -134,8 +131,6 @@ class PriceRule:
     def _score_all(self, size: int, context: int, chains: Chains) -> list[Score]:
         times = self._corrected(size, context, WHOLE)
         scores = [plain_score(times), serial_score(times, chains, self._yield)]
-        if self._trees is not None and self._trees.is_known:
-            scores.append(self._trees.score(times))
         for split in self.partitions:
             if split == WHOLE:
                 continue
@@ -154,8 +149,8 @@ class PriceRule:
 
     def _same(self, chosen: Score) -> Score | None:
         """The candidate of the same mode and partition, as it is weighed now."""
-        kind = chosen.mode, chosen.partition, chosen.is_tree
-        return next((each for each in self._scores if (each.mode, each.partition, each.is_tree) == kind), None)
+        kind = chosen.mode, chosen.partition
+        return next((each for each in self._scores if (each.mode, each.partition) == kind), None)
 
     def _is_worth_catching_up(self, sequences: Sequence[RunningSequence], best: Score) -> bool:
         """Whether the rest of the answers repays what the draft has to read before it can draft again."""
@@ -172,41 +167,24 @@ class PriceRule:
         return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), context))
 
     def _consider_look(self, sequences: Sequence[RunningSequence], context: int) -> None:
-        """Looks at drafting while decoding plainly; while drafting at plain decoding, at chains of twice the length and
-        at trees, or at chains and wider trees, in turn."""
+        """Looks at drafting while decoding plainly; while drafting at plain decoding and at chains of twice the length,
+        in turn."""
         chosen = self.chosen
         if self._looks.current is not None or chosen is None:
             return
         times = self._corrected(len(sequences), context, WHOLE)
         if chosen.mode is None:
-            others = (self._scores[1], *self._other_trees(times))
-            kinds = [self._look_at_drafting(sequences, times, each) for each in others]
+            kinds = [self._look_at_drafting(sequences, times, self._scores[1])]
         else:
-            kinds = [self._look_at(self._scores[0], is_new=not self._has_decoded_plainly)]
-            if chosen.is_tree:
-                kinds += [self._look_at(self._scores[1]), self._look_at(chosen._replace(floor=chosen.floor / 3))]
-            elif chosen.mode is PipelineMode.SERIAL:
-                kinds += [
-                    self._look_at_longer(chosen, times),
-                    *(self._look_at(each, is_new=self._are_trees_new) for each in self._other_trees(times)),
-                ]
+            kinds = [self._look_at_plain(chosen, self._scores[0])]
+            if chosen.mode is PipelineMode.SERIAL:
+                kinds.append(self._look_at_longer(chosen, times))
         self._looks.consider(kinds)
 
-    def _other_trees(self, times: BatchTimes) -> list[Score]:
-        """What stands for trees where they are not chosen, if they can be drafted."""
-        if self._trees is None or not self._errors.knows(DRAFT, WHOLE):
-            return []
-        trees = self._trees
-        return [trees.score(times) if trees.is_known else trees.unknown_score(times, self._scores[1])]
-
-    @property
-    def _are_trees_new(self) -> bool:
-        return self._trees is not None and not self._trees.is_known
-
-    def _look_at(self, other: Score, *, is_new: bool = False) -> Look:
+    def _look_at_plain(self, chosen: Score, plain: Score) -> Look:
         """While drafting: what is lost is the tokens that the same time would have brought."""
-        assert self.chosen is not None
-        return Look(other, is_new, other.step_us * (1.0 - self._speed(other) / self._speed(self.chosen)), 0.0)
+        lost_us = plain.step_us * (1.0 - self._speed(plain) / self._speed(chosen))
+        return Look(plain, not self._has_decoded_plainly, lost_us, 0.0)
 
     def _look_at_longer(self, chosen: Score, times: BatchTimes) -> Look:
         other, us = longer(chosen, times, self._most)
@@ -214,14 +192,11 @@ class PriceRule:
 
     def _look_at_drafting(self, sequences: Sequence[RunningSequence], times: BatchTimes, other: Score) -> Look:
         """While decoding plainly: some requests draft."""
-        most = LOOKED_AT_NODES if other.is_tree else other.num_draft_tokens
-        lengths = np.array(look_lengths(sequences, most))
+        lengths = np.array(look_lengths(sequences, other.num_draft_tokens))
         drafting = [each for each, length in zip(sequences, lengths, strict=True) if length]
         rows_us = times.step_us(int(lengths.sum()), int(lengths.max())) - times.step_us(0, 0)
-        num_calls = np.minimum(lengths, LOOKED_AT_LEVELS) if other.is_tree else lengths
-        extra_us = rows_us + times.chains_us(num_calls, is_trimmed=False)
-        is_new = self._are_trees_new if other.is_tree else not self._errors.knows(DRAFT, WHOLE)
-        return Look(other, is_new, extra_us, self._catch_up_us(drafting))
+        extra_us = rows_us + times.chains_us(lengths, is_trimmed=False)
+        return Look(other, not self._errors.knows(DRAFT, WHOLE), extra_us, self._catch_up_us(drafting))
 
     def _decision_for(self, score: Score, sequences: Sequence[RunningSequence]) -> Decision:
         """A step of that kind for these sequences."""
@@ -232,15 +207,7 @@ class PriceRule:
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
         offsets, curve = self._offsets_by_slot(sequences), self._acceptance.curve(sampled_share(sequences))
         context = self.costs.batch_context([each.num_tokens for each in sequences])
-        is_look_among_plain = reason == "look" and self.chosen is not None and self.chosen.mode is None
-        if score.is_tree:
-            assert self._trees is not None
-            lengths = [score.num_draft_tokens] * size
-            if is_look_among_plain:
-                lengths = look_lengths(sequences, score.num_draft_tokens)
-            rule = TreeRule(score.floor, self._trees.level_chance(self._corrected(size, context, WHOLE), self._price))
-            return Decision(lengths, tree=rule, scores=self._scores, reason=reason)
-        if is_look_among_plain:
+        if reason == "look" and self.chosen is not None and self.chosen.mode is None:  # among plain rounds
             lengths, trim = look_lengths(sequences, score.num_draft_tokens), None
         elif score.floor == 0.0:
             lengths, trim = [score.num_draft_tokens] * size, None
@@ -326,25 +293,17 @@ class PriceRule:
         is_settled = knows_chances and self._num_alike >= MANY_STEPS and self._looks.current is None
         if is_settled and self._num_observed % LEARN_EVERY:
             return
-        if record.frontier.tree is None:
-            self._acceptance.observe(record)
-        elif self._trees is not None:
-            self._trees.observe(record)
+        self._acceptance.observe(record)
         is_first = not self._errors.knows(DRAFT if has_drafted else TARGET, decision.partition)
         if (self._num_alike < COLD_STEPS and not is_first) or record.frontier.is_client is not None:
             return
         knows_who = not plan.drafts or not self._acceptance.has_look_ups
         observe_times(record, self.costs, self._times, self._errors, knows_who=knows_who)
-        if self._trees is not None and record.frontier.tree is not None:
-            context = self.costs.batch_context(record.num_tokens.tolist())
-            self._trees.observe_time(record, self._corrected(record.num_tokens.size, context, decision.partition))
         if is_first:  # what was believed until now may be far off
             self._num_decided = WEIGH_EVERY
         score = self.chosen
         if score is None or self._looks.current is not None or plan.draft_prefills:
             return
-        is_as_predicted = (
-            not score.is_tree and score.mode is decision.mode and record.num_tokens.size == self._weighed[0]
-        )
+        is_as_predicted = score.mode is decision.mode and record.num_tokens.size == self._weighed[0]
         if has_drafted and is_as_predicted and decision.mode is not PipelineMode.RUN_AHEAD:
             self._yield.observe(record, score)

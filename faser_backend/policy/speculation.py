@@ -57,14 +57,12 @@ class Knowledge:
     """What `faser profile` learned about an engine on this machine, as policies see it.
 
     costs are guesses, and the rest is missing, where nothing was measured. margins: by kind of request
-    (policy/calibration.KINDS); a kind that is not there is guessed. num_tree_nodes: most of a tree, 0 where none can be
-    drafted and verified.
+    (policy/calibration.KINDS); a kind that is not there is guessed.
     """
 
     costs: CostModel
     margins: Mapping[str, MarginCounts] = field(default_factory=dict)
     exits: tuple[ExitCalibration, ...] = ()
-    num_tree_nodes: int = 0
 
     def on(self, partitions: tuple[str, ...]) -> Knowledge:
         """Returns the same without the partitions that are not among these."""

@@ -32,8 +32,7 @@ def observe_times(
     reading_us = _target_reading_us(record, costs) + record.draft_prefill_us
     measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
     errors.observe(TARGET, partition, float(num_rows.sum()), verify_us, measured_us)
-    is_chain = record.frontier.tree is None  # a tree's calls are its levels: policy/tree_yield.py
-    if is_chain and knows_who and lengths.any() and record.propose_us:
+    if knows_who and lengths.any() and record.propose_us:
         draft_us = drafting.chains_us(lengths, is_trimmed=is_trimmed)
         errors.observe(DRAFT, partition, float(np.count_nonzero(lengths)), draft_us, record.propose_us)
 

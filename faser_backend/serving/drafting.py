@@ -5,17 +5,15 @@ The choice is the configuration's (`draft`) and the manifest's (which models the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.head import HeadProposer
 from faser_backend.pipeline.joint import JointProposer
@@ -24,7 +22,7 @@ from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy, drafts_trees
+from faser_backend.policy.speculation import Knowledge, SpeculationPolicy, drafts_trees
 from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.profile_store import load_knowledge
 
@@ -70,18 +68,9 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     models = served_models(manifest, config)
     knowledge = load_knowledge(engine_dir, manifest)
     if models.draft is not None:
-        return replace(knowledge, num_tree_nodes=num_tree_nodes(manifest.runtime, models.draft, config))
+        return knowledge
     margins = knowledge.margins if manifest.draft is None else {}
     return Knowledge(with_ngrams(knowledge.costs), margins)
-
-
-def num_tree_nodes(runtime: str, draft: ModelEngine, config: EngineConfig) -> int:
-    """Most nodes of the trees of a draft model that a policy may weigh; 0: none. On a GPU trees have not run yet: there
-    `tree:N` alone asks for them."""
-    spec, is_serial = RUNTIMES[runtime], config.pipeline in {"auto", PipelineMode.SERIAL.value}
-    has_trees = spec.has_head_trees if draft.spec.reads_target else spec.has_trees
-    is_wanted = is_serial and config.acceptance == "match" and config.early_exit != "on"
-    return MAX_ADAPTIVE_TOKENS if has_trees and spec.is_cpu and is_wanted else 0
 
 
 def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> None:
@@ -90,36 +79,9 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> N
         return
     if models.draft is None:
         raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
-    if models.draft.spec.reads_target and not RUNTIMES[runtime].has_head_trees:
-        able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_head_trees)
-        raise ConfigError(
-            f"policy = 'tree:N': EAGLE-3 heads of {runtime!r} draft chains; use 'fixed:K', or build for {able}"
-        )
-    if RUNTIMES[runtime].has_trees:
-        return
-    if not all(map(_has_mask, (models.target, models.draft))):
+    if not RUNTIMES[runtime].has_trees:
         able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_trees)
-        remedy = "build with --trees" if RUNTIMES[runtime].tensorrt else f"build for {able}"
-        raise ConfigError(f"policy = 'tree:N': this engine of {runtime!r} verifies chains; use 'fixed:K', or {remedy}")
-
-    most, wanted = min(map(_most_rows, (models.target, models.draft))), getattr(policy, "num_draft_tokens", 0) + 1
-    if wanted > most:
-        raise ConfigError(
-            f"policy = 'tree:{wanted - 1}': the engine verifies at most {most} rows of a sequence; "
-            f"use 'tree:{most - 1}' at most"
-        )
-
-
-def _most_rows(model: ModelEngine) -> int:
-    """With logits, of each sequence of a full batch."""
-    ranges = [bucket.ranges for bucket in model.segments[-1].buckets]
-    return max(each["R"][2] for each in ranges) // max(each["B"][2] for each in ranges)
-
-
-def _has_mask(model: ModelEngine) -> bool:
-    """In all segments with layers: what joins hidden states for a head attends to nothing."""
-    with_layers = (segment for segment in model.segments if segment.last_layer > segment.first_layer)
-    return all("ancestors" in {tensor.name for tensor in segment.inputs} for segment in with_layers)
+        raise ConfigError(f"policy = 'tree:N': {runtime!r} verifies chains; use 'fixed:K', or build for {able}")
 
 
 def make_proposer(

@@ -24,7 +24,6 @@ class Explainer:
         self._shown = decision.scores
         why = "a look at" if decision.reason == "look" else "runs"
         mode = decision.mode.value if any(decision.num_draft_tokens) else "plain"
-        mode = "trees" if decision.tree is not None else mode
         size = record.num_tokens.size
         self._tell(f"-- step {self._num_steps}: {size} request(s), {why} {mode} on {decision.partition}")
         self._tell(score_table(decision.scores))
@@ -35,7 +34,7 @@ def score_table(scores: tuple[Score, ...]) -> str:
     best = max(scores, key=lambda score: score.tokens_per_us)
     lines = ["   way                      draft  floor  tokens  time us  tokens/ms"]
     for score in scores:
-        way = "plain" if score.mode is None else "trees" if score.is_tree else score.mode.value
+        way = "plain" if score.mode is None else score.mode.value
         if score.partition != WHOLE:
             way += f" on {score.partition}"
         lines.append(

@@ -19,7 +19,6 @@ from faser_backend.core.request import FinishReason, Limits, Request, SamplingPa
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.early_exit import NUM_CANDIDATES
-from faser_backend.policy.speculation import drafts_trees
 
 _log = logging.getLogger(__name__)
 NUM_TOKENS = 24  # of every answer: a few rounds of each policy, for the second call of a shape captures it
@@ -32,8 +31,7 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     error."""
     start = time.perf_counter()
     engine.bind_thread()
-    has_trees = drafts_trees(engine.stepper.scheduler.policy)
-    capture_menus(engine.stepper.partitions.values(), max_num_seqs, has_trees=has_trees)
+    capture_menus(engine.stepper.partitions.values(), max_num_seqs)
     captured_s = time.perf_counter() - start
     observers = engine.stepper.observers[:]
     engine.stepper.observers.clear()
@@ -63,12 +61,8 @@ class HasMenu(Protocol):
     capture_menu: Callable[..., None]
 
 
-def capture_menus(partitions: Iterable[Partition], max_num_seqs: int, *, has_trees: bool = False) -> None:
-    """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them.
-
-    has_trees: the policy drafts trees. Then draft loops capture levels of trees in the place of chains, and drafts, for
-    requests with rules, calls with rows of trees.
-    """
+def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
+    """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them."""
     for partition in partitions:
         lanes: Any = partition.lanes
         on_target = lanes.on_target if lanes is not None else _here
@@ -76,13 +70,11 @@ def capture_menus(partitions: Iterable[Partition], max_num_seqs: int, *, has_tre
         num_candidates = NUM_CANDIDATES if partition.target.exits else 0
         target, draft, loop = partition.target, partition.draft, partition.draft_loop
         if isinstance(target, HasMenu):
-            on_target(lambda target=target, count=num_candidates: target.capture_menu(count, has_trees=has_trees))
+            on_target(lambda target=target, count=num_candidates: target.capture_menu(count))
         if isinstance(draft, HasMenu):
-            on_draft(lambda draft=draft: draft.capture_menu(0, has_trees=has_trees))
+            on_draft(lambda draft=draft: draft.capture_menu(0))
         if isinstance(loop, HasMenu):
-            on_draft(
-                lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count, has_trees=has_trees)
-            )
+            on_draft(lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count))
 
 
 def _here(work: Callable[[], None]) -> None:

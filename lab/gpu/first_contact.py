@@ -148,8 +148,7 @@ def _configs(context: Context) -> dict[str, EngineConfig]:
     found = {
         mode: EngineConfig.from_options(policy="fixed:4", pipeline=mode, early_exit="off", **limits) for mode in modes
     }
-    policies = {"trees": "tree:6", "head": "fixed:4", "head, trees": "tree:6"}
-    return found | {name: EngineConfig.from_options(policy=policy, **limits) for name, policy in policies.items()}
+    return found | {"head": EngineConfig.from_options(policy="fixed:4", **limits)}
 
 
 class _Silent:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from faser_backend.core.tree import MAX_TREE_ROWS, Tree
 from faser_backend.device.cuda.noise import TorchNoise
 from lab.gpu.kernel_cases import DTYPES, GEOMETRIES, AttentionCall, Geometry, random_call
 from plugins import decoder_reference, reference
@@ -21,7 +20,6 @@ from plugins.add_rms_norm import add_rms_norm
 from plugins.exit_scores import exit_scores
 from plugins.gated_silu import gated_silu
 from plugins.kv_write import write_kv
-from plugins.launch import TreeMask
 from plugins.pruned_chunk_attention import pruned_chunk_attention
 from plugins.rotate_heads import rotate_heads
 from plugins.row_compaction import compact_rows
@@ -31,32 +29,13 @@ POISON = 7.0
 
 
 def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
-    return _attention_error(_random_call(name, device, rng), rng, None)
-
-
-def _check_trees(name: str, device: str, rng: np.random.Generator) -> float:
-    """Each sequence's rows are those of a random tree, some of whose nodes lie in the pool; of some, a chain's."""
     call = _random_call(name, device, rng)
-    cu_rows, contexts = (call.tensors[index].tolist() for index in (6, 7))
-    trunks, ancestors = [], np.zeros(call.tensors[0].shape[0], np.int64)
-    for first, last, context in zip(cu_rows, cu_rows[1:], contexts, strict=False):
-        earlier = int(rng.integers(0, min(context, MAX_TREE_ROWS // 2) + 1))
-        trunks.append(context - earlier)
-        count = earlier + last - first
-        if last > first and rng.random() < 0.8:
-            parents = np.array([[int(rng.integers(0, row + 1)) for row in range(count - 1)]], np.int64).reshape(1, -1)
-            ancestors[first:last] = Tree(parents, parents).lines.ancestors[0, earlier:]
-    on_device = torch.tensor(trunks, dtype=torch.int32, device=device), torch.tensor(ancestors, device=device)
-    return _attention_error(call, rng, TreeMask(*on_device))
-
-
-def _attention_error(call: AttentionCall, rng: np.random.Generator, tree: TreeMask | None) -> float:
     expected = call.cloned()
     scale, num_splits = call.tensors[0].shape[2] ** -0.5, int(rng.choice([1, 2, 5]))
     attend: Any = pruned_chunk_attention
-    attend(*call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, scale=scale, tree=tree)
+    attend(*call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, scale=scale)
     expect: Any = reference.pruned_chunk_attention
-    expect(*expected.tensors, expected.out, scale, tree=tree)
+    expect(*expected.tensors, expected.out, scale)
     used = int(call.tensors[6][-1])
     pairs = [(call.out[:used], expected.out[:used])]
     pairs += [(call.tensors[index], expected.tensors[index]) for index in (3, 4)]
@@ -160,7 +139,6 @@ def _compare(
 
 CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
     "pruned_chunk_attention": _check_attention,
-    "attention of trees": _check_trees,
     "exit_scores": _check_exit_scores,
     "compact_rows": _check_compaction,
     "write_kv": _check_kv_write,

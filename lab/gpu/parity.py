@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engines.build import build_engines
-from engines.tensorrt_build import TensorRtOptions
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
@@ -39,24 +37,22 @@ EXIT_LAYERS = (2,)
 # A token that differs where the reference's two best logits are no further apart than this is a near-tie.
 TIES = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 4e-1}
 ANSWER_TOKENS = 24
+RUNS = (("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8))  # policies and temperatures
 
 
 class Build(NamedTuple):
-    """An engine directory to compare. has_trees: compiled with a mask in every call. has_head: a head that nobody
-    trained is in the place of the demo draft."""
+    """An engine directory to compare. has_head: a head that nobody trained is in the place of the demo draft."""
 
     dtype: str
-    has_trees: bool = False
     has_head: bool = False
 
     @property
     def row(self) -> dict[str, Any]:
-        options = {"--trees": self.has_trees, "--draft HEAD": self.has_head}
-        return {"dtype": self.dtype, "options": " ".join(name for name, is_given in options.items() if is_given)}
+        return {"dtype": self.dtype, "options": "--draft HEAD" if self.has_head else ""}
 
 
-# What trees and heads are on TensorRT is seen in a build each beside the others, in one dtype, last of all.
-COMPILED_TREES = (Build("fp16", has_trees=True), Build("fp16", has_trees=True, has_head=True))
+# What heads are on TensorRT is seen in one dtype, last of all.
+COMPILED_HEAD = Build("fp16", has_head=True)
 
 
 def torch_runtime(context: Context) -> Result:
@@ -65,11 +61,11 @@ def torch_runtime(context: Context) -> Result:
 
 
 def rtx_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), *COMPILED_TREES))
+    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), COMPILED_HEAD))
 
 
 def tensorrt_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), *COMPILED_TREES))
+    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), COMPILED_HEAD))
 
 
 def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: tuple[Build, ...]) -> Result:
@@ -81,10 +77,10 @@ def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: 
 
 
 def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result:
-    """A row per build, in "dtypes". Of a tiny check the first, and those with trees."""
+    """A row per build, in "dtypes". Of a tiny check the first, and that with a head."""
     found: Result = {"runtime": runtime, "dtypes": []}
     if context.is_tiny:
-        builds = (builds[0], *(build for build in builds[1:] if build.has_trees))
+        builds = (builds[0], *(build for build in builds[1:] if build.has_head))
     with tempfile.TemporaryDirectory(prefix="faser-parity-") as folder:
         reference_dir = Path(folder) / "onnxruntime"
         build_engines(
@@ -144,7 +140,6 @@ def _check(  # noqa: PLR0917
         runtime=found["runtime"],
         dtype=build.dtype,
         exit_layers=EXIT_LAYERS,
-        tensorrt=TensorRtOptions(has_trees=True) if build.has_trees else None,
     )
     row["build_s"] = time.monotonic() - start
     begin("load")
@@ -157,7 +152,7 @@ def _check(  # noqa: PLR0917
             begin(f"run {name}")
             logits = forced_logits(runtime, model, reference.prompts, reference.texts)
             row[name] = compare_logits(logits, reference.logits[name], TIES[build.dtype])
-    for policy, temperature in _runs(found["runtime"], has_mask=build.has_trees):
+    for policy, temperature in RUNS:
         begin(f"engine, {policy}, temperature {temperature:g}")
         expected = reference.texts
         if temperature:
@@ -171,14 +166,6 @@ def _check(  # noqa: PLR0917
             answer["num_near_ties"] = _near_ties(texts, reference, TIES[build.dtype])
         row.setdefault("answers", []).append(answer)
     begin("done")
-
-
-def _runs(runtime: str, *, has_mask: bool) -> list[tuple[str, float]]:
-    """Policies and temperatures. What chains are without a mask is seen in another build."""
-    if has_mask:
-        return [("fixed:4", 0.0), ("tree:6", 0.0), ("tree:6", 0.8)]
-    trees = [("tree:6", 0.0)] if RUNTIMES[runtime].has_trees else []
-    return [("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8), *trees]
 
 
 def compare_logits(found: np.ndarray, expected: np.ndarray, tie: float) -> dict[str, float]:

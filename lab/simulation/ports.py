@@ -15,7 +15,7 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import ConfigError, Failure
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import DraftChildren, DraftTokens, Proposed, Sampler, Verified
+from faser_backend.core.ports import DraftTokens, Proposed, Sampler, Verified
 from faser_backend.core.request import SamplingParams
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.phases import Partition
@@ -113,9 +113,6 @@ class SimRunner:
     def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
         return hidden[kept]
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Takes no time: a few keys and values of a sequence."""
-
     def _call_us(self, segment: int, rows: RowBatch) -> float:
         # Unpadded, the mean context is exact: keys are charged by their sum over the sequences.
         return float(
@@ -177,9 +174,6 @@ class SimSampler:
         tokens, margins = self._outcomes.draft(rows.slots, rows.positions)
         candidates = (tokens[:, None] + np.arange(num_candidates)) % VOCAB_SIZE if num_candidates else None
         return DraftTokens(tokens, margins, candidates)
-
-    def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
-        raise ConfigError("trees: are not simulated")
 
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool

@@ -22,7 +22,6 @@ ALIGNMENT = 256  # bytes: what compiled engines ask of an address
 NUM_AREAS = 4
 MIN_AREA_BYTES = 1 << 16
 TABLE, WIDTH = "block_table", "table_width"
-TRUNKS, ANCESTORS = "trunk_lens", "ancestors"  # of trees: see TreeRows in core/batch.py
 NO_SLOT = -1  # of a row that writes no key and value
 TENSOR_DTYPES = {
     "float32": torch.float32,
@@ -43,8 +42,6 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
         "context_lens": (bounds.num_sequences,),
         "block_table": (bounds.num_sequences, bounds.num_blocks),
         "table_width": (1,),
-        TRUNKS: (bounds.num_sequences,),
-        ANCESTORS: (bounds.num_rows,),
         "logit_rows": (bounds.num_logit_rows,),
         "exit_candidates": (bounds.num_rows, bounds.num_candidates),
         "pad_idx": (bounds.num_sequences, bounds.max_rows),
@@ -107,23 +104,19 @@ def fill_inputs(
     """Writes a batch into arrays of the shapes that `bounds` say; names that are not in `inputs` are left out.
 
     What pads a call: rows of token 0 at position 0 without a slot, sequences without rows or context, logit
-    rows that repeat row 0. Cells of pad_idx past a sequence's rows repeat its last row. Chains have no bit in a mask.
-    Raises ConfigError for rows of trees where there is none.
+    rows that repeat row 0. Cells of pad_idx past a sequence's rows repeat its last row.
     """
-    if rows.tree is not None and ANCESTORS not in inputs:
-        raise ConfigError("rows of trees: the engine has no mask for them; use 'fixed:K'")
+    assert rows.tree is None, "refused where policies are made"
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     sequence = np.repeat(np.arange(num_sequences), rows.cu_rows[1:] - rows.cu_rows[:-1])  # [T]
     offset = np.arange(num_rows) - rows.cu_rows[sequence]
     cells = rows.context_lens[sequence] + offset
     block, cell = np.divmod(cells, kv_block_size)
     _put(inputs, "token_ids", rows.token_ids, 0)
-    _put(inputs, "positions", cells if rows.tree is None else rows.tree.positions, 0)
+    _put(inputs, "positions", cells, 0)
     _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + cell, NO_SLOT)
     _put(inputs, "cu_rows", rows.cu_rows, num_rows)
     _put(inputs, "context_lens", rows.context_lens, 0)
-    _put(inputs, TRUNKS, rows.context_lens if rows.tree is None else rows.tree.trunk_lens, 0)
-    _put(inputs, ANCESTORS, np.zeros(num_rows, np.int64) if rows.tree is None else rows.tree.ancestors, 0)
     put_tables(inputs, rows.block_tables[:, : bounds.num_blocks])
     _put(inputs, "logit_rows", rows.logit_rows, 0)
     if candidates is not None:

@@ -32,14 +32,8 @@ class CallShapes(Protocol):
         """Of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
         ...
 
-    def of_level(self, num_rows: int) -> CallBounds | None:
-        """Of a call of up to num_rows rows of trees, logits on each, whose integers the device writes: any number of
-        rows of any sequence. None where the host has to say which rows are whose, or for more than a graph's rows."""
-        ...
-
-    def menu(self, num_candidates: int, *, has_trees: bool = False) -> list[CallBounds]:
-        """Every shape that may be captured and is known beforehand; [] where that depends on the traffic. has_trees:
-        those of calls with rows of trees as well."""
+    def menu(self, num_candidates: int) -> list[CallBounds]:
+        """Every shape that may be captured and is known beforehand; [] where that depends on the traffic."""
         ...
 
 
@@ -52,38 +46,26 @@ class RowMenu:
     def of(self, rows: RowBatch, num_candidates: int) -> CallBounds:
         num_rows, num_logit_rows = rows.num_rows, rows.logit_rows.shape[0]
         if num_rows <= MAX_GRAPH_ROWS:
-            return self._shape(num_rows, num_candidates, has_logits=num_logit_rows > 0, has_trees=rows.tree is not None)
+            return self._shape(num_rows, num_candidates, has_logits=num_logit_rows > 0)
         padded = -(-num_rows // ROW_STEP) * ROW_STEP
         longest = int(rows.rows_per_sequence.max())
         return CallBounds(
-            padded,
-            rows.num_sequences,
-            longest,
-            self.num_blocks,
-            bucketed_rows(num_logit_rows),
-            num_candidates,
-            rows.tree is not None,
+            padded, rows.num_sequences, longest, self.num_blocks, bucketed_rows(num_logit_rows), num_candidates
         )
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
         return self._shape(num_sequences, 0, has_logits=True)
 
-    def of_level(self, num_rows: int) -> CallBounds | None:
-        return None if num_rows > MAX_GRAPH_ROWS else self._shape(num_rows, 0, has_logits=True, has_trees=True)
-
-    def menu(self, num_candidates: int, *, has_trees: bool = False) -> list[CallBounds]:
+    def menu(self, num_candidates: int) -> list[CallBounds]:
         kinds = [(count, True) for count in ROW_COUNTS]
         if not num_candidates:
             kinds += [(count, False) for count in ROW_COUNTS if count >= PROMPT_ROWS]
-        found = [self._shape(count, num_candidates, has_logits=has_logits) for count, has_logits in kinds]
-        if has_trees and not num_candidates:  # every row of a tree is drawn from, none is scored at an exit
-            found += [self._shape(count, 0, has_logits=True, has_trees=True) for count in ROW_COUNTS]
-        return found
+        return [self._shape(count, num_candidates, has_logits=has_logits) for count, has_logits in kinds]
 
-    def _shape(self, num_rows: int, num_candidates: int, *, has_logits: bool, has_trees: bool = False) -> CallBounds:
+    def _shape(self, num_rows: int, num_candidates: int, *, has_logits: bool) -> CallBounds:
         count = next(count for count in ROW_COUNTS if count >= num_rows)
         num_logit_rows = count if has_logits or count < PROMPT_ROWS else 0
-        return CallBounds(count, count, count, self.num_blocks, num_logit_rows, num_candidates, has_trees)
+        return CallBounds(count, count, count, self.num_blocks, num_logit_rows, num_candidates)
 
 
 @dataclass(frozen=True)
@@ -105,8 +87,5 @@ class Buckets:
         size = min(rounded.num_rows, rounded.num_sequences, rounded.num_logit_rows)
         return CallBounds(size, size, 1, rounded.num_blocks, size, 0)
 
-    def of_level(self, num_rows: int) -> CallBounds | None:
-        return None
-
-    def menu(self, num_candidates: int, *, has_trees: bool = False) -> list[CallBounds]:
+    def menu(self, num_candidates: int) -> list[CallBounds]:
         return []

@@ -129,30 +129,6 @@ def draw_draft(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, n
     return _packed(best, leads.clamp(max=MAX_MARGIN), ids[: max(num_candidates, 1)])
 
 
-def draw_children(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, num_children: int) -> torch.Tensor:
-    """The num_children largest of each row of scores [R, V], packed [R, 1 + 2 C] int64 for `unpacked_children`: the
-    best score, ids, and scores times temperature. inverse_temperature and ids: as in `draw_draft`."""
-    best, ids, found = best_children(scores, inverse_temperature, num_children)
-    return _packed(best, torch.zeros_like(best), [ids, found.double().view(torch.int64)])
-
-
-def best_children(
-    scores: torch.Tensor, inverse_temperature: torch.Tensor | None, num_children: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `draw_children`: the best score [R, 1], ids [R, C] int64 and scores times temperature [R, C]."""
-    values, columns = _largest(scores, num_children)
-    ids = torch.cat(columns, dim=1)
-    found = scores.gather(1, ids)
-    return values[0], ids, found if inverse_temperature is None else found / inverse_temperature[:, None]
-
-
-def unpacked_children(packed: np.ndarray) -> tuple[HostDraws, np.ndarray]:
-    """packed: [R, 1 + 2 C] int64. Draws without margins, and scores [R, C] float32."""
-    num_children = packed.shape[1] // 2
-    scores = packed[:, 1 + num_children :].copy().view(np.float64).astype(np.float32)
-    return unpacked_draws(packed[:, : 1 + num_children]), scores
-
-
 def unpacked_draws(packed: np.ndarray) -> HostDraws:
     """packed: [R, 1 + C] int64."""
     numbers = packed[:, 0].copy().view(np.float32).reshape(-1, 2)

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch, SamplingRows
-from faser_backend.core.ports import DraftTokens, DraftTrees
-from faser_backend.core.tree import TreeLaw
+from faser_backend.core.ports import DraftTokens
 from faser_backend.device.cuda.buffers import NO_SLOT
 from faser_backend.device.cuda.choice import (
     NUM_WORDS,
@@ -26,7 +25,6 @@ from faser_backend.device.cuda.choice import (
     unpacked,
     unpacked_draws,
 )
-from faser_backend.device.cuda.draft_levels import TorchDraftLevels
 from faser_backend.device.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.runner import CudaRunner
@@ -58,16 +56,11 @@ class TorchDraftLoop:
         self._chains = CallCache[ChainShape, _Chain](
             lambda shape, captures: _Chain(shape, runner, sampler.noise, captures=captures), is_cuda=is_cuda
         )
-        self._levels = TorchDraftLevels(runner, sampler)
         runner.clear_at_close(self._chains.clear)
 
-    def capture_menu(self, max_num_seqs: int, num_candidates: int, *, has_trees: bool = False) -> None:
+    def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
         """Captures the steps of every chain that is known beforehand, of up to max_num_seqs sequences, with filters and
-        without. num_candidates: of which a policy may ask, or 0. has_trees: levels of trees in their place. Of
-        nobody."""
-        if has_trees:
-            self._levels.capture_menu()
-            return
+        without. num_candidates: of which a policy may ask, or 0. Of nobody."""
         counts = [0, num_candidates] if num_candidates else [0]
         known = [bounds for bounds in self._runner.shapes.menu(0) if bounds.num_logit_rows]
         largest = self._runner.shapes.of_decode(max_num_seqs, 1)
@@ -102,14 +95,6 @@ class TorchDraftLoop:
         drawn = chain.run(*self._runner.run_unseen(rows), plan, rows.block_tables[:, :num_columns], num_steps)
         packed = to_host(drawn)[0][:, : slots.size]  # [K, A, 1 + C]
         return _checked(packed, slots, starts, num_draft_tokens, num_candidates)
-
-    def can_draft_trees(self, slots: np.ndarray, num_draft_tokens: np.ndarray) -> bool:
-        """See core.ports.DraftLoop."""
-        return self._levels.can_draft(slots, num_draft_tokens)
-
-    def draft_trees(self, rows: RowBatch, slots: np.ndarray, law: TreeLaw) -> DraftTrees:
-        """See TorchDraftLevels.draft."""
-        return self._levels.draft(rows, slots, law)
 
 
 def step_places(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:

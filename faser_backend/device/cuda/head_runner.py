@@ -1,4 +1,4 @@
-"""`CudaHeadRunner`: an EAGLE-3 head on a GPU; implements core.ports.TreeHeadRunner.
+"""`CudaHeadRunner`: an EAGLE-3 head on a GPU; implements core.ports.HeadRunner.
 
 The target's calls leave the hidden states that the head reads in its own pool, by slot like keys and values; segment 0
 joins those of a call's rows, segment 1 is the layer. What one call gives the next one goes on from stays on the device.
@@ -34,20 +34,16 @@ class CudaHeadRunner(CudaRunner):
         return self.run_layer(rows, self.run_segment(JOIN, rows, None))
 
     def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
-        """See core.ports.ModelRunner. Rows that lie side by side, as one node's and those of chains that all go on,
-        need no index on the device."""
+        """See core.ports.ModelRunner. Rows that lie side by side, as those of chains that all go on, need no index on
+        the device."""
         first = int(kept[0]) if kept.size else 0
         if kept.size and int(kept[-1]) - first + 1 == kept.size:
             return hidden[first : first + kept.size].clone()
         return super().take_rows(hidden, kept)
 
-    def join_rows(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """See core.ports.TreeHeadRunner."""
-        return torch.cat(pieces)
-
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Rows are joined alike whoever wants logits of them, and whatever they see."""
-        return bounds._replace(num_logit_rows=0, has_trees=False) if segment == JOIN else bounds
+        """Rows are joined alike whoever wants logits of them."""
+        return bounds._replace(num_logit_rows=0) if segment == JOIN else bounds
 
     @property
     def _decode_segments(self) -> Sequence[int]:

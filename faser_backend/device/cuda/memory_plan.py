@@ -22,6 +22,8 @@ GRAPH_NODE_BYTES = 16 << 10  # an allowance for what CUDA keeps on the device fo
 WORKSPACE_BYTES = 32 << 20  # an allowance for each pair of a thread and a stream: what torch gives cuBLAS on sm_90
 FILTER_BYTES = 60  # of a row and token while top-k and top-p sort: scores, copies, indices, sums in float64
 MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are cut
+# Rows of every call of a segment that is captured, scores at exits aside.
+MENU = (*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS))
 FRAGMENT_SHARE = 0.04  # of what is left for KV blocks: allocators round up
 
 
@@ -71,23 +73,21 @@ def plan_memory(
     num_partitions: int,
     max_num_seqs: int,
     max_prefill_tokens: int,
-    has_trees: bool = False,
     unloaded_bytes: int,
 ) -> MemoryPlan:
     """The plan of an engine of runtime torch; models: the target, then the draft if there is one.
 
     dtype: of the manifest. num_partitions: the whole device and its splits that are opened, each with runners of all
-    models. has_trees: calls with rows of trees are captured, too. unloaded_bytes: of weights that are still to be
-    loaded.
+    models. unloaded_bytes: of weights that are still to be loaded.
     """
     specs = [model.spec for model in models]
     size = ELEMENT_BYTES[dtype]
     vocab = max(spec.vocab_size for spec in specs)
-    inputs = sum(_input_bytes(model, size, kv_block_size, has_trees) for model in models) * num_partitions
+    inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_partitions
     largest = max(MAX_GRAPH_ROWS, max_prefill_tokens)
     activations = sum(_temporaries(specs, MAX_GRAPH_ROWS, size)) * num_partitions
     chunks = max(_temporaries(specs, largest, size)) if largest > MAX_GRAPH_ROWS else 0
-    nodes = sum(_graph_nodes(model, has_trees) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
+    nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
     nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, of its lanes' threads and of the one that steps
     lines = (
@@ -133,24 +133,19 @@ def sampler_bytes(vocab_size: int, num_lanes: int) -> int:
     return num_lanes * vocab_size * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)
 
 
-def _menu(has_trees: bool) -> list[int]:
-    """Rows of every call of a segment that is captured, scores at exits aside."""
-    return [*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS), *(ROW_COUNTS if has_trees else ())]
-
-
-def _input_bytes(model: ModelEngine, size: int, kv_block_size: int, has_trees: bool) -> int:
+def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
     """Block tables above all, which are as wide as any context needs; and hidden states between segments. What joins
     a head's features reads no tables, and its layer leaves hidden states behind."""
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
     num_tables, num_cuts = (1, 2) if model.spec.reads_target else (len(model.segments), len(model.segments) - 1)
     cuts = num_cuts * model.spec.hidden_size * size * sum(ROW_COUNTS)
-    return num_tables * sum(_menu(has_trees)) * per_row + cuts
+    return num_tables * sum(MENU) * per_row + cuts
 
 
-def _graph_nodes(model: ModelEngine, has_trees: bool) -> int:
+def _graph_nodes(model: ModelEngine) -> int:
     layers = model.spec.num_layers * NODES_PER_LAYER + len(model.spec.feature_layers) * NODES_PER_FEATURE
-    return len(_menu(has_trees)) * (layers + NODES_BESIDE_LAYERS * len(model.segments))
+    return len(MENU) * (layers + NODES_BESIDE_LAYERS * len(model.segments))
 
 
 def _chain_nodes(drafts: Sequence[ModelSpec], max_num_seqs: int) -> int:

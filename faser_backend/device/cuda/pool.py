@@ -53,15 +53,6 @@ class CudaKvPool:
         """The values of a layer, of the shape of its keys; a view."""
         return self.storage[layer, 1]
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """What slots `sources` [n] hold, int64 on the device, goes to slots `targets` [n]; all are read before any is
-        written. A slot is block * kv_block_size + offset."""
-        slots = self.storage.view(*self.storage.shape[:3], -1, self.storage.shape[5])
-        slots.index_copy_(3, targets, slots.index_select(3, sources))
-        if self.features.numel():
-            features = self.features.flatten(0, 1)
-            features.index_copy_(0, targets, features.index_select(0, sources))
-
     @property
     def scratch_block(self) -> int:
         return self.num_blocks

@@ -147,4 +147,4 @@ def bucket_limits(segments: Sequence[SegmentSpec], split: str) -> CallBounds | N
                 segment.buckets[i].ranges[dimension][2] for i in profiles if dimension in segment.buckets[i].ranges
             ]
             limits[dimension] = min([limits[dimension], *([max(known)] if known else [])])
-    return CallBounds._make((*limits.values(), False))
+    return CallBounds._make(limits.values())

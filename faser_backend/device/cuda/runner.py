@@ -121,20 +121,12 @@ class CudaRunner:
         compact_rows(hidden, self._staging.upload_array(kept), out)
         return out
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """See core.ports.TreeRunner. Queued behind the call that wrote the cells."""
-        every, size = np.arange(sources.size), self.pool.kv_block_size
-        cells = np.stack([sources, targets])  # [2, n]
-        flat = block_tables[every, cells // size] * size + cells % size
-        old, new = self._staging.upload_array(flat.reshape(-1)).view(2, -1)
-        self.pool.move(old, new)
-
-    def capture_menu(self, num_candidates: int, *, has_trees: bool = False) -> None:
+    def capture_menu(self, num_candidates: int) -> None:
         """Captures every call that is known beforehand, on the current stream. num_candidates: of exit scores, if any
-        may be asked for. has_trees: rows of trees may come. Calls of nobody's rows: pools stay as they are."""
+        may be asked for. Calls of nobody's rows: pools stay as they are."""
         for index in range(self.num_segments):
             counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
-            known = [bounds for count in counts for bounds in self.shapes.menu(count, has_trees=has_trees)]
+            known = [bounds for count in counts for bounds in self.shapes.menu(count)]
             for bounds in dict.fromkeys(self.bounds_of(index, bounds) for bounds in known):
                 call = self._calls[index].get(bounds)
                 call.inputs.fill_idle()
@@ -231,8 +223,7 @@ class CudaRunner:
         return _Call(inputs, tensors, launch)
 
     def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
-        packs_tables = self._programs[index].packs_tables
-        return filled_inputs(self._segments[index], packs_tables=packs_tables, has_trees=bounds.has_trees)
+        return filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
 
     @property
     def _decode_segments(self) -> Sequence[int]:

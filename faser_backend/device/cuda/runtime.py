@@ -110,7 +110,6 @@ class CudaRuntime:
             num_partitions=num_partitions,
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_prefill_tokens,
-            has_trees=config.may_draft_trees,
             unloaded_bytes=0,
         )
 

@@ -14,18 +14,16 @@ import torch
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import Failure
-from faser_backend.core.ports import DraftChildren, DraftTokens
+from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
 from faser_backend.device.cuda.choice import (
     HostDraws,
     RowParameters,
     draw,
-    draw_children,
     draw_draft,
     packed_parameters,
     perturbed,
     unpacked,
-    unpacked_children,
     unpacked_draws,
 )
 from faser_backend.device.cuda.noise import TorchNoise
@@ -101,20 +99,6 @@ class TorchSampler:
             drawn.ids[ruled] = by_host.tokens[:, None] if by_host.candidates is None else by_host.candidates
         return DraftTokens(drawn.ids[:, 0], drawn.margins, drawn.ids if num_candidates else None)
 
-    def sample_children(self, logits: torch.Tensor, rows: SamplingRows, num_children: int) -> DraftChildren:
-        """As NumpySampler.sample_children; raises as `sample` does. One wait per call."""
-        if not 1 <= num_children <= self._vocab_size:
-            raise ValueError(f"num_children = {num_children}: must be in [1, {self._vocab_size}]")
-        scores, parameters = self._scores(logits, rows)
-        packed = draw_children(scores, None if parameters is None else parameters.inverse_temperature, num_children)
-        copied, ruled, ruled_logits = self._copied(packed, logits, rows)
-        drawn, found = unpacked_children(copied)
-        check_finite(drawn.best, rows, None)
-        if ruled.size:
-            by_host = self._host.sample_children(ruled_logits, _taken(rows, ruled), num_children)
-            drawn.ids[ruled], found[ruled] = by_host.tokens, by_host.scores
-        return DraftChildren(drawn.ids, found)
-
     def candidate_margins(
         self, scores: torch.Tensor, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
     ) -> np.ndarray:
@@ -160,16 +144,7 @@ class TorchSampler:
     def _fetch(
         self, packed: torch.Tensor, logits: torch.Tensor, rows: SamplingRows
     ) -> tuple[HostDraws, np.ndarray, np.ndarray]:
-        """What was drawn, checked; which rows [n] have rules, and their logits [n, V]."""
-        copied, ruled, ruled_logits = self._copied(packed, logits, rows)
-        drawn = unpacked_draws(copied)
-        check_finite(drawn.best, rows, None)
-        return drawn, ruled, ruled_logits
-
-    def _copied(
-        self, packed: torch.Tensor, logits: torch.Tensor, rows: SamplingRows
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """packed on the host; which rows [n] have rules, and their logits [n, V]. The one wait of a call.
+        """What was drawn, checked; which rows [n] have rules, and their logits [n, V]. The one wait of a call.
 
         Rows with rules are drawn like the others, in vain but for the check of their logits.
         """
@@ -178,7 +153,9 @@ class TorchSampler:
         if ruled.size:
             wanted.append(logits.index_select(0, to_device(ruled, self.device)))
         copies = to_host(*wanted)
-        return copies[0], ruled, copies[-1]
+        drawn = unpacked_draws(copies[0])
+        check_finite(drawn.best, rows, None)
+        return drawn, ruled, copies[-1]
 
 
 def _taken(rows: SamplingRows, index: np.ndarray) -> SamplingRows:

@@ -32,7 +32,6 @@ class CallBounds(NamedTuple):
     num_blocks: int  # MB, columns of the block table, rounded up
     num_logit_rows: int  # R, rounded up; 0 = none wanted
     num_candidates: int  # C; 0 = no exit scores
-    has_trees: bool = False  # a mask says what rows see; False too where a program always has one
 
 
 class SegmentProgram(Protocol):

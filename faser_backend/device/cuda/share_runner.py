@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens, DraftTrees
-from faser_backend.core.tree import TreeLaw
+from faser_backend.core.ports import DeviceArray, DraftLoop, DraftTokens
 from faser_backend.device.cuda.streams import SmPartition
 from faser_backend.device.runtime import OpenRunner
 
@@ -49,25 +48,15 @@ class ShareRunner:
         with self.share.current():
             return self.runner.take_rows(hidden, kept)
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """See core.ports.TreeRunner."""
-        with self.share.current():
-            self.runner.move_cells(block_tables, sources, targets)
-
     def run_layer(self, rows: RowBatch, hidden: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
-        """See core.ports.HeadRunner: of heads alone, as join_rows."""
+        """See core.ports.HeadRunner: of heads alone."""
         with self.share.current():
             return self.runner.run_layer(rows, hidden)
 
-    def join_rows(self, pieces: list[DeviceArray]) -> DeviceArray:
-        """See core.ports.TreeHeadRunner."""
-        with self.share.current():
-            return self.runner.join_rows(pieces)
-
-    def capture_menu(self, num_candidates: int, *, has_trees: bool = False) -> None:
+    def capture_menu(self, num_candidates: int) -> None:
         """See CudaRunner."""
         with self.share.current():
-            self.runner.capture_menu(num_candidates, has_trees=has_trees)
+            self.runner.capture_menu(num_candidates)
 
     def loop(self, make: Callable[[Any], DraftLoop]) -> ShareDraftLoop:
         """A draft loop over the runner, on the share; make: given the runner itself."""
@@ -93,11 +82,11 @@ class ShareDraftLoop:
         self._loop: Any = loop  # a TorchDraftLoop, until it is closed
         self._share = share
 
-    def capture_menu(self, max_num_seqs: int, num_candidates: int, *, has_trees: bool = False) -> None:
+    def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
         """See TorchDraftLoop."""
         assert self._loop is not None, "the draft loop was closed"
         with self._share.current():
-            self._loop.capture_menu(max_num_seqs, num_candidates, has_trees=has_trees)
+            self._loop.capture_menu(max_num_seqs, num_candidates)
 
     def can_draft(self, slots: np.ndarray) -> bool:
         assert self._loop is not None, "the draft loop was closed"
@@ -110,16 +99,6 @@ class ShareDraftLoop:
         assert self._loop is not None, "the draft loop was closed"
         with self._share.current():
             return self._loop.draft(rows, slots, num_draft_tokens, num_candidates)
-
-    def can_draft_trees(self, slots: np.ndarray, num_draft_tokens: np.ndarray) -> bool:
-        assert self._loop is not None, "the draft loop was closed"
-        return self._loop.can_draft_trees(slots, num_draft_tokens)
-
-    def draft_trees(self, rows: RowBatch, slots: np.ndarray, law: TreeLaw) -> DraftTrees:
-        """See core.ports.DraftLoop."""
-        assert self._loop is not None, "the draft loop was closed"
-        with self._share.current():
-            return self._loop.draft_trees(rows, slots, law)
 
     def close(self) -> None:
         """Lets go of the loop and of its graphs. May be called again."""

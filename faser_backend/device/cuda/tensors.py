@@ -8,28 +8,25 @@ from __future__ import annotations
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.buffers import ANCESTORS, TENSOR_DTYPES, TRUNKS, WIDTH, InputBlock, TensorStore
+from faser_backend.device.cuda.buffers import TENSOR_DTYPES, WIDTH, InputBlock, TensorStore
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
 
 SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
 TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
-TREE_MASK = (TensorSpec(TRUNKS, "int32", ("B",)), TensorSpec(ANCESTORS, "int64", ("T",)))
 FEATURES = "features"  # what a draft head reads, in the target's pool
 FEATURE_ROWS = "aux_hidden"  # of one layer of these: what enters or leaves a compiled engine
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
-def filled_inputs(segment: SegmentSpec, *, packs_tables: bool, has_trees: bool = False) -> list[TensorSpec]:
+def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
     """The integer inputs that a batch is written into; slot_mapping is among them in any case. packs_tables: of the
-    segment's program. has_trees: of a call of such a program; others have a mask in all calls or in none."""
+    segment's program."""
     filled = [tensor for tensor in segment.inputs if tensor.dtype.startswith("int") and tensor.name != COLUMNS]
     if SLOT_MAPPING.name not in {tensor.name for tensor in filled}:
         filled.append(SLOT_MAPPING)
-    if not packs_tables:
-        return filled
-    return [*filled, TABLE_WIDTH, *TREE_MASK] if has_trees else [*filled, TABLE_WIDTH]
+    return [*filled, TABLE_WIDTH] if packs_tables else filled
 
 
 def call_tensors(

@@ -23,7 +23,6 @@ from plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_num_splits, la
 from plugins.exit_scores import exit_scores
 from plugins.gated_silu import gated_silu
 from plugins.kv_write import write_kv
-from plugins.launch import TreeMask
 from plugins.pruned_chunk_attention import pruned_chunk_attention
 from plugins.rotate_heads import rotate_heads
 
@@ -185,7 +184,6 @@ class SegmentCall:
             num_splits=self.num_splits,
             min_part_tokens=MIN_TOKENS_PER_SPLIT,
             table_width=tensors["table_width"],
-            tree=TreeMask(tensors["trunk_lens"], tensors["ancestors"]) if self.bounds.has_trees else None,
         )
         return out.flatten(1)
 
