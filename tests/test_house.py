@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LINES = 350
+MAX_LINES = 600
 ANY = frozenset({"*"})
 RUNTIMES = frozenset(
     [
