@@ -170,7 +170,7 @@ def generate(
     )
     on_step = Explainer(partial(print, file=sys.stderr)).observe if explain else None
     on_text = _ignore if is_json else _print_text
-    with shown_phases() as phases:
+    with shown_phases(in_pipes=False) as phases:
         result = generate_once(options, on_text=on_text, progress=print_steps(), on_step=on_step, on_loaded=phases.end)
     if is_json:
         print(json.dumps(result))

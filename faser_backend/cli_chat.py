@@ -50,7 +50,7 @@ def chat(
     options = {"policy": policy, "draft": draft.value, "num_threads": num_threads, "max_num_seqs": 1}
     check_params(params)
     with (
-        shown_phases() as phases,
+        shown_phases(in_pipes=False) as phases,
         LLM(engine_dir, chat_template=chat_template, progress=print_steps(), **options) as llm,
     ):
         phases.end()

@@ -21,8 +21,8 @@ log = logging.getLogger("faser.loading")
 
 
 class _Calls(logging.Handler):
-    def __init__(self, call: Callable[[str], None]) -> None:
-        super().__init__(logging.INFO)
+    def __init__(self, call: Callable[[str], None], level: int) -> None:
+        super().__init__(level)
         self.call = call
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -65,9 +65,9 @@ class Phases:
 
 
 @contextmanager
-def told_to(call: Callable[[str], None]) -> Iterator[None]:
-    """Phases of this process go to `call` as well, and warnings of them."""
-    handler, level = _Calls(call), log.level
+def told_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator[None]:
+    """Phases of this process go to `call` as well, and warnings of them. lowest: the level from which they do."""
+    handler, level = _Calls(call, lowest), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
@@ -78,11 +78,12 @@ def told_to(call: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def shown_phases(tell: Callable[[str], None] | None = None) -> Iterator[Phases]:
-    """Shows the phases of this process until the end, or `end`."""
+def shown_phases(tell: Callable[[str], None] | None = None, *, in_pipes: bool = True) -> Iterator[Phases]:
+    """Shows the phases of this process until the end, or `end`. in_pipes: also where nobody sits at a terminal; else
+    only warnings, such as that kernels are compiled."""
     phases, log.propagate = Phases(tell), False
     try:
-        with told_to(phases.begin):
+        with told_to(phases.begin, logging.INFO if in_pipes or sys.stderr.isatty() else logging.WARNING):
             yield phases
     finally:
         log.propagate = True
