@@ -55,5 +55,5 @@ def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0
 def build_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
     """Engine directory of a fresh pair; the tokenizer is that of every other one."""
     pair = write_pair(directory / "pair", max_context, seed=seed)
-    build_engines(pair / "target", pair / "draft", directory / "engine", runtime="llvm")
+    build_engines(pair / "target", pair / "draft", directory / "engine")
     return directory / "engine"
