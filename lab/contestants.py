@@ -15,12 +15,12 @@ REFERENCE = "none"
 FIXED_REFERENCE = "fixed:4"  # what a user of a fixed length would pick
 WHOLE = "faser"  # the rung that stands for the whole of it
 POLICIES = (
-    "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb",
+    "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "goodput", "survival", "gp-lcb",
     "faser",
 )  # fmt: skip
 ORACLE = "oracle"  # knows what will be accepted; no policy that serves, so none that is registered
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
-SIMULATED = ("none", *STATIC, "schedule:4:4,8:2,32:1", "goodput", "survival", "gp-lcb", "faser")
+SIMULATED = ("none", *STATIC, "goodput", "survival", "gp-lcb", "faser")
 MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
 
 
@@ -128,14 +128,8 @@ def choose_contestants(
 
 
 def split_names(text: str) -> list[str]:
-    """Contestants separated by commas; a part that starts with a digit goes on with a schedule's argument."""
-    names: list[str] = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        if names and part[0].isdigit():
-            names[-1] += f",{part}"
-        else:
-            names.append(part)
-    return names
+    """Contestants separated by commas."""
+    return [*filter(None, map(str.strip, text.split(",")))]
 
 
 def _kind(spec: str) -> str:

@@ -44,6 +44,12 @@ def forced(mode: PipelineMode = PipelineMode.SERIAL, **fields) -> Change:
     return lambda decision: replace(decision, mode=mode, partition=partition, **fields)
 
 
+def in_turns(*lengths: int) -> Change:
+    """The same length for all sequences, another one step by step."""
+    turns = itertools.cycle(lengths)
+    return lambda decision: Decision([next(turns)] * len(decision.num_draft_tokens))
+
+
 def random_everything(seed: int, *, longest: int = 6, most_candidates: int = 5) -> Change:
     """Every field of every decision at random, step by step. An inner policy that does not draft stays plain."""
     rng = np.random.default_rng(seed)

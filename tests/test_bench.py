@@ -28,7 +28,7 @@ CONTRACT = (
     "rows_drafted", "rows_verified", "rows_pruned", "overlap_share", "repeats",
 )  # fmt: skip
 TINY = Sizing(2, 0.01, 1, 0.3, 2, 6, (0.0, 0.8), bursty_ablations=False)
-CHOSEN = "none,fixed:2,schedule:4:4,8:2,32:1,fixed:4 (ping-pong)"
+CHOSEN = "none,fixed:2,goodput,fixed:4 (ping-pong)"
 FILES = ("bench.json", "report.html", "timeline.json")
 
 
@@ -82,7 +82,7 @@ def test_report_is_one_file_that_tells_what_it_is(output: Path, bench):
     html = (output / "report.html").read_text()
     assert not re.search(r'(?:src|href)="(?!https://ui\.perfetto\.dev|#)', html)
     assert html.count("<svg") == 2 and len(html) < 3_000_000
-    for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "schedule:4:4,8:2,32:1", "seed 3"):
+    for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "goodput", "seed 3"):
         assert text in html
     assert "had only guesses" in html  # these engines were never profiled
 

@@ -6,7 +6,6 @@ import pytest
 
 from lab.answers import merge_repeats
 from lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
-from lab.contestants import split_names
 from lab.drive import ClosedLoop, OpenLoop
 
 
@@ -111,11 +110,3 @@ def test_ratios_are_taken_within_a_repeat_and_told_with_their_range():
     fast["tokens_per_s_repeats"][1] = 49
     assert not is_clear(fast, slow), "one repeat says otherwise"
     assert "1.05x (0.98 to 1.10) of `none`" in in_words(rows)[0]
-
-
-def test_names_are_separated_by_commas_that_schedules_have_too():
-    assert split_names("none, schedule:4:4,8:2,fixed:4 (ping-pong)") == [
-        "none",
-        "schedule:4:4,8:2",
-        "fixed:4 (ping-pong)",
-    ]

@@ -64,7 +64,7 @@ def cases() -> list[tuple[list[Request], dict[str, list[int]]]]:
     return [(requests, alone(requests)) for requests in (random_requests(seed, 12) for seed in range(3))]
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "schedule:2:6,5:2", "goodput"])
+@pytest.mark.parametrize("policy", ["none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "goodput"])
 @pytest.mark.parametrize("num_blocks", [200, 40, 26])
 def test_tokens_equal_plain_decoding(cases, policy: str, num_blocks: int):
     num_preemptions = 0

@@ -76,7 +76,7 @@ def on_some_split(seed: int):
     return change
 
 
-POLICIES = ["none", "fixed:4", "schedule:2:4,6:2", "goodput", "gp-lcb", "faser", "survival"]
+POLICIES = ["none", "fixed:4", "goodput", "gp-lcb", "faser", "survival"]
 
 
 def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(

@@ -9,8 +9,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.baselines import Goodput, acceptance_rates, expected_tokens
 from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.registry import parse_policy
-from tests.harness import guessed, request
+from tests.harness import request
 
 FREE_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -31,12 +30,6 @@ def running(num_accepted: int, num_tested: int, count: int = 1) -> list[Sequence
     for sequence in sequences:
         sequence.stats.num_accepted, sequence.stats.num_tested = num_accepted, num_tested
     return sequences
-
-
-@pytest.mark.parametrize(("batch", "length"), [(1, 4), (4, 4), (5, 2), (8, 2), (9, 1), (32, 1), (33, 0)])
-def test_schedule_reads_as_documented(batch: int, length: int):
-    policy = parse_policy("schedule:4:4,8:2,32:1", guessed)
-    assert policy.decide(running(0, 0, batch)).num_draft_tokens == [length] * batch
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])

@@ -32,8 +32,8 @@ from tests.test_engine import alone, random_requests
 from tests.tiny_models import VOCAB_SIZE, reference_logits, reference_model, write_checkpoint, write_draft
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
-ARGUMENTS = {"fixed": "fixed:4", "schedule": "schedule:2:6,5:2"}
-POLICIES = [ARGUMENTS.get(name, name) for name in policy_usages() if name != "tree"]  # which runs in turn alone
+# Trees run in turn alone.
+POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages() if name != "tree"]
 MODEL = HashRunner(8, BLOCK, VOCAB)
 
 

@@ -193,10 +193,7 @@ def test_random_load_always_finishes(seed: int, never_evicts: bool):
         "fixed:²",
         "goodput:2",
         "schedule",
-        "schedule:4",
-        "schedule:4:99",
-        "schedule:8:2,4:4",
-        "schedule:0:1",
+        "schedule:4:4",
     ],
 )
 def test_unknown_policies_are_refused_by_name(spec: str):

@@ -1,14 +1,12 @@
-"""Policies to compare with: none, fixed lengths, a schedule by batch size, and the best common length by prediction."""
+"""Policies to compare with: none, fixed lengths, and the best common length by prediction."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
 from faser_backend.core.decision import WHOLE, Decision
-from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
@@ -57,39 +55,6 @@ class BestTree(_Memoryless):
 
     def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
         return Decision([self.num_draft_tokens] * len(sequences), trees=True)
-
-
-class LengthSchedule(_Memoryless):
-    """A length for each batch size, as TensorRT-LLM's draft_len_schedule.
-
-    limits: ascending batch sizes; lengths: num_draft_tokens up to each of them; larger batches draft none.
-    """
-
-    def __init__(self, limits: list[int], lengths: list[int]) -> None:
-        self.limits = limits
-        self.lengths = [*lengths, 0]
-
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        length = self.lengths[bisect_left(self.limits, len(sequences))]
-        return Decision([length] * len(sequences))
-
-
-def parse_schedule(spec: str, argument: str, max_draft_tokens: int) -> LengthSchedule:
-    """Reads `4:4,8:2,32:1`: up to 4 running requests draft 4 tokens, up to 8 draft 2. Raises ConfigError naming the
-    pair that is wrong."""
-    limits: list[int] = []
-    lengths: list[int] = []
-    for pair in argument.split(","):
-        limit, _, length = pair.partition(":")
-        if not all(part.isascii() and part.isdigit() for part in (limit, length)):
-            raise ConfigError(f"policy = {spec!r}: {pair!r} must be BATCH:LENGTH, two integers")
-        limits.append(int(limit))
-        lengths.append(int(length))
-        if lengths[-1] > max_draft_tokens:
-            raise ConfigError(f"policy = {spec!r}: length {length} must lie in [0, {max_draft_tokens}]")
-    if limits != sorted(set(limits)) or limits[0] < 1:
-        raise ConfigError(f"policy = {spec!r}: batch sizes {limits} must ascend from 1 or more")
-    return LengthSchedule(limits, lengths)
 
 
 class Goodput(_Memoryless):

@@ -14,7 +14,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.core.tree import MAX_TREE_TOKENS
 from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
-from faser_backend.policy.baselines import BestTree, FixedLength, Goodput, NoSpeculation, parse_schedule
+from faser_backend.policy.baselines import BestTree, FixedLength, Goodput, NoSpeculation
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.price_rule import PriceRule
@@ -119,10 +119,6 @@ def _checked_count(spec: str, argument: str, usage: str, most: int) -> int:
     return int(argument)
 
 
-def _parse_schedule(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
-    return parse_schedule(spec, argument, MAX_DRAFT_TOKENS)
-
-
 def _parse_goodput(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     _refuse_argument(spec, argument)
     return Goodput(load_knowledge().costs, MAX_ADAPTIVE_TOKENS)
@@ -167,7 +163,6 @@ _POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationP
     "none": ("none", _parse_none),
     "fixed": ("fixed:K", _parse_fixed),
     "tree": ("tree:N", _parse_tree),
-    "schedule": ("schedule:BATCH:LENGTH,...", _parse_schedule),
     "goodput": ("goodput", _parse_goodput),
     "survival": ("survival", _parse_survival),
     "gp-lcb": ("gp-lcb", _parse_gp_lcb),

@@ -34,7 +34,7 @@ STYLE: dict[Any, Any] = {
 }
 COLOURS = {
     "none": "#6b6b6b", "fixed:1": "#b3cde8", "fixed:2": "#84b0da", "fixed:4": "#4a88c2", "fixed:8": "#1f5591",
-    "schedule:4:4,8:2,32:1": "#8e6bbd", "goodput": "#2a9d8f", "survival": "#7aa63f", "gp-lcb": "#e09f3e",
+    "goodput": "#2a9d8f", "survival": "#7aa63f", "gp-lcb": "#e09f3e",
     "faser": "#c8344b",
 }  # fmt: skip
 SPARE = ("#8c564b", "#e377c2", "#17becf", "#3d3d3d")
