@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,13 +57,6 @@ def build(
     draft_weights: Annotated[
         str | None, typer.Option(help="The same for the draft.", show_default="as for the target")
     ] = None,
-    measures_weights: Annotated[
-        bool,
-        typer.Option(
-            "--measure-weights/--no-measure-weights",
-            help="Say what weights other than fp32 cost and bring; builds an fp32 engine beside, for the while.",
-        ),
-    ] = True,
     kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     kv_cache_dtype: Annotated[
         str | None,
@@ -113,29 +104,30 @@ def build(
             limits["max_context"] = max_context
             streams = _open_split_streams(handles) if RUNTIMES[runtime].tensorrt == "full" else {}
             options = _tensorrt_options(limits, compute_capability, streams)
-        build_pair = partial(
-            build_engines,
+        profile = _profile_of(output)
+        was_built = (output / MANIFEST_FILE).is_file()
+        manifest = build_engines(
             target,
             None if draft == NGRAM else draft,
+            output,
             runtime=runtime,
             exit_layers=parse_integers("--exit-layers", exit_layers),
             dtype=dtype,
+            weights=weights,
+            draft_weights=draft_weights,
             kv_block_size=kv_block_size,
             kv_cache_dtype=kv_cache_dtype,
             max_context=max_context,
             tensorrt=options,
             progress=handles.enter_context(progress_display()),
         )
-        profile = _profile_of(output)
-        was_built = (output / MANIFEST_FILE).is_file()
-        manifest = build_pair(output, weights=weights, draft_weights=draft_weights)
     print(summary(output, manifest) + "; replaces the engines that were there" * was_built)
     if manifest.draft is not None and manifest.draft.num_weight_bytes > manifest.target.num_weight_bytes:
         print(_large_draft_warning(manifest.target, manifest.draft), file=sys.stderr)
     if profile is not None:
         print(_restore_profile(output, manifest, profile))
-    if measures_weights and {weights, draft_weights} - {None, "fp32"}:
-        _print_weight_costs(output, build_pair)
+    if {weights, draft_weights} - {None, "fp32"}:
+        print("what these formats of weights do to answers: scripts/check_weights.py")
 
 
 def _check_source(option: str, given: str) -> None:
@@ -196,16 +188,6 @@ def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> 
         path.unlink()
         return f"the profile that was here is gone, for it does not hold for the new engines: {error}"
     return f"kept {PROFILE_FILE}: it holds for the new engines too"
-
-
-def _print_weight_costs(output: Path, build_pair: Callable[..., EngineManifest]) -> None:
-    """Builds the pair with fp32 weights beside the engine, compares the two and removes it."""
-    from faser_backend.serving.weight_cost import measure_weights
-
-    path = output.absolute()
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".fp32", dir=path.parent) as float32_dir:
-        build_pair(float32_dir, weights="fp32", draft_weights="fp32", progress=None)
-        print("\n".join(map(str, measure_weights(path, Path(float32_dir)))))
 
 
 @contextmanager

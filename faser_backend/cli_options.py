@@ -151,7 +151,7 @@ PANELS = {  # of a command's help: names of parameters; all others are under "Op
     ],
     "Triton's contract": ["contract", "decoupled", "out_of_vocab", "exclude_input_in_output"],
     "How weights and caches are stored": [
-        "dtype", "weights", "draft_weights", "measures_weights", "kv_block_size", "kv_cache_dtype",
+        "dtype", "weights", "draft_weights", "kv_block_size", "kv_cache_dtype",
     ],
     "TensorRT": ["max_prefill_tokens", "compute_capability", "trees"],
 }  # fmt: skip

@@ -66,7 +66,7 @@ mkdir -p "$FOLDER"
 serve_demo() { serve "$work/demo.log"; }
 
 serve_smollm2() {
-  "$VENV/bin/faser" build --target "$SMOLLM2" --draft ngram --no-measure-weights --output "$work/smollm2" >"$work/build.log" 2>&1
+  "$VENV/bin/faser" build --target "$SMOLLM2" --draft ngram --output "$work/smollm2" >"$work/build.log" 2>&1
   serve "$work/smollm2.log" --engine-dir "$work/smollm2" --draft ngram
 }
 

@@ -14,14 +14,12 @@ from engines.arrays import CheckpointError
 from engines.build import build_engines
 from engines.graph import WEIGHT_ALIGNMENT
 from engines.weight_formats import INT8_BLOCK, INT8_ZERO, int8_blocks
-from faser_backend.cli_build import build
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ManifestError
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.weight_cost import TextRunner, measure_weights
 from lab.bench.equality import make_requests
 from plugins import host_attention
 from tests.family_models import random_model, write_model
@@ -132,32 +130,13 @@ def test_memory_of_half_weights_is_that_of_float32(demo):
     assert in_memory["int8"] < 0.28 * in_memory["fp32"]
 
 
-def test_accuracy_is_measured_and_the_same_at_every_build(demo, tmp_path):
-    """The demo checkpoints are fp16: that format changes nothing, the others do."""
-    costs = {name: measure_weights(demo[name], demo["fp32"]) for name in ("fp16", "bf16", "int8")}
-    assert measure_weights(demo["fp32"], demo["fp32"]) == []
-    for cost in costs["fp16"]:
-        assert (cost.format.greedy_agreement, cost.format.max_logit_difference) == (1.0, 0.0)
-    for name in ("bf16", "int8"):
-        target, draft = costs[name]
-        assert (target.side, draft.side) == ("target", "draft")
-        assert 0.9 < target.format.greedy_agreement <= 1.0
-        assert 0 < target.format.mean_logit_difference < 0.1 < 10 * target.format.max_logit_difference
-        assert set(target.speedups) == {1, 16} and min(target.speedups.values()) > 0
-        manifest = EngineManifest.load(demo[name])
-        assert manifest.target.weight_format == target.format
-    build_engines(DEMO / "target", DEMO / "draft", tmp_path / "int8", weights="int8", draft_weights="int8")
-    measure_weights(tmp_path / "int8", demo["fp32"])
-    assert (tmp_path / "int8" / MANIFEST_FILE).read_bytes() == (demo["int8"] / MANIFEST_FILE).read_bytes()
-
-
 def test_int8_logits_do_not_depend_on_the_shape_of_the_call(demo):
     """A last bit that differs becomes a step of 8-bit rounding: 0.09 for this model, where nothing is done about it."""
     manifest = EngineManifest.load(demo["int8"])
-    runner = TextRunner(manifest.target, demo["int8"], manifest)
-    text = np.random.default_rng(4).integers(0, runner.vocab_size, (1, 24))
-    whole = runner.logits(text, 0).copy()
-    steps = [runner.logits(text[:, i : i + 1], i).copy() for i in range(24)]
+    runner = OrtRunner(manifest.target, demo["int8"], 2, 16, ONE_CORE)
+    text, tables = np.random.default_rng(4).integers(0, runner.vocab_size, 24), np.array([[0, 1]])
+    whole = run_all(runner, make_rows([text], [0], [24], tables)).copy()
+    steps = [run_all(runner, make_rows([text], [i], [1], tables)).copy() for i in range(24)]
     assert np.abs(np.concatenate(steps) - whole).max() < 1e-3
 
 
@@ -177,18 +156,6 @@ def test_an_int8_draft_changes_no_token_of_a_float32_target(demo, tmp_path):
         engine.close()
         answers.append(tokens)
     assert answers[0] == answers[1] and all(len(tokens) > 4 for tokens in answers[0].values())
-
-
-def test_the_command_says_what_int8_costs(tmp_path, capsys):
-    output = tmp_path / "engine"
-    options: dict[str, Any] = {"target": DEMO / "target", "draft": "ngram", "output": output, "weights": "int8"}
-    build(**options)
-    said = capsys.readouterr().out
-    assert "target weights int8: 27% of the bytes of fp32; same best token in" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
-    build(**options, measures_weights=False)
-    assert "same best token" not in capsys.readouterr().out
-    assert EngineManifest.load(output).target.weight_format.num_rows == 0
 
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -235,6 +202,13 @@ def test_the_command_says_what_keys_and_values_are_kept_in(run, tmp_path):
     status, said, err = run(*command, "--kv-cache-dtype", "bf16")
     assert (status, said) == (1, "") and EngineManifest.load(tmp_path / "engine") == before
     assert err == "error: kv_cache_dtype = 'bf16': on 'llvm' must be one of fp32, fp16\n"
+
+
+def test_the_command_names_what_compares_formats_where_one_was_asked_for(run, tmp_path):
+    command = ("build", "--target", write_checkpoint(tmp_path / "source"), "--output", tmp_path / "engine")
+    assert "scripts/check_weights.py" in run(*command, "--weights", "int8")[1]
+    assert "scripts/check_weights.py" not in run(*command, "--weights", "fp32")[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "engine"}
 
 
 def test_formats_that_cannot_be_are_refused(tmp_path):
