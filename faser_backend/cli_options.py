@@ -153,7 +153,7 @@ PANELS = {  # of a command's help: names of parameters; all others are under "Op
     "How weights and caches are stored": [
         "dtype", "weights", "draft_weights", "kv_block_size", "kv_cache_dtype",
     ],
-    "TensorRT": ["max_prefill_tokens", "compute_capability", "trees"],
+    "TensorRT": ["max_prefill_tokens", "compute_capability"],
 }  # fmt: skip
 
 
