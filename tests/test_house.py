@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, how large a file may be, and that scripts can be run.
+"""The rules of the house: who may import whom, how large things may be, and that scripts can be run.
 
 Imports are read from the syntax tree, so a rule holds for code that no test happens to execute.
 """
