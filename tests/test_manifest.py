@@ -214,7 +214,7 @@ def test_a_rebuild_replaces_engines_and_nothing_else(source: Path, engine: Path,
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="not an engine directory"):
+    with pytest.raises(CheckpointError, match="holds something else than engines"):
         build_engines(source, source, precious)
     assert (precious / "thesis.txt").read_text() == "years of work"
 

@@ -448,7 +448,7 @@ def test_a_body_that_is_none_gets_one_error(door: Door, sent: bytes):
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks_at_once(door: Door, is_streamed: bool):
     wait_for_free_blocks(door.served.metrics_port)
-    body = {"prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "num_draft_tokens": 0, "n": 4}
+    body = {"prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "num_draft_tokens": 0, "n": 16}
     body["stream"] = is_streamed
     data = json.dumps(body).encode()
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {len(data)}"]

@@ -74,7 +74,7 @@ def working_with(crew: Crew, work: Callable[[Crew], None]) -> Iterator[None]:
             for other in others:
                 other.join(JOIN_S)
         except RuntimeError:  # of a meeting to which another one did not come
-            _check(others, patience_s=1.0)
+            _check(others, patience_s=10.0)
             raise
         finally:
             for other in others:
