@@ -79,14 +79,12 @@ def test_generate_stops_after_a_text(run, engine_dir):
         ([], "give exactly one of --prompt and --prompt-ids"),
     ],
 )
-def test_bad_input_is_one_line_and_status_1(run, engine_dir, options, message):
-    status, out, err = run("generate", "--engine-dir", engine_dir, *options)
-    assert (status, out) == (1, "")
-    *phases, last = err.splitlines()
-    assert last.startswith("error: ") and message in last
-    assert all(re.match(r" +\d+\.\d s  \w", line) for line in phases)
-    needs_model = message.startswith(("policy", "input_ids"))  # the others are refused before it is loaded
-    assert bool(phases) == needs_model
+def test_bad_input_is_one_line_and_status_1(run, engine_dir, tmp_path, options, message):
+    needs_model = message.startswith(("policy", "input_ids"))  # the others are refused before engines are looked for
+    directory = engine_dir if needs_model else tmp_path / "none"
+    status, out, err = run("generate", "--engine-dir", directory, *options)
+    assert (status, out) == (1, "") and err.count("\n") == 1
+    assert err.startswith("error: ") and message in err
 
 
 def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
