@@ -197,7 +197,8 @@ def in_the_background(count: int, work: Any) -> list[Any]:
 
 def processes_of(server: Operated, model: str) -> list[int]:
     (triton,) = [pid for pid in children(server.process.pid) if arguments(pid)[0].endswith("tritonserver")]
-    return [pid for pid in children(triton) if model in Path(arguments(pid)[1]).parts]
+    # One that has just ended has no arguments.
+    return [pid for pid in children(triton) if model in Path(*arguments(pid)[1:2]).parts]
 
 
 def wait_for_active(server: Operated, count: int) -> None:
