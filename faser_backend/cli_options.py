@@ -56,14 +56,6 @@ class OutOfVocab(Enum):
     CLAMP = "clamp"
 
 
-ServedText = Annotated[
-    int,
-    typer.Option(
-        "--served-text-tokens", help="Tokens of ended requests that n-grams look up: timing tells of them. 0: none."
-    ),
-]
-
-
 class StopRequests(Enum):
     ON = "on"
     OFF = "off"
@@ -144,7 +136,7 @@ PANELS = {  # of a command's help: names of parameters; all others are under "Op
         "tls_key",
     ],
     "Sampling": ["max_tokens", "temperature", "top_k", "top_p", "seed", "stop"],
-    "Speculation": ["policy", "draft", "served_text_tokens", "acceptance", "early_exit", "pipeline"],
+    "Speculation": ["policy", "draft", "acceptance", "early_exit", "pipeline"],
     "Capacity": [
         "max_num_seqs", "max_queue_size", "num_kv_blocks", "prefix_reuse", "admission", "num_threads", "max_text_bytes",
         "hang_timeout",

@@ -37,7 +37,6 @@ from faser_backend.cli_options import (
     PipelineMode,
     Policy,
     Restrict,
-    ServedText,
     SpeculationMetrics,
     StopRequest,
     StopRequests,
@@ -69,7 +68,6 @@ def serve(
     decoupled: Annotated[bool, typer.Option(help="Streaming clients need it; unary ones its opposite.")] = True,
     policy: Policy = DEFAULT_POLICY,
     draft: Draft = Drafting.AUTO,
-    served_text_tokens: ServedText = 0,
     acceptance: AcceptanceRule = Acceptance.MATCH,
     early_exit: EarlyExits = EarlyExit.AUTO,
     pipeline: PipelineMode = Pipeline.AUTO,
@@ -125,12 +123,11 @@ def serve(
         "early_exit": early_exit.value,
         "pipeline": pipeline.value,
     }
-    config = EngineConfig.from_options(**phases, served_text_tokens=served_text_tokens)
+    config = EngineConfig.from_options(**phases)
     directory = check_engine(engine_dir, config, chat_template, print_steps())
     parameters = {
         "engine_dir": str(directory.resolve()),
         **phases,
-        "served_text_tokens": str(served_text_tokens),
         "max_num_seqs": str(max_num_seqs),
         "max_queue_size": str(max_queue_size),
         "enable_kv_cache_reuse": str(prefix_reuse).lower(),

@@ -25,8 +25,6 @@ class EngineConfig(BaseModel):
     # Who drafts; "auto" is the engine directory's draft model, or n-grams of the text so far where it has none;
     # "model+ngram" takes for each request and step the chain of either that promises more.
     draft: Literal["auto", "model", "ngram", "model+ngram"] = "auto"
-    # Of ended requests, that n-grams look up beside a request's own text: the speed of an answer then tells of others.
-    served_text_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     acceptance: Literal["match", "rejection"] = "match"
     # For ablations: "auto" is what the policy decides.
     early_exit: Literal["auto", "on", "off"] = "auto"

@@ -18,7 +18,6 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.step import Stepper
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import ModelSize, default_cost_model
@@ -70,7 +69,6 @@ def open_fake(
     draft_memory: int = 6,
     has_ngrams: bool = False,
     has_both: bool = False,
-    served: ServedText | None = None,
 ) -> FakeEngine:
     """As fake_engine, with all parts. num_layers: of the target's segments. has_ngrams: they draft, no model does;
     has_both: both do."""
@@ -93,7 +91,7 @@ def open_fake(
         partitions[SPLIT] = Partition(targets[1], drafts[1] if drafts else None, lanes)
 
     def make_proposer(times: PhaseTimes, block_tables: np.ndarray) -> Proposer:
-        look_ups = NgramProposer(times, vocab_size, keeps_probs=uses_rejection, served=served)
+        look_ups = NgramProposer(times, vocab_size, keeps_probs=uses_rejection)
         if has_ngrams:
             return look_ups
         model = ModelProposer(sampler, times, block_tables, keeps_probs=uses_rejection)

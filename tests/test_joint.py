@@ -107,7 +107,7 @@ def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):
     metrics = fake.engine.metrics()
     drafted, accepted = metrics.num_drafted_by_source, metrics.num_accepted_by_source
     assert sum(drafted.values()) == metrics.num_drafted and sum(accepted.values()) == metrics.num_accepted
-    assert drafted["model"] > drafted["ngram"] * 0.1 > 0 and drafted["served"] == drafted["client"] == 0
+    assert drafted["model"] > drafted["ngram"] * 0.1 > 0 and drafted["client"] == 0
     looked_up = sum(int(record.frontier.num_drafted[record.frontier.is_look_up].sum()) for record in seen)
     assert looked_up == drafted["ngram"]
 
@@ -227,16 +227,16 @@ def test_each_source_has_a_curve_of_its_own():
         acceptance.observe(in_steps_of_two([5, 0]))
     main, look_up = (acceptance.curve(0.0, source).chances(np.array([2.0]))[0] for source in (MAIN, NGRAM))
     assert main > 0.9 and look_up < 0.4
-    assert acceptance.source_shares == pytest.approx([0.5, 0.5, 0.0], abs=0.02)
+    assert acceptance.source_shares == pytest.approx([0.5, 0.5], abs=0.02)
     found = acceptance.match_logits(0.0)
-    assert found.shape == (3, 14) and (found[0] != found[1]).any()
+    assert found.shape == (2, 14) and (found[0] != found[1]).any()
     assert AcceptanceModel({}).match_logits(0.0).shape == (14,), "a drafter that is alone"
 
 
 def test_rows_are_trimmed_by_their_own_sources_chances():
     """The same margins: the model's chain is worth its rows, the look-up's is not."""
     knots = MarginCurve.margin_knots
-    logits = np.stack([np.full(14, 4.0), np.full(14, -4.0), np.full(14, -4.0)])
+    logits = np.stack([np.full(14, 4.0), np.full(14, -4.0)])
     costs = {"verify_us": np.arange(20) * 10.0 + 50.0, "draft_us": np.zeros(3)}
     made = TrimRule(knots, logits, np.full(14, 1 / 14), np.zeros(1), **costs, column_us=0.0, tokens_per_us=0.02,
                     row_price=0.2)  # fmt: skip

@@ -121,11 +121,6 @@ def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[
     ("options", "message"),
     [
         ({"draft": "model+ngram", "early_exit": "on"}, "exits rest beside chains of n-grams; use 'auto'"),
-        ({"served_text_tokens": 9}, "served_text_tokens = 9: the draft model looks nothing up; use draft = 'ngram'"),
-        (
-            {"served_text_tokens": 9, "draft": "ngram", "acceptance": "rejection"},
-            "served_text_tokens = 9 with acceptance = 'rejection': a draft may not know .* use 'match', or 0",
-        ),
         ({"policy": "tree:4", "draft": "ngram"}, "policy = 'tree:N': n-grams draft here"),
     ],
 )
@@ -137,15 +132,10 @@ def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[s
 
 
 def test_options_out_of_range():
-    with pytest.raises(ConfigError, match=r"served_text_tokens = -1: Input should be greater than or equal to 0"):
-        EngineConfig.from_options(served_text_tokens=-1)
     with pytest.raises(ConfigError, match=r"'eagle': Input should be 'auto', 'model', 'ngram' or 'model\+ngram'"):
         EngineConfig.from_options(draft="eagle")
-    parameters = Parameters({"parameters": {"draft": {"string_value": "ngram"}}})
-    assert read_engine_config(parameters).draft == "ngram"
-    both = {"draft": {"string_value": "model+ngram"}, "served_text_tokens": {"string_value": "4096"}}
-    read = read_engine_config(Parameters({"parameters": both}))
-    assert read.draft == "model+ngram" and read.served_text_tokens == 4096
+    parameters = Parameters({"parameters": {"draft": {"string_value": "model+ngram"}}})
+    assert read_engine_config(parameters).draft == "model+ngram"
 
 
 def test_a_simulated_ladder_says_that_it_leaves_n_grams_out():
@@ -224,8 +214,8 @@ def test_tokens_are_those_of_plain_decoding(alone: Path, pair: Path):
     plain.close()
     num_accepted = 0
     for policy in POLICIES:
-        for directory, draft, served in ((alone, "auto", 0), (pair, "ngram", 200), (pair, "model+ngram", 200)):
-            engine = build_engine(directory, config(policy, draft=draft, served_text_tokens=served))
+        for directory, draft in ((alone, "auto"), (pair, "ngram"), (pair, "model+ngram")):
+            engine = build_engine(directory, config(policy, draft=draft))
             assert drive(engine, requests, seed=3).tokens == expected, (policy, draft)
             num_accepted += engine.metrics().num_accepted
             engine.close()

@@ -13,9 +13,9 @@ from faser_backend.core.ports import DeviceArray
 from faser_backend.core.tree import Tree
 
 # Sources of chains: the engine's drafter, which is its draft model or, where it has none, n-grams of the request's own
-# text; such n-grams beside a model; text that was served before.
-MAIN, NGRAM, SERVED = range(3)
-NUM_SOURCES = 3
+# text; such n-grams beside a model.
+MAIN, NGRAM = range(2)
+NUM_SOURCES = 2
 
 
 @dataclass(slots=True, eq=False)

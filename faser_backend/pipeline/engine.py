@@ -27,7 +27,7 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
-SOURCES = ("model", "ngram", "served", "client")  # of draft tokens; the first NUM_SOURCES by number of the source
+SOURCES = ("model", "ngram", "client")  # of draft tokens; the first NUM_SOURCES by number of the source
 NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 PLAIN = "plain"  # a step that verified no draft tokens and drafted none
 STEP_KINDS = (PLAIN, *(mode.value for mode in PipelineMode))
@@ -243,7 +243,7 @@ class Engine:
         metrics.num_row_layers += record.verification.num_row_layers
 
     def _count_sources(self, record: StepRecord) -> None:
-        """By who drafted: the engine's drafter, n-grams beside it, served text, the client."""
+        """By who drafted: the engine's drafter, n-grams beside it, the client."""
         proposer, frontier = self.stepper.proposer, record.frontier
         main = "model" if proposer is None else proposer.main_source
         sources = np.zeros(record.num_tokens.shape, np.int64) if frontier.sources is None else frontier.sources

@@ -2,8 +2,7 @@
 
 The longest n-gram that ends the sequence is looked up at its most recent earlier occurrence, and what followed there is
 proposed again. Tokens that are drafted but not committed count as text. A chain depends on the tokens before it alone,
-so under rejection sampling the law that each token was drawn from puts everything on it. With text that was served
-before (pipeline/served_text.py) it depends on that as well, and rejection sampling is refused.
+so under rejection sampling the distribution that each token was drawn from puts everything on it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from faser_backend.core.frontier import MAIN, NGRAM, SERVED, Frontier
+from faser_backend.core.frontier import NGRAM, Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.calibration import MarginCurve
 
@@ -64,10 +62,6 @@ class NgramIndex:
         del self._tokens[size:]
         return found
 
-    def tail(self, chain: list[int]) -> list[int]:
-        """The last tokens with `chain` behind them, as many as can count as agreeing."""
-        return [*self._tokens[-_MARGINS.size :], *chain][-_MARGINS.size :]
-
     def _copied(self, start: int, num_tokens: int) -> list[int]:
         copied = self._tokens[start : start + num_tokens]
         period = len(self._tokens) - start
@@ -102,10 +96,8 @@ class NgramIndex:
 class NgramProposer:
     """Drafts for sequences from their own tokens (pipeline/propose.py); `draft_len` counts what it has read of one.
 
-    keeps_probs: rejection sampling. served: text to look up beside the sequence's own; of two matches the one in which
-    more tokens agree is proposed, and each sequence that ends adds its text. It names no candidates, so verification
-    does not stop at exits, and it looks at no trim rule: tokens cost next to nothing, and the step leaves out the rows
-    that are not worth theirs.
+    keeps_probs: rejection sampling. It names no candidates, so verification does not stop at exits, and it ignores
+    trim rules: tokens cost next to nothing, and the step leaves out the rows that are not worth theirs.
     """
 
     main_source = "ngram"
@@ -117,14 +109,12 @@ class NgramProposer:
         vocab_size: int,
         *,
         keeps_probs: bool,
-        served: ServedText | None = None,
         min_match: int = MIN_MATCH,
         max_match: int = MAX_MATCH,
     ) -> None:
         self.times = times
         self._vocab_size = vocab_size
         self._keeps_probs = keeps_probs
-        self._served = served
         self._match_lengths = min_match, max_match
         self._indexes: dict[Sequence, NgramIndex] = {}
 
@@ -135,9 +125,7 @@ class NgramProposer:
             sequence = batch.sequences[row]
             sequence.draft_len = sequence.num_tokens - 1
             sequence.num_proposals += 1
-        assert frontier.sources is not None
-        sources = np.where(frontier.sources == NGRAM, MAIN, frontier.sources)
-        return replace(frontier, sources=sources if sources.any() else None)
+        return replace(frontier, sources=None)
 
     def look_up(self, batch: DecodeBatch, proposal: Proposal) -> Frontier:
         """As propose, beside a draft model: no sequence counts as read by it."""
@@ -147,17 +135,12 @@ class NgramProposer:
         drafted = np.zeros((size, width), np.int64)
         num_drafted = np.zeros(size, np.int64)
         num_agreeing = np.ones(size, np.int64)
-        sources = np.full(size, NGRAM)
         for row, sequence in enumerate(batch.sequences):
             if not wanted[row]:
                 continue
             chain = behind.drafted[row, : behind.num_drafted[row]].tolist()
             index = self.read(sequence, sequence.num_tokens)
             tokens, agreeing = index.continuation(chain, wanted[row])
-            if self._served is not None:
-                found, more = self._served.continuation(index.tail(chain), wanted[row])
-                if more > agreeing:
-                    tokens, agreeing, sources[row] = found, more, SERVED
             if tokens:
                 num_drafted[row], num_agreeing[row] = len(tokens), agreeing
                 drafted[row, : len(tokens)] = tokens
@@ -167,7 +150,7 @@ class NgramProposer:
         margins = _MARGINS[np.minimum(agree_before, _MARGINS.size) - 1]
         probs = self._one_hot(drafted, num_drafted) if self._keeps_probs else None
         self.times.lap("draft_lookup")
-        return Frontier(drafted, num_drafted, num_drafted + 1, margins, draft_probs=probs, sources=sources)
+        return Frontier(drafted, num_drafted, num_drafted + 1, margins, draft_probs=probs, sources=np.full(size, NGRAM))
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         self.times.start()
@@ -178,10 +161,7 @@ class NgramProposer:
         self.times.lap("draft_lookup")
 
     def forget(self, sequence: Sequence) -> None:
-        """As Proposer says. One that still has its slot has ended, and others may look its text up from now on."""
         self._indexes.pop(sequence, None)
-        if self._served is not None and sequence.slot >= 0:
-            self._served.add(sequence.token_ids[: sequence.num_tokens])
 
     def read(self, sequence: Sequence, stop: int) -> NgramIndex:
         """The sequence's index, which has read `stop` tokens at least."""

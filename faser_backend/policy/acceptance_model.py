@@ -33,7 +33,7 @@ class AcceptanceModel:
             [MatchCalibration(margins.get(kind) if source == MAIN else None) for kind in KINDS]
             for source in range(NUM_SOURCES)
         ]
-        self._num_chains = np.array([1.0, 0.0, 0.0])  # by source, of late
+        self._num_chains = np.eye(NUM_SOURCES)[MAIN]  # by source, of late
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
         self.num_tests = 0
 

@@ -19,7 +19,6 @@ from faser_backend.pipeline.head import HeadProposer
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.served_text import ServedText
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy, drafts_trees
@@ -42,22 +41,9 @@ def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
         )
     if config.draft == BOTH and config.early_exit == "on":
         raise ConfigError(f"early_exit = 'on' with draft = {BOTH!r}: exits rest beside chains of n-grams; use 'auto'")
-    if config.served_text_tokens:
-        _check_served_text(config, has_look_ups=draft is None or config.draft == BOTH)
     if config.early_exit == "on" and config.policy != "none" and not manifest.exit_layers:
         raise ConfigError("early_exit = 'on': the engine has no exits; build it with --exit-layers, then profile it")
     return ModelPair(manifest.target, draft)
-
-
-def _check_served_text(config: EngineConfig, *, has_look_ups: bool) -> None:
-    field = f"served_text_tokens = {config.served_text_tokens}"
-    if not has_look_ups:
-        raise ConfigError(f"{field}: the draft model looks nothing up; use draft = 'ngram' or {BOTH!r}, or 0")
-    if config.acceptance == "rejection":
-        raise ConfigError(
-            f"{field} with acceptance = 'rejection': a draft may not know what a request of the same seed was "
-            "answered; use 'match', or 0"
-        )
 
 
 def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
@@ -89,8 +75,7 @@ def make_proposer(
 ) -> Proposer:
     """block_tables [max_num_seqs, max_blocks], by slot."""
     keeps_probs = config.acceptance == "rejection"
-    served = ServedText(config.served_text_tokens) if config.served_text_tokens else None
-    look_ups = NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs, served=served)
+    look_ups = NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
     if models.draft is None:
         return look_ups
     proposer = HeadProposer if models.draft.spec.reads_target else ModelProposer

@@ -23,7 +23,7 @@ BATCH_SIZE_KEY, DECOUPLED_KEY = "triton_max_batch_size", "decoupled_mode"
 # Parameters whose name differs from the key that fills them, as in TensorRT-LLM's files.
 _RENAMED = {"gpt_model_path": "engine_dir", "gpt_model_type": "batching_strategy"}
 _ENGINE_KEYS = (
-    "policy draft served_text_tokens acceptance early_exit pipeline max_num_seqs max_prefill_tokens num_threads "
+    "policy draft acceptance early_exit pipeline max_num_seqs max_prefill_tokens num_threads "
     "num_kv_blocks max_tokens_in_paged_kv_cache enable_kv_cache_reuse batch_scheduler_policy max_queue_size "
     "exclude_input_in_output add_special_tokens chat_template max_text_bytes out_of_vocab stop_requests "
     "cancellation_check_period_ms stats_check_period_ms"

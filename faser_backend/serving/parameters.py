@@ -17,9 +17,7 @@ from faser_backend.core.errors import ConfigError
 LOG_FORMATS = ("text", "json")
 _UNSET = re.compile(r"\$\{\w+\}")
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-ENGINE_INTEGERS = (
-    "max_num_seqs", "max_queue_size", "max_prefill_tokens", "num_kv_blocks", "num_threads", "served_text_tokens"
-)  # fmt: skip
+ENGINE_INTEGERS = ("max_num_seqs", "max_queue_size", "max_prefill_tokens", "num_kv_blocks", "num_threads")
 ENGINE_STRINGS = ("policy", "draft", "acceptance", "early_exit", "pipeline")
 
 
