@@ -9,13 +9,15 @@ from faser_backend.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from faser_backend.api.llm import LLM
-    from faser_backend.api.outputs import CompletionOutput, Logprob, RequestOutput, TextPiece
+    from faser_backend.api.outputs import CompletionOutput, Logprob, RequestOutput
     from faser_backend.api.params import GuidedDecodingParams, SamplingParams
     from faser_backend.core.errors import ConfigError, FaserError, ManifestError, RequestError
+    from faser_backend.serving.answer_stream import TextPiece
 
 _HOMES = {
     "LLM": "api.llm",
-    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput", "TextPiece"), "api.outputs"),
+    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "api.outputs"),
+    "TextPiece": "serving.answer_stream",
     **dict.fromkeys(("GuidedDecodingParams", "SamplingParams"), "api.params"),
     **dict.fromkeys(("ConfigError", "FaserError", "ManifestError", "RequestError"), "core.errors"),
 }

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.policy.registry import known_policies
-from faser_backend.serving.doors import ALSO_RESTRICTABLE
+from faser_backend.serving.access import ALSO_RESTRICTABLE
 
 
 class Contract(Enum):

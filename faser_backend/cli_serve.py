@@ -99,7 +99,7 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own log.")] = False,
 ) -> None:
     """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
-    from faser_backend.serving.doors import GrpcTls, check_host, random_key, read_admin_key
+    from faser_backend.serving.access import GrpcTls, check_host, random_key, read_admin_key
     from faser_backend.serving.launch import check_engine, serve_until_signalled
     from faser_backend.serving.server import LaunchOptions
     from faser_backend.serving.tracing import check_endpoint
@@ -110,11 +110,16 @@ def serve(
     tls = GrpcTls.of(grpc_tls_cert, grpc_tls_key, grpc_tls_root)
     if openai_port is not None:
         from faser_backend.serving.openai.callers import check_origins
-        from faser_backend.serving.openai.door import check_exposure, check_server, check_way, read_keys
+        from faser_backend.serving.openai.server import check_exposure, check_server, read_keys
 
         check_origins(allow_origin or ())
-        check_server(openai_port, is_decoupled=decoupled, contract=contract.value)
-        check_way(openai_port, is_encrypted=tls is not None, restricted=restricted)
+        check_server(
+            openai_port,
+            is_decoupled=decoupled,
+            contract=contract.value,
+            is_encrypted=tls is not None,
+            restricted=restricted,
+        )
         check_exposure(openai_host, read_keys(api_key_file))
     phases = {
         "policy": policy,
@@ -184,8 +189,8 @@ def reload(
     timeout: Annotated[float, typer.Option(help="Seconds that the new engine may take to be ready.")] = 600.0,
 ) -> None:
     """Have a running server change its engines; requests that it has begun end with the old ones."""
+    from faser_backend.serving.access import read_admin_key
     from faser_backend.serving.admin import Administration
-    from faser_backend.serving.doors import read_admin_key
     from faser_backend.serving.reload import reload_engine
 
     before = reload_engine(Administration(http, read_admin_key(admin_key_file)), engine_dir, timeout)
@@ -215,12 +220,12 @@ def openai(
     """Serve OpenAI's API in front of a Triton server that serves the engine directory already."""
     from faser_backend.serving.demo_engine import demo_engine_dir
     from faser_backend.serving.log_format import set_up_logging
-    from faser_backend.serving.openai.door import DoorOptions, run_door
+    from faser_backend.serving.openai.server import OpenAIOptions, run_openai
 
     set_up_logging(log_format.value, "openai", logging.WARNING)
     directory = engine_dir or demo_engine_dir(print_steps())
     name = model_name or (None if engine_dir else DEMO_NAME)
     files = (api_key_file, tls_cert, tls_key, chat_template)
-    told = {"metrics_address": triton_metrics, "tells_speculation": speculation_metrics}
+    told = {"metrics_address": triton_metrics, "shows_speculation": speculation_metrics}
     told["allowed_origins"] = tuple(allow_origin or ())
-    run_door(DoorOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes, **told))
+    run_openai(OpenAIOptions(directory, triton, port, host, name, *files, draft.value, max_text_bytes, **told))

@@ -47,6 +47,7 @@ class Field(NamedTuple):
 
 _SHARED = {
     "model": Field(MODEL, "must be the served name; may be left out"),
+    "modalities": Field(["text"], "text only"),
     "temperature": Field(0.5, "1 unless given"),
     "top_p": Field(0.9),
     "stream": Field(False, "server-sent events"),
@@ -127,7 +128,7 @@ def table_lines() -> list[str]:
     for body, fields in FIELDS.items():
         shown = [(f"`{name}`", field.note) for name, field in fields.items()]
         shown += [(f"`{name}` ({meaning})", "refused") for name, meaning in REFUSED[body].items()]
-        for row in [*shown, ('`modalities` (other than `["text"]`)', "refused")]:
+        for row in shown:
             where.setdefault(row, []).append(PATHS[body].removeprefix("/v1/").partition("/")[0])
     rows: dict[tuple[str, str], list[str]] = {}
     for (field, note), paths in where.items():

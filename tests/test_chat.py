@@ -19,7 +19,7 @@ from faser_backend.serving.converters import preprocess
 from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.openai.bodies import check_body
 from faser_backend.serving.openai.fields import ChatBody
-from faser_backend.serving.openai.prompts import chat_prompt
+from faser_backend.serving.openai.requests import conversation_ids
 from faser_backend.serving.openai.tools import shows_tools
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -136,13 +136,13 @@ def test_a_template_that_shows_no_tools_is_given_them_in_words(template: str):
         {"role": "tool", "tool_call_id": "2", "content": "cloudy"},
     ]
     body = check_body(ChatBody, {"messages": messages, "tools": [WEATHER]})
-    text = ours.decode(chat_prompt(body, ours, 10_000), skips_special_tokens=False)
+    text = ours.decode(conversation_ids(body, ours, 10_000), skips_special_tokens=False)
     assert text.index("Be brief.") < text.index(json.dumps(WEATHER["function"]))
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     assert f"{written}\n{written}" in text
     assert "<tool_response>\nsunny\n</tool_response>\n<tool_response>\ncloudy" in text
     unoffered = body.model_copy(update={"tool_choice": "none"})
-    text = ours.decode(chat_prompt(unoffered, ours, 10_000), skips_special_tokens=False)
+    text = ours.decode(conversation_ids(unoffered, ours, 10_000), skips_special_tokens=False)
     assert json.dumps(WEATHER["function"]) not in text and written in text
 
 

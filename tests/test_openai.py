@@ -16,14 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import openai
 import pytest
 
 from faser_backend.core.errors import ErrorCode, Failure
+from faser_backend.core.request import Request
 from faser_backend.serving.openai.app import PAGE
 from faser_backend.serving.openai.errors import ANSWERS, ApiError
 from faser_backend.serving.openai.fields import REFUSED, ChatBody, CompletionBody, ResponsesBody
-from faser_backend.serving.openai.sampling import Generation
+from faser_backend.serving.openai.requests import Generation
 from faser_backend.serving.openai.triton_client import TokenClient
 from lab.bench.servers import free_ports
 from tests.chat_templates import HERMES
@@ -117,7 +119,7 @@ def test_refused_field(door: Door, body: type, name: str, meaning: str):
 
 @pytest.mark.parametrize("body", FIELDS)
 def test_every_field_has_its_row(body: Any):
-    assert set(FIELDS[body]) == set(body.model_fields)
+    assert set(FIELDS[body]) == {field.alias or name for name, field in body.model_fields.items()}
 
 
 def test_the_page_tells_what_is_tested():
@@ -352,8 +354,8 @@ def test_the_events_of_a_response_build_it(door: Door):
         ({"logit_bias": {"99999": 1}}, "logit_bias", "must lie in [0, "),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
-        ({"modalities": ["audio"]}, "modalities", "text"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "a schema is required"),
+        ({"modalities": ["audio"]}, "modalities[0]", "text"),
         ({"min_tokens": 2**40}, "min_tokens", ""),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
@@ -379,6 +381,7 @@ def test_an_error_names_its_field(door: Door, fields: dict[str, Any], param: str
         (ChatBody, {"max_tokens": 100_000}, "max_tokens"),
         (ResponsesBody, {"max_output_tokens": 100_000}, "max_output_tokens"),
         (CompletionBody, {"prompt": [7] * 1024}, "prompt"),
+        (ResponsesBody, {"input": "x " * 1500}, "input"),
         (CompletionBody, {"prompt": "x" * (1 << 20)}, "prompt"),
         (ChatBody, {"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "messages"),
     ],
@@ -400,7 +403,7 @@ def failure_of(url: str) -> ApiError:
     async def ask_triton() -> None:
         client = TokenClient(url, 64)
         try:
-            async for _ in client.generate(Generation([1], 1, seed=1)):
+            async for _ in client.generate(Generation(Request("", np.array([1]), 1), 1)):
                 pass
         finally:
             await client.close()

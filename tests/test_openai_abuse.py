@@ -18,13 +18,13 @@ import pytest
 import uvicorn
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import RequestOutput
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.openai import app as app_module
 from faser_backend.serving.openai import bodies, connections
-from faser_backend.serving.openai.callers import check_origins
-from faser_backend.serving.openai.door import DoorOptions, describe
+from faser_backend.serving.openai.callers import Callers, check_origins
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
-from faser_backend.serving.openai.triton_client import Tokens
+from faser_backend.serving.openai.server import OpenAIOptions, describe
 from lab.abuse.openai_attacks import BODIES, COMPLETIONS, ask, head_of, send_body
 from lab.bench.servers import free_ports
 from tests.chat_templates import HERMES
@@ -47,30 +47,30 @@ class FakeClient:
 
     async def close(self) -> None: ...
 
-    async def generate(self, wanted: Any) -> AsyncIterator[Tokens]:
+    async def generate(self, wanted: Any) -> AsyncIterator[tuple[RequestOutput, list[bool]]]:
         for token_id in (70, 71, 72):
             logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
-            yield Tokens([token_id], [False], [float("-inf")], logits, {})
+            yield RequestOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
             if FakeClient.fails:
                 raise LookupError("nobody foresaw this")
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> DoorOptions:
+def options(tmp_path_factory: pytest.TempPathFactory) -> OpenAIOptions:
     template = tmp_path_factory.mktemp("openai") / "template.jinja"
     template.write_text(HERMES)
-    return DoorOptions(demo_engine_dir(), "127.0.0.1:1", free_ports(1)[0], chat_template_file=template)
+    return OpenAIOptions(demo_engine_dir(), "127.0.0.1:1", free_ports(1)[0], chat_template_file=template)
 
 
 @pytest.fixture(scope="module")
-def app(options: DoorOptions) -> Iterator[Any]:
+def app(options: OpenAIOptions) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "TokenClient", FakeClient)
-        yield app_module.make_app(describe(options), options.triton_url)
+        yield app_module.make_app(describe(options), options.triton_url, Callers())
 
 
 @pytest.fixture(scope="module")
-def door(options: DoorOptions) -> Iterator[tuple[int, int]]:
+def door(options: OpenAIOptions) -> Iterator[tuple[int, int]]:
     """Port and process of an OpenAI server; what it asks of Triton finds nobody."""
     given = ["--engine-dir", options.engine_dir, "--triton", options.triton_url, "--port", options.port]
     given += ["--chat-template", options.chat_template_file, "--allow-origin", "https://chat.example"]

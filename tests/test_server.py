@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from tritonclient import http
 from tritonclient.utils import InferenceServerException
 
-from faser_backend.serving.doors import GRPC_PREFIX, KEY_HEADER
+from faser_backend.serving.access import GRPC_PREFIX, KEY_HEADER
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML

@@ -22,7 +22,7 @@ from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.guides import MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody
-from faser_backend.serving.openai.prompts import chat_prompt, completion_prompts
+from faser_backend.serving.openai.requests import ServedModel, completions, conversation_ids
 from faser_backend.serving.processes import is_running
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.separate_tokenizer import SeparateTokenizer
@@ -263,8 +263,9 @@ def test_a_long_text_that_comes_while_the_server_stops_is_told_so():
 
 def test_the_openai_door_has_the_same_limit():
     tokenizer = NoTokenizer(byte_level_tokenizer())
+    model = ServedModel("m", tokenizer, (), HELLO.limits, 16, 1000)
     with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):
-        completion_prompts(CompletionBody.model_validate({"model": "m", "prompt": ["x", HUGE]}), tokenizer, 1000, 1000)
+        list(completions(CompletionBody.model_validate({"prompt": ["x", HUGE]}), model))
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})
     with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes"):
-        chat_prompt(body, tokenizer, 1000)
+        conversation_ids(body, tokenizer, 1000)

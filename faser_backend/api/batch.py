@@ -154,17 +154,8 @@ def _ask(prompt: Prompt, params: SamplingParams, model: Model, index: int, reque
     text, prompt_ids = _read(prompt, model.tokenizer)
     request = _request(prompt_ids, params, model, request_id)
     request.validate(model.limits)
-    answers = [
-        GrowingAnswer(
-            nth_sequence(request, number),
-            model.tokenizer,
-            index=number,
-            stop_strings=params.stop,
-            includes_stop=params.include_stop_str_in_output,
-            num_top=params.logprobs,
-        )
-        for number in range(params.n)
-    ]
+    numbers = range(params.n)
+    answers = [GrowingAnswer(nth_sequence(request, number), params, model.tokenizer, number) for number in numbers]
     return _Asked(index, text, prompt_ids, answers)
 
 

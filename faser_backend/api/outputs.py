@@ -1,4 +1,4 @@
-"""What the Python API answers: `RequestOutput`, and `GrowingAnswer`, which makes its parts of what steps emit.
+"""The answers of the Python API: `RequestOutput`, and `GrowingAnswer`, which makes its parts of what steps emit.
 
 Names are vLLM's where they mean the same. Knows nothing of the engine's threads.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from faser_backend.api.params import SamplingParams
 from faser_backend.core.errors import Failure
 from faser_backend.core.request import FinishReason, Request, RequestStats
 from faser_backend.core.request import RequestOutput as EngineOutput
-from faser_backend.serving.log_probs import best_log_probs
-from faser_backend.serving.text_stream import TextStream
+from faser_backend.serving.answer_stream import AnswerStream, AnswerToken, TextPiece
 from faser_backend.serving.tokenizer import TextTokenizer
 
-NUM_CONTEXT_TOKENS = 16  # of the prompt, for vocabularies whose first word depends on what stands before it
 _REASONS = {
     FinishReason.END_ID: "stop",
     FinishReason.STOP_WORDS: "stop",
@@ -24,13 +23,6 @@ _REASONS = {
     FinishReason.CANCELLED: "abort",
     FinishReason.ERROR: "error",
 }
-
-
-class TextPiece(NamedTuple):
-    """The text that one token added; is_drafted: the draft guessed the token, and the target accepted it."""
-
-    text: str
-    is_drafted: bool
 
 
 class Logprob(NamedTuple):
@@ -106,36 +98,23 @@ class RequestOutput:
 class GrowingAnswer:
     """One sequence as it grows: `add` takes the engine's outputs, `snapshot` gives the answer so far."""
 
-    def __init__(
-        self,
-        request: Request,
-        tokenizer: TextTokenizer,
-        *,
-        index: int,
-        stop_strings: list[str],
-        includes_stop: bool,
-        num_top: int | None,
-    ) -> None:
-        """num_top: alternatives beside each token's log-probability; None: no log-probabilities."""
+    def __init__(self, request: Request, params: SamplingParams, tokenizer: TextTokenizer, index: int) -> None:
         self.request = request
-        self.is_ended = False
         self._tokenizer = tokenizer
         self._index = index
-        self._num_top = num_top
-        context_ids = request.prompt_ids[-NUM_CONTEXT_TOKENS:].tolist()
-        self._stream = TextStream(
-            tokenizer, context_ids=context_ids, stop_strings=stop_strings, includes_stop=includes_stop
+        self._wants_logprobs = params.logprobs is not None
+        self._stream = AnswerStream(
+            tokenizer,
+            request.prompt_ids,
+            stop_strings=params.stop,
+            includes_stop=params.include_stop_str_in_output,
+            num_top=params.logprobs,
         )
         self._text = ""
-        self._token_ids: list[int] = []
-        self._is_drafted: list[bool] = []
-        self._new_pieces: list[TextPiece] = []
+        self._tokens: list[AnswerToken] = []
         self._logprobs: list[dict[int, Logprob]] = []
-        self._cumulative = 0.0
-        self._num_accepted = 0  # in the steps so far
-        self._reason: FinishReason | None = None
-        self._error: Failure | None = None
-        self._stats: RequestStats | None = None
+        self._new_pieces: list[TextPiece] = []
+        self._last = EngineOutput(request.request_id, [])  # the final one, once it is there
 
     @property
     def is_stopped(self) -> bool:
@@ -143,69 +122,52 @@ class GrowingAnswer:
         return self._stream.is_stopped
 
     @property
+    def is_ended(self) -> bool:
+        return self._last.is_final
+
+    @property
     def has_news(self) -> bool:
         return bool(self._new_pieces)
 
     def add(self, output: EngineOutput) -> None:
         """Takes what one step emitted."""
-        num_accepted = 0 if output.stats is None else output.stats.num_accepted - self._num_accepted
-        for place, token_id in enumerate(output.token_ids):
-            if self.is_stopped:
-                break
-            is_drafted = place < num_accepted  # of what a step emits, what was drafted comes first
-            self._push(TextPiece(self._stream.push([token_id]).text, is_drafted))
-            self._token_ids.append(token_id)
-            self._is_drafted.append(is_drafted)
-            if self._num_top is not None and output.log_probs is not None:
-                self._cumulative += output.log_probs[place]
-                self._logprobs.append(self._logprob(token_id, place, output))
-        self._num_accepted += num_accepted
+        tokens = self._stream.add(output)
+        self._tokens += tokens
+        self._logprobs += map(self._logprobs_of, tokens) if self._wants_logprobs else ()
+        pieces = [TextPiece(token.text, token.is_drafted) for token in tokens]
         if output.is_final:
-            self._push(TextPiece(self._stream.finish(), False))
-            self._reason, self._error, self._stats = output.finish_reason, output.error, output.stats
-            self.is_ended = True
+            pieces.append(TextPiece(self._stream.finish(), False))
+            self._last = output
+        self._new_pieces += [piece for piece in pieces if piece.text]
+        self._text += "".join(piece.text for piece in pieces)
 
     def snapshot(self) -> CompletionOutput:
         """The answer so far. What is new in it is new once."""
         pieces, self._new_pieces = tuple(self._new_pieces), []
-        wants_logprobs = self._num_top is not None
+        last, stop_reason = self._last, self._stream.matched_stop
+        if stop_reason is None and last.finish_reason is FinishReason.STOP_WORDS:
+            stop_reason = self._tokens[-1].token_id
         return CompletionOutput(
             index=self._index,
             text=self._text,
-            token_ids=self._token_ids.copy(),
-            is_drafted=self._is_drafted.copy(),
+            token_ids=[token.token_id for token in self._tokens],
+            is_drafted=[token.is_drafted for token in self._tokens],
             new_pieces=pieces,
             seed=self.request.sampling.seed,
-            logprobs=self._logprobs.copy() if wants_logprobs else None,
-            cumulative_logprob=self._cumulative if wants_logprobs else None,
-            finish_reason=None if self._reason is None else _REASONS[self._reason],
-            stop_reason=self._stop_reason(),
-            error=self._error,
-            stats=self._stats,
+            logprobs=self._logprobs.copy() if self._wants_logprobs else None,
+            cumulative_logprob=sum(token.log_prob or 0.0 for token in self._tokens) if self._wants_logprobs else None,
+            finish_reason=None if last.finish_reason is None else _REASONS[last.finish_reason],
+            stop_reason=stop_reason,
+            error=last.error,
+            stats=last.stats,
         )
 
-    def _push(self, piece: TextPiece) -> None:
-        if piece.text:
-            self._text += piece.text
-            self._new_pieces.append(piece)
-
-    def _stop_reason(self) -> str | int | None:
-        if self._stream.matched_stop is not None:
-            return self._stream.matched_stop
-        return self._token_ids[-1] if self._reason is FinishReason.STOP_WORDS else None
-
-    def _logprob(self, token_id: int, place: int, output: EngineOutput) -> dict[int, Logprob]:
-        """Of the token at `place` of an output: its own first, then the best alternatives."""
-        assert output.log_probs is not None
-        top: list[tuple[int, float]] = []
-        rank = None
-        if self._num_top and output.generation_logits is not None:
-            logits = output.generation_logits[place]
-            top = best_log_probs(logits, self._num_top)
-            rank = 1 + int((logits > logits[token_id]).sum())
-        found = {token_id: Logprob(output.log_probs[place], rank, self._word(token_id))}
-        for better, (other, value) in enumerate(top):
-            found.setdefault(other, Logprob(value, better + 1, self._word(other)))
+    def _logprobs_of(self, token: AnswerToken) -> dict[int, Logprob]:
+        """The token's own first, then the best alternatives."""
+        assert token.log_prob is not None
+        found = {token.token_id: Logprob(token.log_prob, token.rank, self._word(token.token_id))}
+        for rank, (other, value) in enumerate(token.top, 1):
+            found.setdefault(other, Logprob(value, rank, self._word(other)))
         return found
 
     def _word(self, token_id: int) -> str:

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
+from faser_backend.serving.access import GrpcTls, check_host, random_key, restriction_options
 from faser_backend.serving.admin import AdminError, Administration
-from faser_backend.serving.doors import GrpcTls, check_host, random_key, restriction_options
 from faser_backend.serving.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
 from faser_backend.serving.model_configs import known_keys, launch_text
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running

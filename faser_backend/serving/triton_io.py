@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from faser_backend.core.request import NUM_CONTEXT_TOP, FinishReason, RequestOutput, RequestStats
+from faser_backend.serving.answer_stream import AnswerStream, AnswerToken
 from faser_backend.serving.contract import ParsedRequest
-from faser_backend.serving.text_stream import TextStream
 from faser_backend.serving.tokenizer import TextTokenizer
 
 NamedArray = tuple[str, np.ndarray]
@@ -32,23 +32,16 @@ class Reply:
     def __init__(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> None:
         self.parsed = parsed
         self._requested = frozenset(requested)
-        prompt_ids = parsed.request.prompt_ids
-        self._stream = (
-            TextStream(
-                tokenizer,
-                context_ids=prompt_ids[-16:].tolist(),
-                stop_strings=parsed.stop_strings,
-                includes_stop=parsed.includes_stop,
-            )
-            if "text_output" in self._requested or parsed.stop_strings
-            else None
+        self._stream = AnswerStream(
+            tokenizer if "text_output" in self._requested or parsed.stop_strings else None,
+            parsed.request.prompt_ids,
+            stop_strings=parsed.stop_strings,
+            includes_stop=parsed.includes_stop,
         )
         self._tokenizer = tokenizer
-        self._text: list[str] = []
+        self._new: list[AnswerToken] = []
+        self._rest = ""  # of the text, behind the last token
         self._sent_text = ""  # of an accumulating stream
-        self._new_ids: list[int] = []
-        self._new_log_probs: list[float] = []
-        self._draft_mask: list[bool] = []  # by new id: whether it was drafted, and accepted
         self._cum_log_prob = 0.0
         self._context_logits: np.ndarray | None = None  # sent with the first response and again with the last
         self._are_context_logits_new = False
@@ -59,36 +52,27 @@ class Reply:
 
     @property
     def matched_stop(self) -> str | None:
-        return None if self._stream is None else self._stream.matched_stop
+        return self._stream.matched_stop
 
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string has ended the text; later tokens are dropped."""
-        return self._stream is not None and self._stream.is_stopped
+        return self._stream.is_stopped
 
     @property
     def has_news(self) -> bool:
         """Whether a streamed response would say anything."""
         if "output_ids" in self._requested:
-            return bool(self._new_ids)
-        return any(self._text)
+            return bool(self._new)
+        return bool(self._rest) or any(token.text for token in self._new)
 
     def add(self, output: RequestOutput) -> None:
-        token_ids = output.token_ids
-        if token_ids and not self.is_stopped:
-            if self._stream is not None:
-                delta = self._stream.push(token_ids)
-                self._text.append(delta.text)
-                token_ids = token_ids[: delta.num_tokens]
-            self._new_ids.extend(token_ids)
-            if output.stats is not None:  # of what a step emits, what was drafted comes first
-                num_accepted = output.stats.num_accepted - (0 if self.stats is None else self.stats.num_accepted)
-                self._draft_mask += [index < num_accepted for index in range(len(token_ids))]
-            if output.log_probs is not None:
-                self._new_log_probs.extend(output.log_probs[: len(token_ids)])
-                self._cum_log_prob += sum(output.log_probs[: len(token_ids)])
-            if output.generation_logits is not None:
-                self._generation_logits.append(output.generation_logits[: len(token_ids)])
+        tokens = self._stream.add(output)
+        self._new += tokens
+        if output.log_probs is not None:
+            self._cum_log_prob += sum(output.log_probs[: len(tokens)])
+        if output.generation_logits is not None and tokens:
+            self._generation_logits.append(output.generation_logits[: len(tokens)])
         if output.context_logits is not None:
             self._context_logits, self._are_context_logits_new = output.context_logits, True
         if output.context_log_probs is not None:
@@ -97,8 +81,7 @@ class Reply:
             self.stats = output.stats
         if output.is_final:
             self.finish_reason = output.finish_reason
-            if self._stream is not None:
-                self._text.append(self._stream.finish())
+            self._rest = self._stream.finish()
 
     def render(self) -> list[NamedArray]:
         """Tensors of the next response. Streaming: what came since the last one; else everything.
@@ -110,27 +93,26 @@ class Reply:
             arrays += self._render_ids()
         if "text_output" in self._requested:
             arrays.append(("text_output", np.array([self._next_text().encode()], dtype=object)))
-        self._text.clear()
         # Clients of TensorRT-LLM's backends up to v0.13 index these two whatever they have asked for.
         arrays.append(("cum_log_probs", np.array([[self._cum_log_prob]], np.float32)))
         arrays.append(("batch_index", _one(parsed.batch_index)))
         if parsed.request.wants_log_probs:
-            arrays.append(("output_log_probs", np.array([[self._new_log_probs]], np.float32)))
+            arrays.append(("output_log_probs", np.array([[[token.log_prob for token in self._new]]], np.float32)))
         arrays += self._render_logits()
         if parsed.num_sequences > 1:
             arrays.append(("sequence_index", _one(parsed.sequence_index)))
         if parsed.wants_num_input_tokens:
             arrays.append(("num_input_tokens", _one(parsed.request.prompt_ids.size)))
         if parsed.wants_num_output_tokens:
-            arrays.append(("num_output_tokens", _one(len(self._new_ids))))  # of this response: clients sum them
+            arrays.append(("num_output_tokens", _one(len(self._new))))  # of this response: clients sum them
         if parsed.request.wants_stats and self.stats is not None:
             arrays += _render_stats(self.stats)
-            arrays.append(("draft_token_mask", np.array([[self._draft_mask]], np.bool_)))
-        self._new_ids, self._new_log_probs, self._draft_mask = [], [], []
+            arrays.append(("draft_token_mask", np.array([[[token.is_drafted for token in self._new]]], np.bool_)))
+        self._new, self._rest = [], ""
         return [(name, array) for name, array in arrays if name in self._requested]
 
     def _next_text(self) -> str:
-        text = "".join(self._text)
+        text = "".join(token.text for token in self._new) + self._rest
         if self.parsed.accumulates_text:
             self._sent_text += text
             text = self._sent_text
@@ -139,7 +121,7 @@ class Reply:
         return text
 
     def _render_ids(self) -> list[NamedArray]:
-        parsed, ids = self.parsed, self._new_ids
+        parsed, ids = self.parsed, [token.token_id for token in self._new]
         if not (parsed.is_streaming or parsed.excludes_input):
             ids = [*parsed.request.prompt_ids.tolist(), *ids]
         return [("output_ids", np.array([[ids]], np.int32)), ("sequence_length", _one(len(ids)))]

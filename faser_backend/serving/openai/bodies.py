@@ -118,9 +118,6 @@ def check_body(kind: type[AnyBody], content: object) -> AnyBody:
     for name, meaning in REFUSED[kind].items():
         if name in content and content[name] not in NOTHING:
             raise ApiError(f"{name} = {_shown(content[name])}: not supported: {meaning}", param=name)
-    modalities = content.get("modalities")
-    if modalities not in (None, ["text"]):
-        raise ApiError(f"modalities = {_shown(modalities)}: must be ['text']", param="modalities")
     try:
         return kind.model_validate(content)
     except ValidationError as error:

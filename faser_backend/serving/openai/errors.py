@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from faser_backend.core.errors import ErrorCode, Failure
+import logging
+import secrets
+
+from faser_backend.core.errors import ErrorCode, Failure, FaserError
+
+_LOG = logging.getLogger(__name__)
 
 # HTTP's status, OpenAI's `type`, and its `code`.
 ANSWERS: dict[ErrorCode, tuple[int, str, str | None]] = {
@@ -39,3 +44,14 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, object]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The error as a client learns of it: of what nobody foresaw only a number, under which the log has the rest."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, FaserError):
+        return ApiError.of(error.failure)
+    number = secrets.token_hex(8)
+    _LOG.error("request %s failed", number, exc_info=error)
+    return ApiError.of(Failure(ErrorCode.INTERNAL, f"internal error; the server's log has more under {number}"))

@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from faser_backend.core.request import NUM_CONTEXT_TOP
@@ -54,19 +47,20 @@ def _at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class _Body(BaseModel):
+class _Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(_Fields):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # as other servers extend it: usage with every chunk
 
 
-class _Generation(_Body):
-    """What all endpoints share. Beyond OpenAI's own: the fields from top_k on, as other servers name them."""
+class Body(_Fields):
+    """The fields that all endpoints share. Beyond OpenAI's own: those from top_k on, as other servers name them."""
 
     model: str | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST, Field(max_length=1)] | None = None
     temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
@@ -81,13 +75,22 @@ class _Generation(_Body):
     ignore_eos: bool = False
     num_draft_tokens: Count | None = None  # a cap on speculation; 0 opts out
     spec_decode_metrics: Literal["summary", "detailed"] | None = None  # the answer's `metrics`
-    return_token_details: bool = False  # chunks tell which pieces of text were drafted
+    return_token_details: bool = False  # chunks show which pieces of text were drafted
+
+    @property
+    def num_choices(self) -> int:
+        return 1
+
+    @property
+    def num_top(self) -> int | None:
+        """Best tokens wanted beside each; None: no log-probabilities."""
+        return None
 
 
-AnyBody = TypeVar("AnyBody", bound=_Generation)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-class _Choices(_Generation):
+class ChoicesBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Annotated[list[Stop], FIRST, Field(max_length=MAX_STOPS)] | None = None
     logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)] | None = None
@@ -102,84 +105,110 @@ class _Choices(_Generation):
         return self.n or 1
 
 
-class CompletionBody(_Choices):
+class CompletionBody(ChoicesBody):
     prompt: str | Annotated[list[str], FIRST] | Ids | Annotated[list[Ids], FIRST]
     max_tokens: Count | None = None
     logprobs: Annotated[int, Field(ge=0, le=NUM_CONTEXT_TOP)] | None = None
     echo: bool | None = None
     best_of: int | None = None
 
-    @field_validator("prompt")
-    @classmethod
-    def _holds_a_prompt(cls, value: Any) -> Any:
-        if isinstance(value, list) and not value:
-            raise rule_error("prompt", "prompt: must hold at least one prompt")
-        return value
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise rule_error("prompt", "prompt: must hold at least one prompt")
         if self.best_of is not None and self.best_of != self.num_choices:
             limit = f"must equal n = {self.num_choices}: all candidates are returned"
             raise rule_error("best_of", f"best_of = {self.best_of}: {limit}")
         return self
 
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
 
-class TextPart(_Body):
+
+class TextPart(_Fields):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str = ""
 
 
-Parts = Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
+Content = str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
-class CalledFunction(_Body):
+def text_of(content: Content | None) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+class CalledFunction(_Fields):
     name: str
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(_Fields):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(_Body):
+class Message(_Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Parts | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
 
 
 Messages = Annotated[list[Message], FIRST, Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class FunctionTool(_Body):
+class FunctionTool(_Fields):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(_Fields):
     type: Literal["function"]
     function: FunctionTool
 
 
-class NamedFunction(_Body):
+class NamedFunction(_Fields):
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(_Fields):
     type: Literal["function"]
     function: NamedFunction
 
 
-class _Tools(_Generation):
+class AnswerFormat(_Fields):
+    """As /v1/responses writes it; in chats name and schema lie in an object `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name = "answer"
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_flat(cls, value: Any) -> Any:
+        nested = value.get("json_schema") if isinstance(value, dict) else None
+        return {**nested, "type": value.get("type")} if isinstance(nested, dict) else value
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("a schema is required with type json_schema")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        return {"text": None, "json_object": {"type": "object"}, "json_schema": self.json_schema}[self.type]
+
+
+class ConversationBody(Body):
+    """The fields that a chat and /v1/responses share."""
+
+    messages: Messages
     tools: Annotated[list[Tool], FIRST, Field(max_length=MAX_CALLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -198,49 +227,17 @@ class _Tools(_Generation):
         return self
 
 
-class JsonSchema(_Body):
-    name: Name = "answer"
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-    description: str | None = None
-
-
-def _schema_of(kind: str, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {"text": None, "json_object": {"type": "object"}, "json_schema": given}[kind]
-
-
-class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> Self:
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.json_schema is None):
-            name = "response_format.json_schema.schema"
-            raise rule_error(name, f"{name}: is required with type json_schema")
-        return self
-
-    @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        return _schema_of(self.type, self.json_schema.json_schema if self.json_schema else None)
-
-
-class Prediction(_Body):
+class Prediction(_Fields):
     type: Literal["content"]
-    content: str | Parts
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    content: Content
 
 
-class ChatBody(_Choices, _Tools):
-    messages: Messages
+class ChatBody(ChoicesBody, ConversationBody):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
     prediction: Prediction | None = None  # verified as the client's own draft
 
     @model_validator(mode="after")
@@ -249,19 +246,17 @@ class ChatBody(_Choices, _Tools):
             raise rule_error("top_logprobs", f"top_logprobs = {self.top_logprobs}: needs logprobs = true")
         return self
 
-
-class TextFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name = "answer"
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        return _schema_of(self.type, self.json_schema)
+    def answer_format(self) -> AnswerFormat | None:
+        return self.response_format
 
 
-class TextOptions(_Body):
-    format: TextFormat | None = None
+class TextOptions(_Fields):
+    format: AnswerFormat | None = None
 
 
 def _nested(value: object) -> object:
@@ -271,57 +266,62 @@ def _nested(value: object) -> object:
     return {"type": "function", "function": {name: one for name, one in value.items() if name != "type"}}
 
 
-def _messages_of(items: object) -> object:
-    """Items of /v1/responses -> messages of a chat: calls that follow one another are one message's."""
-    if not isinstance(items, list):
-        return items
-    messages: list[object] = []
-    calls: list[object] | None = None
-    for item in items:
-        kind = item.get("type") if isinstance(item, Mapping) else None
-        if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if calls is None:
-                calls = []
-                messages.append({"role": "assistant", "tool_calls": calls})
-            calls.append({"id": item.get("call_id"), "function": function})
-            continue
-        calls = None
-        if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        else:
-            messages.append(item)
-    return messages
+class ResponsesBody(ConversationBody):
+    """Written as a chat: items of the input become messages."""
 
-
-class ResponsesBody(_Tools):
-    input: str | Messages
-    instructions: str | None = None
+    messages: Messages = Field(alias="input")
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    instructions: str | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], _at_most(MAX_METADATA)] | None = None
     store: bool | None = None
 
-    @field_validator("input", mode="before")
+    @field_validator("messages", mode="before")
     @classmethod
-    def _items_are_messages(cls, value: object) -> object:
-        return _messages_of(value)
+    def _items_are_messages(cls, items: object) -> object:
+        """Calls that follow one another are one message's."""
+        if isinstance(items, str):
+            return [{"role": "user", "content": items}]
+        if not isinstance(items, list):
+            return items
+        messages: list[object] = []
+        calls: list[object] | None = None
+        for item in items:
+            kind = item.get("type") if isinstance(item, Mapping) else None
+            if kind == "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                if calls is None:
+                    calls = []
+                    messages.append({"role": "assistant", "tool_calls": calls})
+                calls.append({"id": item.get("call_id"), "function": function})
+                continue
+            calls = None
+            if kind == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            else:
+                messages.append(item)
+        return messages
 
-    @field_validator("tools", mode="before")
+    @field_validator("tools", "tool_choice", mode="before")
     @classmethod
-    def _tools_are_nested(cls, value: object) -> object:
-        return [_nested(one) for one in value] if isinstance(value, list) else value
+    def _functions_are_nested(cls, value: object) -> object:
+        return [_nested(one) for one in value] if isinstance(value, list) else _nested(value)
 
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _choice_is_nested(cls, value: object) -> object:
-        return _nested(value)
+    @model_validator(mode="after")
+    def _begins_with_its_instructions(self) -> Self:
+        if self.instructions:
+            self.messages.insert(0, Message(role="system", content=self.instructions))
+        return self
+
+    @property
+    def answer_format(self) -> AnswerFormat | None:
+        return self.text.format if self.text else None
 
 
 # -- refused where they ask for something --------------------------------------------------------------------------
 NOTHING = (None, False, 0, [], {}, "", "none")
 _REFUSED_EVERYWHERE = {"use_beam_search": "beam search", "lora": "adapters"}
-REFUSED: dict[type[_Body], dict[str, str]] = {
+REFUSED: dict[type[Body], dict[str, str]] = {
     CompletionBody: {"suffix": "text behind the completion", **_REFUSED_EVERYWHERE},
     ChatBody: {
         "functions": "the field's older form; use tools",

@@ -5,217 +5,211 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
-from faser_backend.serving.openai.answer import Answer, Piece, TokenLogProb, speculation_of
-from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
-from faser_backend.serving.openai.tools import CallFinder, ToolForm
+from faser_backend.serving.answer_stream import AnswerToken
+from faser_backend.serving.openai.answer import Answer, Piece, speculation_of
+from faser_backend.serving.openai.fields import Body, ChatBody, CompletionBody
+from faser_backend.serving.openai.tools import CallFinder, FunctionCall, ToolForm
+from faser_backend.serving.tokenizer import TextTokenizer
 
 Event = tuple[str | None, dict[str, Any]]  # name of a server-sent event, if it has one, and its data
 
 
-class Reply(Protocol):
-    """A request's answers as the API's objects. Streams call begin, chunk and end; others add and whole."""
+class ApiReply:
+    """A request's answers as the API's objects. Every piece goes through `chunk`, whose events a stream sends; who does
+    not stream takes `whole` in the end."""
 
-    answers: list[Answer]
+    has_done = True  # whether a stream ends with the line [DONE]
 
-    def begin(self) -> list[Event]: ...
-    def chunk(self, index: int, piece: Piece) -> list[Event]: ...
-    def end(self) -> list[Event]: ...
-    def add(self, index: int, piece: Piece) -> None: ...
-    def whole(self) -> dict[str, Any]: ...
-
-
-class _Choices:
-    """What both kinds share."""
-
-    kind = ""
-    chunk_kind = ""
-    id_prefix = ""
-
-    def __init__(self, body: CompletionBody | ChatBody, model: str, answers: list[Answer], kv_block_size: int) -> None:
+    def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
         self.body = body
         self.answers = answers
-        self._kv_block_size = kv_block_size
-        self._frame = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
-            "created": int(time.time()),
-            "model": model,
-        }
 
     def begin(self) -> list[Event]:
         return []
 
-    def end(self) -> list[Event]:
-        options = self.body.stream_options
-        extra: dict[str, Any] = {}
-        if options is not None and options.include_usage:
-            extra["usage"] = self._usage()
-        if self.body.spec_decode_metrics is not None:
-            extra["metrics"] = self._metrics()
-        return [(None, self._chunk_of([]) | extra)] if extra else []
-
-    def _chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        options, chunk = self.body.stream_options, self._frame | {"object": self.chunk_kind, "choices": choices}
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = self._usage()
-        return chunk
-
-    def _whole_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        whole = self._frame | {"object": self.kind, "choices": choices, "usage": self._usage()}
-        return whole | ({"metrics": self._metrics()} if self.body.spec_decode_metrics is not None else {})
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_of(self.answers, self.body.num_choices, self._kv_block_size)
-
-    def _metrics(self) -> dict[str, Any]:
-        return metrics_of(self.body, self.answers)
-
-
-class CompletionReply(_Choices):
-    kind = chunk_kind = "text_completion"
-    id_prefix = "cmpl"
-
-    def __init__(self, body: CompletionBody, model: str, answers: list[Answer], kv_block_size: int) -> None:
-        super().__init__(body, model, answers, kv_block_size)
-        self._texts = ["" for _ in answers]
-        self._log_probs: list[list[TokenLogProb]] = [[] for _ in answers]
-
     def chunk(self, index: int, piece: Piece) -> list[Event]:
-        if not (piece.text or piece.finish_reason or piece.log_probs):
-            return []
-        log_probs = self._log_probs_of(piece.log_probs) if piece.log_probs else None
-        choice = _completion(index, piece.text, log_probs, piece.finish_reason)
-        return [(None, self._chunk_of([_with_details(choice, self.body, piece)]))]
+        raise NotImplementedError
 
-    def add(self, index: int, piece: Piece) -> None:
-        self._texts[index] += piece.text
-        self._log_probs[index] += piece.log_probs
+    def end(self) -> list[Event]:
+        raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        choices = []
-        for index, answer in enumerate(self.answers):
-            wanted = self.body.logprobs is not None
-            log_probs = self._log_probs_of(self._log_probs[index]) if wanted else None
-            choices.append(_completion(index, self._texts[index], log_probs, answer.finish_reason, answer.stop_reason))
-        return self._whole_of(choices)
+        raise NotImplementedError
 
-    def _log_probs_of(self, log_probs: list[TokenLogProb]) -> dict[str, Any]:
+    @property
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, however many answers it has; cached tokens are whole blocks of the KV cache."""
+        firsts = self.answers[:: self.body.num_choices]
+        prompt = sum(answer.num_prompt_tokens for answer in firsts)
+        block_size = self.answers[0].model.kv_block_size
+        cached = (min(answer.stats.num_reused_blocks * block_size, answer.num_prompt_tokens) for answer in firsts)
+        completion = sum(answer.num_tokens for answer in self.answers)
         return {
-            "tokens": [one.text for one in log_probs],
-            "token_logprobs": [one.log_prob for one in log_probs],
-            "top_logprobs": [None if one.log_prob is None else _top_of(one) for one in log_probs],
-            "text_offset": [one.offset for one in log_probs],
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
+        }
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Of the request's drafts, under the name that the API's objects have for them; nothing unless asked for."""
+        wanted = self.body.spec_decode_metrics
+        if wanted is None:
+            return {}
+        return {"metrics": {"speculative_decoding": speculation_of(self.answers, is_detailed=wanted == "detailed")}}
+
+
+class ChoicesReply(ApiReply):
+    """Parts that completions and chats share: a list of choices, each a text with its log-probabilities."""
+
+    kinds = ("", "")  # whole, and of a chunk
+    id_prefix = ""
+
+    def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
+        super().__init__(body, answers)
+        self._frame = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": answers[0].model.name,
+        }
+        self._texts = ["" for _ in answers]
+        self._tokens: list[list[AnswerToken]] = [[] for _ in answers]
+
+    def end(self) -> list[Event]:
+        options = self.body.stream_options
+        extra = {"usage": self.usage} if options is not None and options.include_usage else {}
+        extra |= self.metrics
+        return [(None, self._chunk_of([]) | extra)] if extra else []
+
+    def whole(self) -> dict[str, Any]:
+        choices = list(map(self._choice, range(len(self.answers))))
+        return self._frame | {"object": self.kinds[0], "choices": choices, "usage": self.usage} | self.metrics
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        options, chunk = self.body.stream_options, self._frame | {"object": self.kinds[1], "choices": choices}
+        return chunk | ({"usage": self.usage} if options is not None and options.continuous_usage_stats else {})
+
+    def _event(self, choice: dict[str, Any], piece: Piece) -> list[Event]:
+        if self.body.return_token_details:
+            choice["token_details"] = [part._asdict() for part in piece.parts]
+        return [(None, self._chunk_of([choice]))]
+
+
+class CompletionReply(ChoicesReply):
+    kinds = ("text_completion", "text_completion")
+    id_prefix = "cmpl"
+    body: CompletionBody
+
+    def chunk(self, index: int, piece: Piece) -> list[Event]:
+        tokens = piece.tokens if self.body.logprobs is not None else []
+        log_probs = self._log_probs(tokens, len(self._texts[index])) if tokens else None
+        self._texts[index] += piece.text
+        self._tokens[index] += tokens
+        if not (piece.text or piece.finish_reason or tokens):
+            return []
+        choice = {"index": index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
+        return self._event(choice, piece)
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        answer, wants_log_probs = self.answers[index], self.body.logprobs is not None
+        choice = {
+            "index": index,
+            "text": self._texts[index],
+            "logprobs": self._log_probs(self._tokens[index], 0) if wants_log_probs else None,
+            "finish_reason": answer.finish_reason,
+        }
+        return choice | ({"stop_reason": answer.stop_reason} if answer.stop_reason is not None else {})
+
+    def _log_probs(self, tokens: list[AnswerToken], offset: int) -> dict[str, Any]:
+        """offset: characters of the choice's text before the tokens'."""
+        tokenizer = self.answers[0].model.tokenizer
+        tops = [{named(tokenizer, one)[0]: value for one, value in token.top} for token in tokens]
+        return {
+            "tokens": [named(tokenizer, token.token_id)[0] for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": [None if token.log_prob is None else top for token, top in zip(tokens, tops, strict=True)],
+            "text_offset": list(accumulate((len(token.text) for token in tokens), initial=offset))[:-1],
         }
 
 
-def _top_of(one: TokenLogProb) -> dict[str, float]:
-    return {text: value for text, _, value in one.top}
-
-
-class ChatReply(_Choices):
-    """form: how this model writes calls, where the request offers tools."""
-
-    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+class ChatReply(ChoicesReply):
+    kinds = ("chat.completion", "chat.completion.chunk")
+    id_prefix = "chatcmpl"
     body: ChatBody
 
-    def __init__(
-        self, body: ChatBody, model: str, answers: list[Answer], kv_block_size: int, form: ToolForm | None = None
-    ) -> None:
-        super().__init__(body, model, answers, kv_block_size)
+    def __init__(self, body: ChatBody, answers: Sequence[Answer], form: type[ToolForm] | None) -> None:
+        """form: how this model writes calls, where the request offers tools."""
+        super().__init__(body, answers)
         self._finders = [CallFinder(form, is_single=body.parallel_tool_calls is False) for _ in answers]
-        self._texts = ["" for _ in answers]
-        self._log_probs: list[list[TokenLogProb]] = [[] for _ in answers]
 
     def begin(self) -> list[Event]:
-        begun = {"role": "assistant", "content": ""}
-        return [(None, self._chunk_of([_delta(index, begun)])) for index in range(len(self.answers))]
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [(None, self._chunk_of([{"index": index, **begun}])) for index in range(len(self.answers))]
 
     def chunk(self, index: int, piece: Piece) -> list[Event]:
         text, calls = self._finders[index].read(piece.text, is_last=piece.finish_reason is not None)
+        tokens = piece.tokens if self.body.logprobs else []
+        self._texts[index] += text
+        self._tokens[index] += tokens
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             first = len(self._finders[index].calls) - len(calls)
             delta["tool_calls"] = [{"index": first + place, **call.as_dict()} for place, call in enumerate(calls)]
-        choice = _delta(index, delta, self._finish_reason(index, piece.finish_reason))
-        if piece.log_probs:
-            choice["logprobs"] = {"content": list(map(_chat_log_prob, piece.log_probs))}
-        if not (delta or piece.finish_reason or piece.log_probs):
+        if not (delta or piece.finish_reason or tokens):
             return []
-        return [(None, self._chunk_of([_with_details(choice, self.body, piece)]))]
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._log_probs(tokens) if tokens else None,
+            "finish_reason": self._finish_reason(index, piece.finish_reason),
+        }
+        return self._event(choice, piece)
 
-    def add(self, index: int, piece: Piece) -> None:
-        self._texts[index] += self._finders[index].read(piece.text, is_last=piece.finish_reason is not None)[0]
-        self._log_probs[index] += piece.log_probs
-
-    def whole(self) -> dict[str, Any]:
-        choices = []
-        for index, answer in enumerate(self.answers):
-            calls = self._finders[index].calls
-            message: dict[str, Any] = {"role": "assistant", "content": self._texts[index] or (None if calls else "")}
-            message |= {"refusal": None}
-            if calls:
-                message["tool_calls"] = [call.as_dict() for call in calls]
-            log_probs = {"content": list(map(_chat_log_prob, self._log_probs[index]))} if self.body.logprobs else None
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": log_probs,
-                    "finish_reason": self._finish_reason(index, answer.finish_reason),
-                    "stop_reason": answer.stop_reason,
-                }
-            )
-        return self._whole_of(choices)
+    def _choice(self, index: int) -> dict[str, Any]:
+        calls: list[FunctionCall] = self._finders[index].calls
+        content = self._texts[index] or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_dict() for call in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._log_probs(self._tokens[index]) if self.body.logprobs else None,
+            "finish_reason": self._finish_reason(index, self.answers[index].finish_reason),
+            "stop_reason": self.answers[index].stop_reason,
+        }
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._finders[index].calls else reason
 
+    def _log_probs(self, tokens: list[AnswerToken]) -> dict[str, Any]:
+        return {
+            "content": [
+                self._log_prob(token.token_id, token.log_prob)
+                | {"top_logprobs": [self._log_prob(*one) for one in token.top]}
+                for token in tokens
+            ]
+        }
 
-def usage_of(answers: Sequence[Answer], num_choices: int, kv_block_size: int) -> dict[str, Any]:
-    """A prompt counts once, however many answers it has; cached tokens are whole blocks of the KV cache."""
-    firsts = answers[::num_choices]
-    prompt = sum(len(answer.wanted.prompt_ids) for answer in firsts)
-    cached = sum(
-        min(answer.counters.get("num_reused_blocks", 0) * kv_block_size, len(answer.wanted.prompt_ids))
-        for answer in firsts
-    )
-    completion = sum(answer.num_tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    def _log_prob(self, token_id: int, value: float | None) -> dict[str, Any]:
+        text, token_bytes = named(self.answers[0].model.tokenizer, token_id)
+        return {"token": text, "logprob": value, "bytes": list(token_bytes)}
 
 
-def metrics_of(body: CompletionBody | ChatBody | ResponsesBody, answers: Sequence[Answer]) -> dict[str, Any]:
-    is_detailed = body.spec_decode_metrics == "detailed"
-    return {"speculative_decoding": speculation_of(answers, is_detailed=is_detailed)}
-
-
-def _completion(
-    index: int, text: str, log_probs: dict[str, Any] | None, reason: str | None, stop_reason: str | None = None
-) -> dict[str, Any]:
-    choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}
-    return choice | ({"stop_reason": stop_reason} if stop_reason is not None else {})
-
-
-def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _with_details(choice: dict[str, Any], body: CompletionBody | ChatBody, piece: Piece) -> dict[str, Any]:
-    if body.return_token_details:
-        choice["token_details"] = [{"text": text, "is_drafted": is_drafted} for text, is_drafted in piece.details]
-    return choice
-
-
-def _chat_log_prob(one: TokenLogProb) -> dict[str, Any]:
-    return _one_log_prob(one.text, one.token_bytes, one.log_prob) | {
-        "top_logprobs": [_one_log_prob(*alternative) for alternative in one.top]
-    }
-
-
-def _one_log_prob(text: str, token_bytes: bytes | None, value: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": None if token_bytes is None else list(token_bytes)}
+def named(tokenizer: TextTokenizer, token_id: int) -> tuple[str, bytes]:
+    """A token's text and bytes. One that is part of a character is called by its bytes: every token has a name."""
+    table = tokenizer.token_bytes
+    if table is None or not table[token_id]:  # without a table, or special
+        text = tokenizer.decode([token_id], skips_special_tokens=False)
+        return text, text.encode()
+    try:
+        return table[token_id].decode(), table[token_id]
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in table[token_id]), table[token_id]

@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from faser_backend.serving.openai.answer import Answer, Piece
 from faser_backend.serving.openai.fields import NamedTool, ResponsesBody, Tool
-from faser_backend.serving.openai.replies import Event, metrics_of, usage_of
-from faser_backend.serving.openai.tools import Call, CallFinder, ToolForm
+from faser_backend.serving.openai.replies import ApiReply, Event
+from faser_backend.serving.openai.tools import CallFinder, FunctionCall, ToolForm
 
 
-class ResponsesReply:
-    """replies.Reply, of one answer. Text and calls become items in the order in which they come."""
+class ResponsesReply(ApiReply):
+    """One answer, whose text and calls become items in the order in which they come."""
 
-    def __init__(
-        self, body: ResponsesBody, model: str, answer: Answer, kv_block_size: int, form: ToolForm | None = None
-    ) -> None:
-        self.answers = [answer]
-        self._body, self._model, self._answer = body, model, answer
-        self._kv_block_size = kv_block_size
+    has_done = False
+    body: ResponsesBody
+
+    def __init__(self, body: ResponsesBody, answers: Sequence[Answer], form: type[ToolForm] | None) -> None:
+        super().__init__(body, answers)
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._finder = CallFinder(form, is_single=body.parallel_tool_calls is False)
@@ -53,9 +53,6 @@ class ResponsesReply:
     def end(self) -> list[Event]:
         return [self._event(f"response.{self._status()}", response=self.whole())]
 
-    def add(self, index: int, piece: Piece) -> None:
-        self.chunk(index, piece)
-
     def _open_message(self) -> list[Event]:
         self._is_open = True
         message = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
@@ -76,7 +73,7 @@ class ResponsesReply:
             self._item_event("response.output_item.done", self._items[-1]),
         ]
 
-    def _add_call(self, call: Call) -> list[Event]:
+    def _add_call(self, call: FunctionCall) -> list[Event]:
         item = {"id": _new_id("fc"), "type": "function_call", "call_id": call.call_id, "name": call.name}
         self._items.append(item | {"arguments": call.arguments, "status": "completed"})
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
@@ -90,7 +87,7 @@ class ResponsesReply:
 
     def whole(self) -> dict[str, Any]:
         response = self._response(self._status(), self._items)
-        usage = usage_of(self.answers, 1, self._kv_block_size)
+        usage = self.usage
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
@@ -98,17 +95,15 @@ class ResponsesReply:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-        if self._body.spec_decode_metrics is not None:
-            response["metrics"] = metrics_of(self._body, self.answers)
-        return response
+        return response | self.metrics
 
     def _status(self) -> str:
-        return "incomplete" if self._answer.finish_reason == "length" else "completed"
+        return "incomplete" if self.answers[0].finish_reason == "length" else "completed"
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        body = self._body
+        body = self.body
         choice = body.tool_choice or ("auto" if body.tools else "none")
-        text_format = body.text.format.model_dump(by_alias=True) if body.text and body.text.format else {"type": "text"}
+        text_format = body.answer_format.model_dump(by_alias=True) if body.answer_format else {"type": "text"}
         return {
             "id": self._id,
             "object": "response",
@@ -119,7 +114,7 @@ class ResponsesReply:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self.answers[0].model.name,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
-import secrets
 from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -14,14 +12,11 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.openai.answer import follow_all
-from faser_backend.serving.openai.errors import ApiError
-from faser_backend.serving.openai.replies import Event, Reply
+from faser_backend.serving.openai.errors import as_api_error
+from faser_backend.serving.openai.replies import ApiReply, Event
 from faser_backend.serving.openai.triton_client import TokenClient
 from faser_backend.serving.tracing import context_of
-
-_LOG = logging.getLogger(__name__)
 
 
 class Json(JSONResponse):
@@ -30,29 +25,23 @@ class Json(JSONResponse):
 
 
 class Generated:
-    """An ASGI response that generates while it is sent; it ends in the engine as soon as its client goes away.
+    """An ASGI response that generates while it is sent; it ends in the engine as soon as its client goes away."""
 
-    has_done: whether a stream ends with the line [DONE].
-    """
-
-    def __init__(self, client: TokenClient, reply: Reply, *, is_streamed: bool, has_done: bool = True) -> None:
+    def __init__(self, client: TokenClient, reply: ApiReply) -> None:
         self._client, self._reply = client, reply
-        self._is_streamed, self._has_done = is_streamed, has_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         if trace := context_of(dict(given)):
             self._client = self._client.carrying(trace)
-        await _while_connected(receive, self._answer(scope, receive, send))
+        answer = self._stream if self._reply.body.stream else self._answer
+        await _while_connected(receive, answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_streamed:
-            await self._stream(scope, receive, send)
-            return
         try:
             async with aclosing(follow_all(self._client, self._reply.answers)) as pieces:
                 async for index, piece in pieces:
-                    self._reply.add(index, piece)
+                    self._reply.chunk(index, piece)
             response: Response = Json(self._reply.whole())
         except Exception as error:
             response = error_response(error)
@@ -76,7 +65,7 @@ class Generated:
                 await error_response(shown)(scope, receive, send)
                 return
             await _send_events(send, [(None, shown.body())])
-        done = b"data: [DONE]\n\n" if self._has_done else b""
+        done = b"data: [DONE]\n\n" if reply.has_done else b""
         await send({"type": "http.response.body", "body": done, "more_body": False})
 
 
@@ -127,17 +116,6 @@ def _writable(data: Any) -> Any:
     if isinstance(data, str):
         return data.encode(errors="replace").decode()
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """The error as a client learns of it: of what nobody foresaw only a number, under which the log has the rest."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, FaserError):
-        return ApiError.of(error.failure)
-    number = secrets.token_hex(8)
-    _LOG.error("request %s failed", number, exc_info=error)
-    return ApiError.of(Failure(ErrorCode.INTERNAL, f"internal error; the server's log has more under {number}"))
 
 
 def error_response(failure: Exception) -> Json:

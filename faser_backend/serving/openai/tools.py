@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from faser_backend.serving.guides import JSON_STYLE
 from faser_backend.serving.openai.fields import ChatBody, FunctionTool, NamedTool, ResponsesBody
-from faser_backend.serving.openai.sampling import Guide
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _ANYTHING: dict[str, Any] = {"type": "object"}
@@ -29,7 +28,15 @@ To call a function, answer with its name and its arguments in this form, and not
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Guide:
+    """A grammar for the answer, in the names of `guided_decoding_guide_type`."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
     """A function the model calls; arguments: JSON text."""
 
     name: str
@@ -44,33 +51,127 @@ class Call:
         }
 
 
-class ToolForm(Protocol):
-    """How one kind of model writes its calls."""
+class ToolForm:
+    """How one kind of model writes its calls; an object reads one answer, given its text as it comes."""
 
     arguments_key: str
+    call_rule: str  # an answer that is one call, in Lark
 
-    def required_guide(self, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
-        """The grammar of an answer that is exactly one call of one of the tools, or of this schema."""
-        ...
+    @classmethod
+    def required_guide(cls, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
+        """The grammar of an answer that is exactly one call of one of the tools, or of this schema. Every schema is a
+        document of its own, so that references in it have their root."""
+        rules = [f"start: {cls.call_rule}" + (" | answer" if schema is not None else "")]
+        rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
+        for index, tool in enumerate(tools):
+            begin = json.dumps(f'{{"name": "{tool.name}", "{cls.arguments_key}": ')
+            rules.append(f'call{index}: {begin} arguments{index} "}}"')
+            rules.append(_json_rule(f"arguments{index}", _closed(tool.parameters)))
+        rules += [_json_rule("answer", schema)] if schema is not None else []
+        return Guide("ebnf_grammar", "\n".join(rules))
 
-    def offered_guide(self, tools: list[FunctionTool]) -> Guide | None:
+    @classmethod
+    def offered_guide(cls, tools: list[FunctionTool]) -> Guide | None:
         """The grammar of free text in which every call is well-formed; None where the form has no mark for calls."""
-        ...
+        return None
 
-    def reader(self) -> ToolReader: ...
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        """Returns what is text of the answer, and the calls that are complete."""
+        raise NotImplementedError
 
-
-class ToolReader(Protocol):
-    """Takes an answer's text as it comes; gives what is text of the answer, and the calls that are complete."""
-
-    def push(self, text: str) -> tuple[str, list[Call]]: ...
-    def finish(self) -> tuple[str, list[Call]]:
-        """What was held back: a call that is complete now, or text that turned out to be none."""
-        ...
+    def finish(self) -> tuple[str, list[FunctionCall]]:
+        """Returns what was held back: a call that is complete now, or text that turned out to be none."""
+        raise NotImplementedError
 
 
-def form_of(template: str | None) -> ToolForm:
-    return BareForm() if shows_tools(template) and OPEN not in (template or "") else TaggedForm()
+class TaggedForm(ToolForm):
+    """<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>, as often as the model likes, amid text."""
+
+    arguments_key = "arguments"
+    call_rule = f'"{OPEN}\\n" call "\\n{CLOSE}"'
+
+    def __init__(self) -> None:
+        self._held = ""  # whatever may become a tag
+        self._is_inside = False
+
+    @classmethod
+    def offered_guide(cls, tools: list[FunctionTool]) -> Guide:
+        structures = [
+            {
+                "begin": f'{OPEN}\n{{"name": {json.dumps(tool.name)}, "{cls.arguments_key}": ',
+                "schema": _closed(tool.parameters),
+                "end": f"}}\n{CLOSE}",
+            }
+            for tool in tools
+        ]
+        return Guide("structural_tag", json.dumps({"structures": structures, "triggers": [OPEN]}))
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        self._held += text
+        shown: list[str] = []
+        calls: list[FunctionCall] = []
+        while True:
+            before, tag, behind = self._held.partition(CLOSE if self._is_inside else OPEN)
+            if not tag:
+                break
+            if not self._is_inside:
+                shown.append(before)
+            elif (call := self._read_call(before)) is not None:
+                calls.append(call)
+            else:  # no call between the tags: the client sees what the model wrote
+                shown.append(OPEN + before + CLOSE)
+            self._held, self._is_inside = behind, not self._is_inside
+        if not self._is_inside:
+            num_ready = len(self._held) - _num_may_begin(self._held, OPEN)
+            shown.append(self._held[:num_ready])
+            self._held = self._held[num_ready:]
+        return "".join(shown), calls
+
+    def finish(self) -> tuple[str, list[FunctionCall]]:
+        call = self._read_call(self._held) if self._is_inside else None
+        return ("", [call]) if call is not None else ((OPEN if self._is_inside else "") + self._held, [])
+
+    def _read_call(self, text: str) -> FunctionCall | None:
+        try:
+            return _call_of(json.loads(text), self.arguments_key)
+        except (ValueError, RecursionError):
+            return None
+
+
+class BareForm(ToolForm):
+    """{"name": ..., "parameters": {...}} and nothing else, perhaps behind <|python_tag|>.
+
+    An answer that begins as a call is held back to its end; any other is text at once.
+    """
+
+    arguments_key = "parameters"
+    call_rule = "call"
+    MARKS = ("<|python_tag|>", "{")
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_text = False
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        if self._is_text:
+            return text, []
+        self._held += text
+        start = self._held.lstrip()
+        if not start or any(start.startswith(mark) or mark.startswith(start) for mark in self.MARKS):
+            return "", []
+        self._is_text = True
+        shown, self._held = self._held, ""
+        return shown, []
+
+    def finish(self) -> tuple[str, list[FunctionCall]]:
+        values = _json_values(self._held.strip().removeprefix(self.MARKS[0]))
+        calls = [_call_of(value, self.arguments_key) for value in values]
+        found = [call for call in calls if call is not None]
+        return ("", found) if found and len(found) == len(calls) else (self._held, [])
+
+
+def form_of(template: str | None) -> type[ToolForm]:
+    return BareForm if shows_tools(template) and OPEN not in (template or "") else TaggedForm
 
 
 def shows_tools(template: str | None) -> bool:
@@ -107,8 +208,9 @@ def written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | No
     return written
 
 
-def answer_guide(body: ChatBody | ResponsesBody, form: ToolForm | None, schema: dict[str, Any] | None) -> Guide | None:
-    """The grammar that tool_choice and the format of the answer ask for. schema: of an answer that is no call."""
+def answer_guide(body: ChatBody | ResponsesBody, form: type[ToolForm] | None) -> Guide | None:
+    """The grammar that tool_choice and the format of the answer ask for. form: None where no tools are offered."""
+    schema = body.answer_format.schema_of_answer if body.answer_format else None
     if form is None:
         return None if schema is None else Guide("json_schema", json.dumps(schema))
     tools = [tool.function for tool in body.offered_tools]
@@ -122,137 +224,23 @@ def answer_guide(body: ChatBody | ResponsesBody, form: ToolForm | None, schema: 
 class CallFinder:
     """Splits one answer's text, as it comes, into text and calls. form: None where no tools are offered."""
 
-    def __init__(self, form: ToolForm | None, *, is_single: bool) -> None:
-        self.calls: list[Call] = []
-        self._reader = form.reader() if form is not None else None
+    def __init__(self, form: type[ToolForm] | None, *, is_single: bool) -> None:
+        self.calls: list[FunctionCall] = []
+        self._form = form() if form is not None else None
         self._is_single = is_single
 
-    def read(self, text: str, *, is_last: bool) -> tuple[str, list[Call]]:
+    def read(self, text: str, *, is_last: bool) -> tuple[str, list[FunctionCall]]:
         """What is new. Behind a call, space is no text; if is_single, neither are further calls calls."""
-        if self._reader is None:
+        if self._form is None:
             return text, []
-        text, calls = self._reader.push(text)
+        text, calls = self._form.push(text)
         if is_last:
-            rest, last = self._reader.finish()
+            rest, last = self._form.finish()
             text, calls = text + rest, calls + last
         if self._is_single:
             calls = calls[: 1 - len(self.calls)]
         self.calls += calls
         return ("" if self.calls and not text.strip() else text), calls
-
-
-class TaggedForm:
-    """<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>, as often as the model likes, amid text."""
-
-    arguments_key = "arguments"
-
-    def required_guide(self, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
-        return _call_guide(f'"{OPEN}\\n" call "\\n{CLOSE}"', tools, self.arguments_key, schema)
-
-    def offered_guide(self, tools: list[FunctionTool]) -> Guide:
-        structures = [
-            {
-                "begin": f'{OPEN}\n{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ',
-                "schema": _closed(tool.parameters),
-                "end": f"}}\n{CLOSE}",
-            }
-            for tool in tools
-        ]
-        return Guide("structural_tag", json.dumps({"structures": structures, "triggers": [OPEN]}))
-
-    def reader(self) -> ToolReader:
-        return TaggedReader()
-
-
-class TaggedReader:
-    """Holds back whatever may become a tag."""
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_inside = False
-
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        self._held += text
-        shown: list[str] = []
-        calls: list[Call] = []
-        while True:
-            before, tag, behind = self._held.partition(CLOSE if self._is_inside else OPEN)
-            if not tag:
-                break
-            if not self._is_inside:
-                shown.append(before)
-            elif (call := _read_call(before, TaggedForm.arguments_key)) is not None:
-                calls.append(call)
-            else:  # no call between the tags: the client sees what the model wrote
-                shown.append(OPEN + before + CLOSE)
-            self._held, self._is_inside = behind, not self._is_inside
-        if not self._is_inside:
-            num_ready = len(self._held) - _num_may_begin(self._held, OPEN)
-            shown.append(self._held[:num_ready])
-            self._held = self._held[num_ready:]
-        return "".join(shown), calls
-
-    def finish(self) -> tuple[str, list[Call]]:
-        held, self._held = (OPEN if self._is_inside else "") + self._held, ""
-        call = _read_call(held.removeprefix(OPEN), TaggedForm.arguments_key) if self._is_inside else None
-        return ("", [call]) if call is not None else (held, [])
-
-
-class BareForm:
-    """{"name": ..., "parameters": {...}} and nothing else, perhaps behind <|python_tag|>."""
-
-    arguments_key = "parameters"
-
-    def required_guide(self, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
-        return _call_guide("call", tools, self.arguments_key, schema)
-
-    def offered_guide(self, tools: list[FunctionTool]) -> None:
-        return None
-
-    def reader(self) -> ToolReader:
-        return BareReader()
-
-
-class BareReader:
-    """An answer that begins as a call is held back to its end; any other is text at once."""
-
-    MARKS = ("<|python_tag|>", "{")
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_text = False
-
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        if self._is_text:
-            return text, []
-        self._held += text
-        start = self._held.lstrip()
-        if not start or any(start.startswith(mark) or mark.startswith(start) for mark in self.MARKS):
-            return "", []
-        self._is_text = True
-        shown, self._held = self._held, ""
-        return shown, []
-
-    def finish(self) -> tuple[str, list[Call]]:
-        held, self._held = self._held, ""
-        parts = _json_values(held.strip().removeprefix(self.MARKS[0]))
-        calls = [_call_of(part, BareForm.arguments_key) for part in parts]
-        found = [call for call in calls if call is not None]
-        return ("", found) if found and len(found) == len(calls) else (held, [])
-
-
-def _call_guide(start: str, tools: list[FunctionTool], key: str, schema: dict[str, Any] | None) -> Guide:
-    """start: what an answer with a call is, in Lark. Every schema is a document of its own, so that references in it
-    have their root."""
-    rules = [f"start: {start}" + (" | answer" if schema is not None else "")]
-    rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
-    for index, tool in enumerate(tools):
-        begin = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
-        rules += [
-            f'call{index}: {begin} arguments{index} "}}"',
-            _json_rule(f"arguments{index}", _closed(tool.parameters)),
-        ]
-    return Guide("ebnf_grammar", "\n".join(rules + ([_json_rule("answer", schema)] if schema is not None else [])))
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -268,18 +256,12 @@ def _json_rule(name: str, schema: dict[str, Any]) -> str:
     return f"{name}: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
 
 
-def _read_call(text: str, key: str) -> Call | None:
-    try:
-        return _call_of(json.loads(text), key)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call_of(value: object, key: str) -> Call | None:
+def _call_of(value: object, key: str) -> FunctionCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(key, value.get("arguments", {}))
-    return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return FunctionCall(value["name"], text)
 
 
 def _json_values(text: str) -> list[object]:

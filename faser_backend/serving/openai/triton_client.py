@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -16,8 +15,9 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from faser_backend.core.errors import ErrorCode, Failure
+from faser_backend.core.request import RequestOutput, RequestStats, SamplingParams
 from faser_backend.serving.openai.errors import ApiError
-from faser_backend.serving.openai.sampling import Generation, dense_bias
+from faser_backend.serving.openai.requests import Generation
 from faser_backend.serving.tensors import JSON_ERRORS
 
 MODEL = "tensorrt_llm"
@@ -29,38 +29,23 @@ _CODES = {
     grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,  # by Triton, which ends
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.UNAVAILABLE,
 }
-_DTYPES: dict[str, type] = {
-    "runtime_top_k": np.int32,
-    "min_tokens": np.int32,
-    "num_draft_tokens": np.int32,
-    "seed": np.uint64,
+DEFAULTS = SamplingParams()
+# Tensors of fields of SamplingParams, sent where they differ from their defaults.
+_SAMPLING: dict[str, tuple[str, type]] = {
+    "runtime_top_k": ("top_k", np.int32),
+    "min_p": ("min_p", np.float32),
+    "repetition_penalty": ("repetition_penalty", np.float32),
+    "presence_penalty": ("presence_penalty", np.float32),
+    "frequency_penalty": ("frequency_penalty", np.float32),
+    "min_tokens": ("min_tokens", np.int32),
+    "seed": ("seed", np.uint64),
 }
-_COUNTERS = {
+_STATS = {
     "total_draft_tokens": "num_drafted",
     "total_accepted_draft_tokens": "num_accepted",
     "total_verification_steps": "num_steps",
     "kv_cache_reused_blocks": "num_reused_blocks",
-    "arrival_time_ns": "arrival_ns",
-    "first_scheduled_time_ns": "scheduled_ns",
-    "first_token_time_ns": "first_token_ns",
-    "last_token_time_ns": "last_token_ns",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What one response brought. is_drafted [n]: which tokens were drafted and accepted; log_probs [n] and logits
-    [n, V], as the target gave them, where they were asked for; counters: of the whole sequence so far.
-    prompt_log_probs [num_prompt_tokens - 1, 6], prompt_top_ids [.., 5]: of every token of the prompt but the first, and
-    of the best in its place, once, where they were asked for."""
-
-    ids: list[int]
-    is_drafted: list[bool]
-    log_probs: list[float] | None
-    logits: np.ndarray | None
-    counters: dict[str, int]
-    prompt_log_probs: np.ndarray | None = None
-    prompt_top_ids: np.ndarray | None = None
 
 
 class TokenClient:
@@ -84,8 +69,9 @@ class TokenClient:
         except InferenceServerException:
             return False
 
-    async def generate(self, wanted: Generation) -> AsyncGenerator[Tokens, None]:
-        """Yields what comes, until the sequence ends. Closing the iterator cancels the request in the engine.
+    async def generate(self, wanted: Generation) -> AsyncGenerator[tuple[RequestOutput, list[bool]], None]:
+        """Yields outputs, each with which of its tokens were drafted and accepted, until the sequence ends. Closing the
+        iterator cancels the request in the engine.
 
         The client's trace headers go along. Raises ApiError.
         """
@@ -95,7 +81,7 @@ class TokenClient:
             async for result, error in call:
                 if error is not None:
                     raise ApiError.of(_failure_of(error.message()))
-                yield _tokens_of(result)
+                yield _output_of(result)
             is_ended = True
         except grpc.aio.AioRpcError as error:
             code = _CODES.get(error.code(), ErrorCode.INTERNAL)
@@ -108,11 +94,14 @@ class TokenClient:
         await self._client.close()
 
     def _request(self, wanted: Generation) -> dict[str, Any]:
-        outputs = ["output_ids", "draft_token_mask", *_COUNTERS]
-        outputs += ["output_log_probs"] if wanted.num_top is not None else []
-        outputs += ["generation_logits"] if wanted.num_top else []
-        if wanted.num_top is not None and wanted.echoes:
-            outputs += ["context_log_probs", "context_top_ids"]
+        request = wanted.request
+        asked = {
+            "output_log_probs": request.wants_log_probs,
+            "generation_logits": request.wants_generation_logits,
+            "context_log_probs": request.wants_context_log_probs,
+            "context_top_ids": request.wants_context_log_probs,
+        }
+        outputs = ["output_ids", "draft_token_mask", *_STATS, *(name for name, is_asked in asked.items() if is_asked)]
         return {
             "model_name": MODEL,
             "inputs": [_tensor(name, array) for name, array in _arrays(wanted, self._vocab_size).items()],
@@ -128,28 +117,35 @@ async def _only(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 
 def _arrays(wanted: Generation, vocab_size: int) -> dict[str, np.ndarray]:
     """The request's tensors, each [1, n]."""
-    arrays = {
-        "input_ids": np.array([wanted.prompt_ids], np.int32),
-        "input_lengths": np.array([[len(wanted.prompt_ids)]], np.int32),
-        "request_output_len": np.array([[max(1, wanted.max_tokens)]], np.int32),
-        "streaming": np.array([[True]]),
-        "exclude_input_in_output": np.array([[True]]),
-        "return_perf_metrics": np.array([[True]]),
-        "seed": np.array([[wanted.seed]], np.uint64),
+    request, sampling = wanted.request, wanted.request.sampling
+    ids = request.prompt_ids.astype(np.int32)[None]
+    arrays: dict[str, np.ndarray] = {"input_ids": ids, "input_lengths": np.array([[ids.size]], np.int32)}
+    arrays["request_output_len"] = np.array([[request.max_tokens]], np.int32)
+    flags = {
+        "streaming": True,
+        "exclude_input_in_output": True,
+        "return_perf_metrics": True,
+        "return_log_probs": request.wants_log_probs,
+        "return_context_log_probs": request.wants_context_log_probs,
+        "return_generation_logits": request.wants_generation_logits,
     }
-    for name, value in wanted.scalars.items():
-        arrays[name] = np.array([[value]], _DTYPES.get(name, np.float32))
-    if wanted.num_top is not None:
-        arrays["return_log_probs"] = np.array([[True]])
-        arrays["return_context_log_probs"] = np.array([[wanted.echoes]])
-        if wanted.num_top:
-            arrays["return_generation_logits"] = np.array([[True]])
-    if wanted.ignores_end:
+    arrays |= {name: np.array([[True]]) for name, is_set in flags.items() if is_set}
+    # Always both: without top_p the engine decodes greedily unless top_k or min_p says that it shall sample.
+    arrays["temperature"] = np.array([[sampling.temperature]], np.float32)
+    arrays["runtime_top_p"] = np.array([[sampling.top_p]], np.float32)
+    for name, (field, dtype) in _SAMPLING.items():
+        value = getattr(sampling, field)
+        if value != getattr(DEFAULTS, field):
+            arrays[name] = np.array([[value]], dtype)
+    if request.max_draft_tokens is not None:
+        arrays["num_draft_tokens"] = np.array([[request.max_draft_tokens]], np.int32)
+    if not request.end_ids:
         arrays["end_id"] = np.array([[-1]], np.int32)
-    if wanted.logit_bias:
-        arrays["embedding_bias"] = dense_bias(wanted.logit_bias, vocab_size)[None]
-    if wanted.draft_ids:
-        arrays["draft_input_ids"] = np.array([wanted.draft_ids], np.int32)
+    if sampling.logit_bias:
+        arrays["embedding_bias"] = np.zeros((1, vocab_size), np.float32)
+        arrays["embedding_bias"][0, list(sampling.logit_bias)] = list(sampling.logit_bias.values())
+    if request.draft_ids:
+        arrays["draft_input_ids"] = np.array([request.draft_ids], np.int32)
     if wanted.guide is not None:
         arrays["guided_decoding_guide_type"] = np.array([[wanted.guide.kind.encode()]], object)
         arrays["guided_decoding_guide"] = np.array([[wanted.guide.text.encode()]], object)
@@ -162,26 +158,26 @@ def _tensor(name: str, array: np.ndarray) -> triton.InferInput:
     return tensor
 
 
-def _tokens_of(result: Any) -> Tokens:
-    ids = result.as_numpy("output_ids")
-    if ids is None or ids.size == 0:
-        return Tokens([], [], None, None, _counters_of(result))
-    mask, log_probs, logits = map(result.as_numpy, ("draft_token_mask", "output_log_probs", "generation_logits"))
-    prompt, prompt_top = map(result.as_numpy, ("context_log_probs", "context_top_ids"))
-    return Tokens(
-        ids=ids[0, 0].tolist(),
-        is_drafted=mask[0, 0].tolist(),
-        log_probs=None if log_probs is None else log_probs[0, 0].tolist(),
-        logits=None if logits is None else logits[0, 0],
-        counters=_counters_of(result),
-        prompt_log_probs=None if prompt is None else prompt[0],
-        prompt_top_ids=None if prompt_top is None else prompt_top[0],
+def _output_of(result: Any) -> tuple[RequestOutput, list[bool]]:
+    names = ("output_log_probs", "generation_logits", "context_log_probs", "context_top_ids")
+    log_probs, logits, context, context_ids = map(result.as_numpy, names)
+    ids, is_drafted = (
+        [] if array is None or not array.size else array[0, 0].tolist()
+        for array in map(result.as_numpy, ("output_ids", "draft_token_mask"))
     )
-
-
-def _counters_of(result: Any) -> dict[str, int]:
-    found = {field: result.as_numpy(name) for name, field in _COUNTERS.items()}
-    return {field: int(array[0, 0]) for field, array in found.items() if array is not None and array.size}
+    stats = {field: result.as_numpy(name) for name, field in _STATS.items()}
+    given = {field: int(array[0, 0]) for field, array in stats.items() if array is not None and array.size}
+    if context is not None and context_ids is not None:  # the ids stand between the token's own and the others' values
+        context = np.concatenate([context[0, :, :1], context_ids[0], context[0, :, 1:]], axis=1)
+    output = RequestOutput(
+        "",
+        ids,
+        None if log_probs is None else log_probs[0, 0].tolist(),
+        stats=RequestStats(**given) if given else None,
+        context_log_probs=context,
+        generation_logits=None if logits is None or not ids else logits[0, 0],
+    )
+    return output, is_drafted
 
 
 def _failure_of(text: str) -> Failure:

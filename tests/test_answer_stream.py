@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from faser_backend.serving.text_stream import StopMatcher, TextStream
+from faser_backend.core.request import RequestOutput
+from faser_backend.serving.answer_stream import AnswerStream, StopMatcher
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.serving_pair import byte_level_tokenizer
 
@@ -26,13 +27,18 @@ def make_sentencepiece_like() -> TextTokenizer:
 TOKENIZERS = {"byte_level": TextTokenizer(byte_level_tokenizer()), "sentencepiece_like": make_sentencepiece_like()}
 
 
-def stream_in_cuts(stream: TextStream, token_ids: list[int], rng: random.Random) -> str:
+def said(stream: AnswerStream, token_ids: list[int], rng: random.Random | None = None) -> str:
+    """The text of tokens that come at once or, given a source of cuts, piece by piece."""
     parts, position = [], 0
     while position < len(token_ids):
-        size = rng.randint(1, 6)
-        parts.append(stream.push(token_ids[position : position + size]).text)
+        size = rng.randint(1, 6) if rng else len(token_ids)
+        parts += [token.text for token in stream.add(RequestOutput("", token_ids[position : position + size]))]
         position += size
-    return "".join([*parts, stream.finish()])
+    return "".join(parts)
+
+
+def byte_ids(text: bytes) -> list[int]:
+    return [TOKENIZERS["byte_level"].token_bytes.index(bytes([byte])) for byte in text]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -43,55 +49,42 @@ def test_random_tokens_stream_to_the_unary_text(kind, includes_stop):
         rng = random.Random(seed)
         token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 60))]
         stops = ["ab", "\ufffd\ufffd", "e f"][: rng.randint(0, 3)]
-        options = {"stop_strings": stops, "includes_stop": includes_stop}
-        whole = TextStream(tokenizer, **options)
-        unary = whole.push(token_ids).text + whole.finish()
-        assert stream_in_cuts(TextStream(tokenizer, **options), token_ids, rng) == unary
-
-
-def test_byte_level_stream_equals_the_library_for_random_tokens():
-    tokenizer = TOKENIZERS["byte_level"]
-    for seed in range(300):
-        rng = random.Random(seed)
-        token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 80))]
-        assert stream_in_cuts(TextStream(tokenizer), token_ids, rng) == tokenizer.decode(token_ids)
+        whole, cut = (AnswerStream(tokenizer, stop_strings=stops, includes_stop=includes_stop) for _ in range(2))
+        text = said(whole, token_ids) + whole.finish()
+        assert said(cut, token_ids, rng) + cut.finish() == text
+        if kind == "byte_level" and not stops:
+            assert text == tokenizer.decode(token_ids)
 
 
 @pytest.mark.parametrize("text", ["Größe - naïve café", "東京🙂👍🏽", "  two leading spaces", "\n\ttab", ""])
 def test_text_survives_one_token_at_a_time(text):
-    tokenizer = TOKENIZERS["byte_level"]
-    stream = TextStream(tokenizer)
-    deltas = [stream.push([token_id]).text for token_id in tokenizer.encode(text)]
-    assert all("\ufffd" not in delta for delta in deltas)
-    assert "".join([*deltas, stream.finish()]) == text
+    stream = AnswerStream(TOKENIZERS["byte_level"])
+    tokens = stream.add(RequestOutput("", TOKENIZERS["byte_level"].encode(text)))
+    assert all("\ufffd" not in token.text for token in tokens)
+    assert "".join(token.text for token in tokens) + stream.finish() == text
 
 
 def test_an_incomplete_character_at_the_end_is_one_replacement():
-    tokenizer = TOKENIZERS["byte_level"]
-    token_ids = [tokenizer.encode("a")[0], tokenizer.token_bytes.index(b"\xf0"), tokenizer.token_bytes.index(b"\x9f")]
-    stream = TextStream(tokenizer)
-    assert stream.push(token_ids).text == "a"
+    stream = AnswerStream(TOKENIZERS["byte_level"])
+    assert said(stream, byte_ids(b"a\xf0\x9f")) == "a"
     assert stream.finish() == "\ufffd"
-    assert tokenizer.decode(token_ids) == "a\ufffd"
 
 
 def test_leading_space_survives_after_a_prompt_in_a_space_stripping_vocabulary():
     tokenizer = TOKENIZERS["sentencepiece_like"]
     the, fox = 258, 259
     assert tokenizer.decode([fox]) == "fox", "the vocabulary strips the first space"
-    stream = TextStream(tokenizer, context_ids=[the])
-    assert stream.push([fox]).text == " fox"
+    assert said(AnswerStream(tokenizer, [the]), [fox]) == " fox"
 
 
 def test_stop_string_across_token_borders():
-    tokenizer = TOKENIZERS["byte_level"]
-    table = tokenizer.token_bytes
-    token_ids = [table.index(bytes([byte])) for byte in b"one END two"]
-    kept = TextStream(tokenizer, stop_strings=["END"], includes_stop=True)
-    delta = kept.push(token_ids)
-    assert (delta.text, delta.num_tokens, delta.is_stopped) == ("one END", 7, True)
-    cut = TextStream(tokenizer, stop_strings=["END"], includes_stop=False)
-    assert "".join(cut.push([token_id]).text for token_id in token_ids) + cut.finish() == "one "
+    kept, cut = (
+        AnswerStream(TOKENIZERS["byte_level"], stop_strings=["END"], includes_stop=includes)
+        for includes in (True, False)
+    )
+    tokens = kept.add(RequestOutput("", byte_ids(b"one END two")))
+    assert ("".join(token.text for token in tokens), len(tokens), kept.is_stopped) == ("one END", 7, True)
+    assert said(cut, byte_ids(b"one END two")) + cut.finish() == "one "
 
 
 def test_text_that_only_looked_like_a_stop_is_given_back():

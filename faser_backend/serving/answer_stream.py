@@ -1,30 +1,24 @@
-"""`TextStream`: token ids in, text deltas out, for one request.
+"""`AnswerStream`: what the engine emits for one sequence in, tokens and their text out.
 
-The joined deltas depend on the tokens alone, not on how they were cut into calls: unary answers
-run through the same stream, so streamed text equals unary text exactly. A character whose bytes are
-still incomplete is held back; what is incomplete at the end becomes U+FFFD. Knows nothing of Triton.
+The joined texts depend on the tokens alone, not on how they were cut into outputs: unary answers run through the same
+stream, so streamed text equals unary text exactly. A character whose bytes are still incomplete is held back; what is
+incomplete at the end becomes U+FFFD. Knows nothing of Triton and of HTTP.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from faser_backend.core.request import RequestOutput
 from faser_backend.serving.tokenizer import TextTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8  # no UTF-8 character needs more byte tokens than 4; then it is invalid text
 NUM_CONTEXT_TOKENS = 6  # decoded before new tokens, so that leading spaces survive
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New text; `is_stopped` once a stop string has ended the stream."""
-
-    text: str
-    num_tokens: int  # tokens taken in, up to and including the one that completed a stop string
-    is_stopped: bool
 
 
 class ByteDecoder:
@@ -133,47 +127,94 @@ class StopMatcher:
         return 0
 
 
-class TextStream:
-    """Decoder and stop matcher of one request. Call `push` per batch of tokens, then `finish` once."""
+class TextPiece(NamedTuple):
+    """The text that one token added; is_drafted: the draft guessed the token, and the target accepted it."""
+
+    text: str
+    is_drafted: bool
+
+
+class AnswerToken(NamedTuple):
+    """A token of an answer, and the text that it added.
+
+    top: (token id, log-probability) of the best tokens in its place, the best first, where they were asked for.
+    """
+
+    token_id: int
+    text: str
+    is_drafted: bool = False
+    log_prob: float | None = None
+    rank: int | None = None  # among all tokens, from 1; None without logits
+    top: Sequence[tuple[int, float]] = ()
+
+
+class AnswerStream:
+    """The answer of one sequence. Call `add` with every output, then `finish` once. What follows a stop string is
+    ignored."""
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | None,
+        prompt_ids: Sequence[int] | np.ndarray = (),
         *,
-        context_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         includes_stop: bool = True,
+        num_top: int | None = None,
     ) -> None:
-        table = tokenizer.token_bytes
-        self._decoder = WindowDecoder(tokenizer, context_ids) if table is None else ByteDecoder(table)
+        """tokenizer: None where nobody reads the text. num_top: best tokens wanted beside each."""
+        self._decoder: ByteDecoder | WindowDecoder | None = None
+        if tokenizer is not None and tokenizer.token_bytes is not None:
+            self._decoder = ByteDecoder(tokenizer.token_bytes)
+        elif tokenizer is not None:
+            self._decoder = WindowDecoder(tokenizer, [int(token_id) for token_id in prompt_ids[-NUM_CONTEXT_TOKENS:]])
         self._stops = StopMatcher(stop_strings, includes_stop=includes_stop)
-        self.is_stopped = False
+        self._num_top = num_top
+        self._num_accepted = 0  # drafted tokens, in all outputs so far
+        self.is_stopped = False  # a stop string has ended the text
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that ended the text."""
         return self._stops.matched
 
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Takes new tokens; after a stop string everything is ignored."""
-        parts = []
-        for num_taken, token_id in enumerate(token_ids):
+    def add(self, output: RequestOutput, is_drafted: Sequence[bool] | None = None) -> list[AnswerToken]:
+        """Returns the tokens of the output that count. is_drafted: by token; None where the output is that of one step,
+        whose drafted tokens come first."""
+        num_accepted = 0
+        if output.stats is not None:
+            num_accepted = output.stats.num_accepted - self._num_accepted
+            self._num_accepted = output.stats.num_accepted
+        tokens = []
+        for place, token_id in enumerate(output.token_ids):
             if self.is_stopped:
-                return TextDelta("".join(parts), num_taken, True)
-            self._take(self._decoder.push(token_id), parts)
-        return TextDelta("".join(parts), len(token_ids), self.is_stopped)
+                break
+            text = "" if self._decoder is None else self._shown(self._decoder.push(token_id))
+            was_drafted = place < num_accepted if is_drafted is None else is_drafted[place]
+            log_prob = None if output.log_probs is None else output.log_probs[place]
+            rank, top = None, ()
+            if self._num_top and output.generation_logits is not None:
+                logits = output.generation_logits[place]
+                rank, top = 1 + int((logits > logits[token_id]).sum()), best_log_probs(logits, self._num_top)
+            tokens.append(AnswerToken(token_id, text, was_drafted, log_prob, rank, top))
+        return tokens
 
     def finish(self) -> str:
-        """The rest: an incomplete character as U+FFFD, and text that never became a stop string."""
-        if self.is_stopped:
+        """Returns the rest: an incomplete character as U+FFFD, and text that never became a stop string."""
+        if self.is_stopped or self._decoder is None:
             return ""
-        parts: list[str] = []
-        self._take(self._decoder.finish(), parts)
-        if not self.is_stopped:
-            parts.append(self._stops.finish())
-        return "".join(parts)
+        text = self._shown(self._decoder.finish())
+        return text if self.is_stopped else text + self._stops.finish()
 
-    def _take(self, text: str, parts: list[str]) -> None:
+    def _shown(self, text: str) -> str:
         if text:
-            ready, self.is_stopped = self._stops.push(text)
-            parts.append(ready)
+            text, self.is_stopped = self._stops.push(text)
+        return text
+
+
+def best_log_probs(logits: np.ndarray, count: int) -> list[tuple[int, float]]:
+    """(token id, log-probability) of the `count` best of logits [vocab_size], best first; of equals the lowest id."""
+    count = min(count, logits.size)
+    best = np.argpartition(-logits, count - 1)[:count]
+    shifted = logits.astype(np.float64) - logits.max()
+    norm = np.log(np.exp(shifted).sum())
+    return [(int(one), float(shifted[one] - norm)) for one in best[np.lexsort((best, -logits[best]))]]

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving import server
-from faser_backend.serving.doors import (
+from faser_backend.serving.access import (
     GRPC_PREFIX,
     KEY_HEADER,
     GrpcTls,
@@ -22,7 +22,7 @@ from faser_backend.serving.doors import (
     read_admin_key,
     restriction_options,
 )
-from faser_backend.serving.openai.door import check_way
+from faser_backend.serving.openai.server import check_server
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.served import FASER
@@ -151,5 +151,5 @@ def test_half_a_pair_of_certificates_and_unknown_doors_are_refused(tmp_path: Pat
         restriction_options(KEY, ("health",))
     for way in ({"is_encrypted": True, "restricted": ()}, {"is_encrypted": False, "restricted": ("inference",)}):
         with pytest.raises(ConfigError, match=r"^openai-port = 9000: .*leave"):
-            check_way(9000, **way)
-    check_way(9000, is_encrypted=False, restricted=("metadata",))
+            check_server(9000, is_decoupled=True, contract="inflight_batcher", **way)
+    check_server(9000, is_decoupled=True, contract="inflight_batcher", is_encrypted=False, restricted=("metadata",))

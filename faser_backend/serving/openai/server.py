@@ -1,9 +1,10 @@
-"""`faser openai`: the door as a process of its own, beside a Triton server that is already there."""
+"""`faser openai`: OpenAI's API as a process of its own, beside a Triton server that is already there."""
 
 from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import uvicorn
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.doors import is_loopback
+from faser_backend.serving.access import is_loopback
 from faser_backend.serving.drafting import served_models
-from faser_backend.serving.openai.app import Served, make_app
+from faser_backend.serving.openai.app import make_app
 from faser_backend.serving.openai.callers import Callers, check_origins
 from faser_backend.serving.openai.connections import Connection, open_files
+from faser_backend.serving.openai.requests import ServedModel
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -27,8 +30,8 @@ BACKLOG = 1024  # below MAX_CONNECTIONS: who is accepted is read from before it 
 
 
 @dataclass(frozen=True, slots=True)
-class DoorOptions:
-    """Where the door listens, and what stands behind it. api_key_file: a key per line."""
+class OpenAIOptions:
+    """Where the server listens, and what stands behind it. api_key_file: a key per line."""
 
     engine_dir: Path
     triton_url: str = "127.0.0.1:8001"
@@ -41,19 +44,25 @@ class DoorOptions:
     chat_template_file: Path | None = None
     draft: str = "auto"  # as the server has it: a draft model may limit the context
     max_text_bytes: int | None = None  # None: as much as may fit into the context
-    metrics_address: str | None = None  # of app.Served, as the next one
-    tells_speculation: bool = False
+    metrics_address: str | None = None  # of make_app, as the next one
+    shows_speculation: bool = False
     allowed_origins: tuple[str, ...] = ()  # of web pages that may ask, beside the chat page
 
 
-def run_door(options: DoorOptions) -> None:
+def run_openai(options: OpenAIOptions) -> None:
     """Answers requests until SIGINT or SIGTERM, then until those in flight have ended. Raises ConfigError."""
     keys = read_keys(options.api_key_file)
     check_exposure(options.host, keys)
     if (options.tls_cert_file is None) != (options.tls_key_file is None):
         raise ConfigError("tls-cert, tls-key: both are needed, or none")
     callers = Callers(keys, options.host, check_origins(options.allowed_origins))
-    app = make_app(describe(options), options.triton_url, callers)
+    app = make_app(
+        describe(options),
+        options.triton_url,
+        callers,
+        metrics_address=options.metrics_address,
+        shows_speculation=options.shows_speculation,
+    )
     open_files()
     config = uvicorn.Config(
         app,
@@ -70,10 +79,10 @@ def run_door(options: DoorOptions) -> None:
         server_header=False,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    Announced(config).run()
+    _Announced(config).run()
 
 
-class Announced(uvicorn.Server):
+class _Announced(uvicorn.Server):
     """Says on stdout, once, that it listens."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -85,39 +94,36 @@ class Announced(uvicorn.Server):
             print(f"OpenAI's API {origin}/v1, chat page {origin}/", flush=True)
 
 
-def describe(options: DoorOptions) -> Served:
+def describe(options: OpenAIOptions) -> ServedModel:
     """What an engine directory says of its model. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(options.engine_dir)
     models = served_models(manifest, EngineConfig.from_options(draft=options.draft))
     prompts = PromptFormat.load(options.engine_dir, manifest, chat_template_file=options.chat_template_file)
     tokenizer = TextTokenizer.from_file(options.engine_dir / manifest.tokenizer.name, prompts)
-    return Served(
+    return ServedModel(
         name=options.model_name or options.engine_dir.resolve().name,
         tokenizer=tokenizer,
         end_ids=manifest.end_ids,
-        vocab_size=models.vocab_size,
-        max_context=models.max_context,
+        limits=Limits(models.vocab_size, models.max_context),
         kv_block_size=manifest.kv_block_size,
         max_text_bytes=options.max_text_bytes or default_text_bytes(models.max_context, tokenizer.longest_token),
-        metrics_address=options.metrics_address,
-        tells_speculation=options.tells_speculation,
     )
 
 
-def check_server(port: int, *, is_decoupled: bool, contract: str) -> None:
-    """Raises ConfigError where the door cannot stand before a server that is started like this."""
-    if not is_decoupled:
-        raise ConfigError(f"openai-port = {port}: it streams from the server: leave out --no-decoupled")
-    if contract != "inflight_batcher":
-        raise ConfigError(f"openai-port = {port}: asks the models of contract inflight_batcher, not of {contract}")
-
-
-def check_way(port: int, *, is_encrypted: bool, restricted: tuple[str, ...]) -> None:
-    """Raises ConfigError where the server would not hear the door, which asks over gRPC, in the clear, with no key."""
-    if is_encrypted:
-        raise ConfigError(f"openai-port = {port}: asks Triton's gRPC port in the clear: leave out --grpc-tls-cert")
-    if "inference" in restricted:
-        raise ConfigError(f"openai-port = {port}: has no admin key: leave inference out of --restrict")
+def check_server(
+    port: int, *, is_decoupled: bool, contract: str, is_encrypted: bool, restricted: Sequence[str]
+) -> None:
+    """Raises ConfigError where a server that is started like this would not answer: it is asked over gRPC, in the
+    clear, with no key, and streams."""
+    refusals = {
+        "it streams from the server: leave out --no-decoupled": not is_decoupled,
+        f"asks the models of contract inflight_batcher, not of {contract}": contract != "inflight_batcher",
+        "asks Triton's gRPC port in the clear: leave out --grpc-tls-cert": is_encrypted,
+        "has no admin key: leave inference out of --restrict": "inference" in restricted,
+    }
+    for reason, is_refused in refusals.items():
+        if is_refused:
+            raise ConfigError(f"openai-port = {port}: {reason}")
 
 
 def read_keys(file: Path | None) -> list[str]:
@@ -134,7 +140,7 @@ def read_keys(file: Path | None) -> list[str]:
 
 
 def check_exposure(host: str, keys: list[str]) -> None:
-    """Raises ConfigError where strangers could use the door without a key."""
+    """Raises ConfigError where strangers could use the server without a key."""
     if is_loopback(host) or keys:
         return
     raise ConfigError(f"openai-host = {host}: others than this machine can reach it: needs --api-key-file FILE")

@@ -1,4 +1,4 @@
-"""Which of Triton's doors are open: who may reach its ports, and what opens its administration.
+"""Who may reach Triton's ports, and what opens its administration.
 
 Shared memory, model repository, trace and logging serve administrators and attackers (docs/security.md): they answer
 only who sends a key in a header. Inference, health, metadata, configurations and statistics stay open.
