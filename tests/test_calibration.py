@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins, rising_shares
 from faser_backend.serving.compose import build_engine
-from lab.profiling.calibration import TOKENS_EACH, calibrate, calibration_requests, tokenised_prompts
+from lab.profiling.calibration import TOKENS_EACH, calibration_requests, tokenised_prompts
 from lab.profiling.chains import record_chains
 from tests.tiny_models import write_checkpoint, write_draft
 
@@ -156,23 +155,9 @@ def test_recorded_chains_are_those_of_the_texts(engine: Path) -> None:
     assert done == sorted(done) and done[-1] == 1.0
 
 
-@pytest.mark.parametrize("retention", [0.0, -1.0, 1.01, float("nan")])
-def test_a_retention_out_of_range_is_refused(engine: Path, retention: float) -> None:
-    options: dict[str, Any] = {"is_quick": True, "seed": 0, "progress": lambda done: None}
-    with pytest.raises(ConfigError, match=r"retention = .*\(0, 1\]"):
-        calibrate(
-            partial(build_engine, engine),
-            engine,
-            EngineManifest.load(engine),
-            prompts=None,
-            retention=retention,
-            **options,
-        )
-
-
-@pytest.mark.parametrize("max_context", [4, 16, 128, 2048])
-@pytest.mark.parametrize("num_prompts", [0, 3])
-@pytest.mark.parametrize("end_ids", [(), (3,)])
+@pytest.mark.parametrize(
+    ("max_context", "num_prompts", "end_ids"), [(4, 0, ()), (16, 3, (3,)), (128, 0, (3,)), (2048, 3, ())]
+)
 def test_requests_are_valid_and_hold_out_half(max_context: int, num_prompts: int, end_ids: tuple[int, ...]) -> None:
     limits = Limits(97, max_context)
     prompts = [np.arange(90) for _ in range(num_prompts)]

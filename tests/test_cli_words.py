@@ -112,7 +112,7 @@ def test_doctor_and_the_check_of_a_gpu_agree_on_tensorrt():
 def test_chances_of_n_grams_are_by_tokens_that_agree():
     margins = MARGIN_KNOTS[margin_bins(MarginCurve.margin_knots[[0, 2]])]
     bins = tuple(ReliabilityBin(float(margin), 0.5, 0.5, 10) for margin in margins)
-    calibration = Calibration("own text", 0.95, 10, 10, {}, bins, ())
+    calibration = Calibration("own text", 10, 10, {}, bins, ())
     by_tokens, by_lead = (chance_table(calibration, has_model=has_model) for has_model in (False, True))
     assert list(by_tokens.columns[0].cells) == ["1", "3"] and "agree" in str(by_tokens.columns[0].header)
     assert "lead" in str(by_lead.columns[0].header)

@@ -1,28 +1,18 @@
-"""What is fitted to recorded chains: an exit's weights and threshold, and what a rule would have saved."""
+"""Fits to recorded chains: an exit's weights, its threshold, and the shares that it ends and keeps."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
 
 from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibration
 from faser_backend.policy.early_exit import logits, sigmoid
-from lab.profiling.calibration import fit
+from lab.profiling.calibration import RETENTION, fit, fit_logistic, threshold_for
 from lab.profiling.chains import Chains
-from lab.profiling.exit_fit import (
-    Survivals,
-    area_under_curve,
-    fit_logistic,
-    outcome,
-    replay,
-    threshold_for,
-)
 from tests.test_calibration import true_chance
 
 K = 6
-DEPTH = (2, 6)
+LAYER = 2
 
 
 def synthetic(num_chains: int, seed: int, *, signal: float = 0.0) -> Chains:
@@ -51,14 +41,6 @@ def test_logistic_regression_stays_finite_where_outcomes_are_told_apart() -> Non
     assert np.isfinite(weights).all() and weights[1] > 1
 
 
-def test_the_area_under_the_curve_counts_pairs() -> None:
-    rng = np.random.default_rng(0)
-    scores, outcomes = rng.integers(0, 6, 60).astype(float), rng.random(60) < 0.4
-    pairs = itertools.product(scores[outcomes], scores[~outcomes])
-    expected = np.mean([1.0 if high > low else 0.5 if high == low else 0.0 for high, low in pairs])
-    assert area_under_curve(scores, outcomes) == pytest.approx(expected)
-
-
 def test_a_threshold_keeps_what_was_asked_and_no_more_than_needed() -> None:
     survival = np.array([[0.9, 0.5], [0.8, 0.7], [0.3, 0.2]])
     useful = np.array([[True, True], [True, False], [True, False]])
@@ -67,62 +49,25 @@ def test_a_threshold_keeps_what_was_asked_and_no_more_than_needed() -> None:
     assert threshold_for(survival, np.zeros_like(useful), 3) == 1.0
 
 
-def survivals(chains: Chains, weight: float) -> Survivals:
-    chances = true_chance(chains.margins)
-    refined = sigmoid(np.log(chances / (1 - chances)) + weight * chains.exit_margins[0])
-    return Survivals(chains, np.cumprod(chances, axis=1), np.cumprod(refined, axis=1))
-
-
-def test_outcomes_are_those_of_walking_row_by_row() -> None:
-    of, (trim, exit_) = survivals(synthetic(200, 0), 0.5), (0.3, 0.5)
-    full = run = useful = kept = 0
-    for b in range(200):
-        full += DEPTH[1]
-        run += DEPTH[1]  # the anchor
-        for j in range(int(of.chains.num_drafted[b])):
-            is_useful = j < of.chains.num_accepted[b]
-            full += DEPTH[1]
-            useful += is_useful
-            if of.by_draft[b, j] >= trim:
-                run += DEPTH[0]
-                if of.at_exit[b, j] >= exit_:
-                    run += DEPTH[1] - DEPTH[0]
-                    kept += is_useful
-    assert outcome(of, (trim, exit_), DEPTH) == pytest.approx((1 - run / full, kept / useful))
-
-
-@pytest.mark.parametrize(("signal", "weight"), [(0.0, 0.0), (2.0, 4.0)])
-def test_an_exit_is_worth_what_it_knows(signal: float, weight: float) -> None:
-    halves = [survivals(synthetic(3000, seed, signal=signal), weight) for seed in (0, 1)]
-    found = replay(halves[0], halves[1], 0.95, DEPTH)
-    assert all(kept == pytest.approx(0.95, abs=0.02) for kept in (found.trim_kept, found.exit_kept, found.cascade_kept))
-    assert found.cascade_saved >= max(found.trim_saved, found.exit_saved) - 0.02
-    if signal:
-        assert found.exit_saved > found.trim_saved + 0.05 and found.cascade_saved > found.exit_saved
-    else:
-        assert found.exit_saved == pytest.approx(found.trim_saved * (DEPTH[1] - DEPTH[0]) / DEPTH[1], abs=0.02)
-        assert found.cascade_saved == pytest.approx(found.trim_saved, abs=0.02)
-
-
 def test_a_fit_reports_texts_that_it_never_saw() -> None:
     chains = synthetic(4000, 0, signal=1.5)
     held_out = chains.group % 2 == 1
     chains.margins[held_out], chains.exit_margins[0][held_out] = 0.0, 0.0  # nothing can be told there
     chains.is_sampled[held_out] = False
-    found = fit(chains, {0: DEPTH}, 0.9, "synthetic")
-    (report,) = found.exits
-    assert report.margin_auc == report.draft_auc == report.both_auc == 0.5
+    found = fit(chains, {0: LAYER}, "synthetic")
+    (calibration,) = found.exits
+    assert set(calibration.pruned_shares) <= {0.0, 1.0}, "with equal margins, all rows of a place stay or all end"
     assert {each.margin for each in found.reliability} == {0.0}
     assert sum(counts.tested.sum() for counts in found.margins.values()) == found.num_fitted
     for counts in found.margins.values():
         assert counts.tested[0] < 0.5 * counts.tested.sum(), "the fitted half is as it was"
-    assert report.calibration.margin_weight == pytest.approx(2 * 1.5, rel=0.15)  # of two normals 2 x 1.5 apart
+    assert calibration.margin_weight == pytest.approx(2 * 1.5, rel=0.15)  # of two normals 2 x 1.5 apart
 
 
 def test_greedy_and_sampled_chains_are_counted_and_judged_apart() -> None:
     chains = synthetic(4000, 2, signal=1.0)
     chains.num_accepted[chains.is_sampled & (np.arange(4000) % 3 > 0)] = 0
-    found = fit(chains, {0: DEPTH}, 0.9, "synthetic")
+    found = fit(chains, {0: LAYER}, "synthetic")
     is_held_out, chances = chains.group % 2 == 1, np.zeros_like(chains.margins)
     for index, kind in enumerate(KINDS):
         known = chains.take(~is_held_out & (chains.is_sampled == index))
@@ -136,17 +81,15 @@ def test_greedy_and_sampled_chains_are_counted_and_judged_apart() -> None:
     tested, known = chains.is_tested & is_held_out[:, None], chains.is_tested & ~is_held_out[:, None]
     predicted = sum(each.num_tested * each.predicted for each in found.reliability)
     assert predicted == pytest.approx(chances[tested].sum())
-    (report,) = found.exits
+    (calibration,) = found.exits
     features = np.stack([logits(chances), chains.exit_margins[0]], axis=-1)[known]
-    weights = report.calibration.bias, report.calibration.chance_weight, report.calibration.margin_weight
+    weights = calibration.bias, calibration.chance_weight, calibration.margin_weight
     assert weights == pytest.approx(fit_logistic(features, chains.is_accepted[known]))
-    refined = report.calibration.refined(chances, chains.exit_margins[0])
-    assert report.both_auc == pytest.approx(area_under_curve(refined[tested], chains.is_accepted[tested]))
 
 
 def test_a_fit_describes_what_is_pruned() -> None:
-    calibration = fit(synthetic(20_000, 0, signal=1.0), {0: DEPTH}, 0.9, "synthetic").exits[0].calibration
-    assert calibration.retention == pytest.approx(0.9, abs=0.02)
+    calibration = fit(synthetic(20_000, 0, signal=1.0), {0: LAYER}, "synthetic").exits[0]
+    assert calibration.retention == pytest.approx(RETENTION, abs=0.02)
     assert len(calibration.pruned_shares) == K and (np.diff(calibration.pruned_shares) > 0).all()
     assert 0 < calibration.trimmed_pruned_share < np.mean(calibration.pruned_shares)
     assert (calibration.segment, calibration.layer) == (0, 2)
@@ -155,6 +98,6 @@ def test_a_fit_describes_what_is_pruned() -> None:
 def test_a_draft_that_is_always_right_leaves_nothing_to_fit() -> None:
     chains = synthetic(500, 0)
     chains.num_accepted[:] = chains.num_drafted
-    found = fit(chains, {0: DEPTH}, 0.95, "synthetic")
+    found = fit(chains, {0: LAYER}, "synthetic")
     assert found.exits == () and set(found.margins) == set(KINDS)
     assert all((counts.accepted == counts.tested).all() and counts.tested.any() for counts in found.margins.values())

@@ -33,6 +33,7 @@ from lab.contestants import simulated_contestants
 from lab.profiling import profile as profiling
 from lab.profiling.profile import profile_engine
 from lab.simulation.worlds import profile_world
+from tests.brief_profile import BRIEF
 from tests.harness import drive, guessed, request
 from tests.serving_pair import build_pair, write_pair
 from tests.test_engine import random_requests
@@ -187,7 +188,7 @@ def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch:
 
 
 def test_a_target_alone_is_profiled(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(profiling, "QUICK_BUDGET_S", 0.2)
+    monkeypatch.setattr(profiling, "QUICK", BRIEF)
     profile = profile_engine(alone, is_quick=True)
     around = profile.overhead
     assert set(profile.costs) == {(TARGET, WHOLE)} and around.draft_call(8) + around.draft_round(8) > 0

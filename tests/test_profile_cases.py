@@ -1,6 +1,8 @@
-"""Which calls `faser profile` measures, and on which cores."""
+"""Calls that `faser profile` measures, and on which cores."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,22 +10,31 @@ import pytest
 from faser_backend.core.decision import WHOLE
 from faser_backend.device.partition import core_partitions
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from lab.profiling.cases import MAX_CALL_ROWS, MAX_SEQUENCES, Case, choose_cases, make_batch
+from lab.profiling.cases import (
+    MAX_CALL_ROWS,
+    MAX_SEQUENCES,
+    MIN_CASES,
+    NUM_RANDOM,
+    Case,
+    choose_cases,
+    make_batch,
+)
 from lab.profiling.measure import shares_of
 from lab.profiling.timed_calls import chain_case, is_chain
 
 
-@pytest.mark.parametrize("model", [TARGET, DRAFT])
-@pytest.mark.parametrize("max_context", [16, 128, 2048])
-@pytest.mark.parametrize("is_quick", [True, False])
-def test_cases_stay_within_what_an_engine_can_run(model: str, max_context: int, is_quick: bool) -> None:
-    cases = choose_cases(model, max_context, np.random.default_rng(0), is_quick=is_quick)
+@pytest.mark.parametrize(
+    ("model", "max_context", "share"), [(TARGET, 16, 1.0), (TARGET, 128, 0.5), (DRAFT, 16, 0.01), (DRAFT, 2048, 1.0)]
+)
+def test_cases_stay_within_what_an_engine_can_run(model: str, max_context: int, share: float) -> None:
+    cases = choose_cases(model, max_context, np.random.default_rng(0), share)
     for case in cases:
         assert case.num_tokens <= max_context and case.context >= 0 and min(case.counts) >= 1
         assert len(case.counts) <= MAX_SEQUENCES and case.num_rows <= MAX_CALL_ROWS
         assert case.num_logit_rows in (0, len(case.counts), case.num_rows)
-    assert {case.is_held_out for case in cases} == {True, False}
-    assert len(cases) == len(set(cases))
+    held_out = {replace(case, is_held_out=False) for case in cases if case.is_held_out}
+    assert held_out and not held_out & set(cases), "what is held out is not among the fitted"
+    assert len(cases) >= MIN_CASES - 1 and (share == 1.0) == (len(held_out) == NUM_RANDOM)
 
 
 def test_batches_hold_their_case_even_where_the_pool_is_smaller() -> None:

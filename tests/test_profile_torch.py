@@ -24,13 +24,14 @@ from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_knowledge, load_profile
 from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runtime
-from lab.profiling import calibration as calibration_module
+from lab.profiling import calibration, step_costs
 from lab.profiling import profile as profile_module
 from lab.profiling.cases import Case, choose_cases, make_batch
-from lab.profiling.measure import DRAFT_RUN, Bench, Effort, Share
+from lab.profiling.measure import DRAFT_RUN, Bench, Share
 from lab.profiling.profile import profile_engine
 from lab.profiling.step_costs import wait_for_calls
 from lab.profiling.timed_calls import TimedRunner, open_loop
+from tests.brief_profile import BRIEF
 from tests.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.tiny_models import write_checkpoint, write_draft
 
@@ -46,17 +47,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "engine"
 
 
-def few_cases(model: str, max_context: int, rng: np.random.Generator, *, is_quick: bool) -> list[Case]:
+def few_cases(model: str, max_context: int, rng: np.random.Generator, share: float) -> list[Case]:
     """Small ones of every kind: kernels' references are slow."""
-    cases = sorted(choose_cases(model, max_context, rng, is_quick=is_quick), key=lambda case: case.num_rows)
-    return [case for case in cases if not case.is_held_out][:24:2] + [case for case in cases if case.is_held_out][:4]
+    cases = sorted(choose_cases(model, max_context, rng), key=lambda case: case.num_rows)
+    return [case for case in cases if not case.is_held_out][:24:4] + [case for case in cases if case.is_held_out][:2]
 
 
 def test_costs_are_those_of_this_device(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_module, "choose_cases", few_cases)
-    monkeypatch.setattr(profile_module, "QUICK_BUDGET_S", 0.2)
-    monkeypatch.setattr(profile_module, "QUICK_MAX_SWEEPS", 3)
-    monkeypatch.setattr(calibration_module, "QUICK_NUM_REQUESTS", 4)
+    for module in (profile_module, step_costs):
+        monkeypatch.setattr(module, "LOADS", (1, 4))
+    monkeypatch.setattr(calibration, "TOKENS_EACH", 6)
+    monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, num_requests=4))
     profile = profile_engine(engine, is_quick=True)
     assert profile.fingerprint.device["torch"] == torch.__version__ and "onnxruntime" not in profile.fingerprint.device
     profile.save(engine)
@@ -101,7 +103,8 @@ def test_chains_of_a_head_are_measured_on_features_of_its_own(tmp_path: Path, mo
     manifest = build_engines(source, head, tmp_path / "engine", runtime="torch", kv_block_size=4)
     runtime = open_runtime(tmp_path / "engine", manifest, EngineConfig())
     cases = [Case((1, 1, 1), 8, 3), Case((2, 1), 8, 2), Case((9,), 0, 0)]
-    bench = Bench(runtime, ModelPair(manifest.target, manifest.draft), dict.fromkeys((TARGET, DRAFT), cases), 0)
+    models, both = ModelPair(manifest.target, manifest.draft), dict.fromkeys((TARGET, DRAFT), cases)
+    bench = Bench(runtime, models, both, max_sweeps=3, seed=0)
     lengths: list[list[int]] = []
     draft = TorchDraftLoop.draft
 
@@ -110,7 +113,7 @@ def test_chains_of_a_head_are_measured_on_features_of_its_own(tmp_path: Path, mo
         return draft(loop, *arguments)
 
     monkeypatch.setattr(TorchDraftLoop, "draft", noted)
-    measured = bench.measure(Share(DRAFT, WHOLE, runtime.menu.whole, None), Effort(0.1, 3), lambda done: None)
+    measured = bench.measure(Share(DRAFT, WHOLE, runtime.menu.whole, None), 0.1, lambda done: None)
     assert len(lengths) >= 3 and {tuple(each) for each in lengths} == {(DRAFT_RUN,) * 3}
     assert len(measured) == 3 and all(len(each.segment_us) == 2 and min(each.segment_us) > 0 for each in measured)
 

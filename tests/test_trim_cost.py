@@ -25,10 +25,12 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
 from lab.profiling import step_costs
-from lab.profiling.step_costs import LOADS, STOPS_NOTHING, TRIM_LENGTHS, measure_trim, records_of_steps
-from lab.profiling.tables import overhead_line
+from lab.profiling.step_costs import STOPS_NOTHING, StepMeter, records_of_steps
+from tests.brief_profile import BRIEF
 from tests.forcing import rule as rule_of
 from tests.tiny_models import write_checkpoint, write_draft
+
+NO_RUNTIME: Any = None  # which trimming asks nothing
 
 # -- measuring -----------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ def test_a_rule_that_stops_chains_would_be_found_out(engine_dir: Path, monkeypat
     assert records and all(record.plan.decision.trim is None for record in records)
 
 
-def test_every_load_is_measured_and_the_engine_closed(engine_dir: Path) -> None:
+def test_every_load_is_measured_and_the_engine_closed(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
     def make_engine(config: EngineConfig) -> Engine:
@@ -85,10 +87,16 @@ def test_every_load_is_measured_and_the_engine_closed(engine_dir: Path) -> None:
         engine.close = lambda: closed.append(close())  # type: ignore[method-assign]
         return engine
 
-    found, points = measure_trim(make_engine, is_quick=True, seed=0)
-    loads = {(k, b) for k in TRIM_LENGTHS for b in LOADS}
-    assert {(each["num_draft_tokens"], each["num_sequences"]) for each in points} == loads
-    assert all(each["untrimmed_us"] > 0 and each["trimmed_us"] > 0 for each in points)
+    loads = []
+    measured = step_costs.records_of_steps
+
+    def noted(engine: Engine, num_sequences: int, num_draft_tokens: int, *rest: Any) -> Any:
+        loads.append((num_draft_tokens, num_sequences))
+        return measured(engine, num_sequences, num_draft_tokens, *rest)
+
+    monkeypatch.setattr(step_costs, "records_of_steps", noted)
+    found = StepMeter(NO_RUNTIME, make_engine, BRIEF, 0).trim()
+    assert loads == list(itertools.product(step_costs.TRIM_LENGTHS, step_costs.LOADS))
     assert min(found.values()) >= 0 and closed == [None]
 
 
@@ -107,7 +115,7 @@ def test_the_added_time_is_what_neighbours_differ_by(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(step_costs, "records_of_steps", records)
     idle: Any = SimpleNamespace(close=lambda: None)
-    found, _ = measure_trim(lambda config: idle, is_quick=True, seed=0)
+    found = StepMeter(NO_RUNTIME, lambda config: idle, replace(BRIEF, num_trim_steps=24), 0).trim()
     assert found == pytest.approx({"trim_us": 30.0, "trim_sequence_us": 2.0}, rel=1e-3)
 
 
@@ -115,7 +123,6 @@ def test_the_added_time_is_what_neighbours_differ_by(monkeypatch: pytest.MonkeyP
 
 FREE = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0)
 DEAR = replace(FREE, trim_us=300.0, trim_sequence_us=20.0)
-BY_HAND = np.array([320.0, 340.0, 360.0, 380.0])  # of DEAR, for 1..4 chains
 
 
 def call(fixed_us: float, row_us: float) -> CallCost:
@@ -127,20 +134,13 @@ def test_a_profile_keeps_it_and_one_from_before_loads(engine_dir: Path, tmp_path
     manifest = EngineManifest.load(engine_dir)
     costs = {(TARGET, WHOLE): (call(100.0, 1.0),), (DRAFT, WHOLE): (call(10.0, 1.0),)}
     counts = MarginCounts(np.ones(MARGIN_KNOTS.size), np.ones(MARGIN_KNOTS.size))
-    calibration = Calibration("made up", 0.95, 1, 1, dict.fromkeys(KINDS, counts), (), ())
-    point = {"num_sequences": 1, "num_draft_tokens": 3, "untrimmed_us": 5.0, "trimmed_us": 6.0}
-    fingerprint = Fingerprint.here(manifest)
-    Profile(fingerprint, "today", costs, DEAR, (), [], [], [point], [], calibration).save(tmp_path)
-    read = load_profile(tmp_path, manifest)
-    assert read.overhead == DEAR and read.trim_points == [point]
+    calibration = Calibration("made up", 1, 1, dict.fromkeys(KINDS, counts), (), ())
+    Profile(Fingerprint.here(manifest), "today", costs, DEAR, (), calibration).save(tmp_path)
+    assert load_profile(tmp_path, manifest).overhead == DEAR
     assert load_cost_model(tmp_path, manifest).overhead.trim_call(4) == 380.0
 
     fields = json.loads((tmp_path / PROFILE_FILE).read_text())
-    del fields["trim_points"], fields["overhead"]["trim_us"], fields["overhead"]["trim_sequence_us"]
+    del fields["overhead"]["trim_us"], fields["overhead"]["trim_sequence_us"]
     (tmp_path / PROFILE_FILE).write_text(json.dumps(fields))
     before = load_profile(tmp_path, manifest)
-    assert before.overhead == FREE and before.trim_points == [] and before.overhead.trim_call(4) == 0.0
-
-
-def test_the_line_of_overheads_shows_it() -> None:
-    assert "; 300 us more a trimmed draft call + 20.0 us a sequence;" in overhead_line(DEAR, has_exits=False)
+    assert before.overhead == FREE and before.overhead.trim_call(4) == 0.0

@@ -1,26 +1,14 @@
-"""What calibration finds, as `profile.json` holds it: read back with suspicion, like all of that file."""
+"""Results of calibration, as `profile.json` holds it: read back with suspicion, like all of that file."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.early_exit import ExitCalibration
-
-
-class Replay(NamedTuple):
-    """What rules would have done to chains, as shares. Saved: of the row-layers of full verification, anchors
-    included. Kept: of the draft rows that turned out useful."""
-
-    trim_saved: float
-    trim_kept: float
-    exit_saved: float
-    exit_kept: float
-    cascade_saved: float
-    cascade_kept: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +21,20 @@ class ReliabilityBin:
     num_tested: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExitReport:
-    """An exit's calibration, and what it is worth on held-out chains. AUC: of telling accepted from rejected."""
-
-    calibration: ExitCalibration
-    margin_auc: float  # exit margin alone
-    draft_auc: float  # draft margin alone
-    both_auc: float
-    replays: dict[int, Replay]  # by number of draft tokens
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """What policies learn of a pair's chances, and how well it holds on texts that were not fitted."""
+    """A pair's chances of acceptance, as policies read them, and how well they hold on texts that were not fitted."""
 
     source: str  # of the texts
-    retention: float  # that thresholds were chosen for
     num_fitted: int  # tested draft tokens
     num_held_out: int
     margins: dict[str, MarginCounts]  # of the fitted half, by kind of request
     reliability: tuple[ReliabilityBin, ...]
-    exits: tuple[ExitReport, ...]
+    exits: tuple[ExitCalibration, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "source": self.source,
-            "retention": self.retention,
             "num_fitted": self.num_fitted,
             "num_held_out": self.num_held_out,
             "margins": {
@@ -70,7 +45,7 @@ class Calibration:
                 },
             },
             "reliability": [asdict(each) for each in self.reliability],
-            "exits": [asdict(each) | {"replays": _replays_as_dict(each.replays)} for each in self.exits],
+            "exits": [{"calibration": asdict(each)} for each in self.exits],
         }
 
     @classmethod
@@ -78,17 +53,12 @@ class Calibration:
         """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
         return cls(
             source=str(fields["source"]),
-            retention=float(fields["retention"]),
             num_fitted=int(fields["num_fitted"]),
             num_held_out=int(fields["num_held_out"]),
             margins=_margins_from(fields["margins"]),
             reliability=tuple(ReliabilityBin(**each) for each in fields["reliability"]),
-            exits=tuple(map(_exit_from, fields["exits"])),
+            exits=tuple(_exit_from(each["calibration"]) for each in fields["exits"]),
         )
-
-
-def _replays_as_dict(replays: dict[int, Replay]) -> dict[str, dict[str, float]]:
-    return {str(length): each._asdict() for length, each in replays.items()}
 
 
 def _margins_from(fields: dict[str, Any]) -> dict[str, MarginCounts]:
@@ -106,12 +76,5 @@ def _counts_from(fields: dict[str, Any]) -> MarginCounts:
     return MarginCounts(tested, accepted)
 
 
-def _exit_from(fields: dict[str, Any]) -> ExitReport:
-    calibration = fields["calibration"]
-    return ExitReport(
-        ExitCalibration(**{**calibration, "pruned_shares": tuple(calibration["pruned_shares"])}),
-        float(fields["margin_auc"]),
-        float(fields["draft_auc"]),
-        float(fields["both_auc"]),
-        {int(length): Replay(**each) for length, each in fields["replays"].items()},
-    )
+def _exit_from(fields: dict[str, Any]) -> ExitCalibration:
+    return ExitCalibration(**{**fields, "pruned_shares": tuple(fields["pruned_shares"])})

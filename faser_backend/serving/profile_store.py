@@ -1,4 +1,4 @@
-"""`profile.json`: measured points, fitted costs and where they were measured; read back with suspicion.
+"""`profile.json`: fitted costs, chances of acceptance and where they were measured; read back with suspicion.
 
 A profile speaks for one engine directory on one machine with one set of versions. Anything else is
 refused with what differs; an engine without a profile gets the default model.
@@ -47,7 +47,7 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a profile holds for: a device by the facts that its runtime names, a version, an engine's files."""
+    """The range of a profile: a device by the facts that its runtime names, a version, an engine's files."""
 
     device: dict[str, str | int]  # and how the engine keeps keys and values on it
     faser: str
@@ -69,7 +69,7 @@ class Fingerprint:
         return {**self.device, "faser": self.faser, "files": self.files}
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What differs in `other`, in words."""
+        """Returns the differences of `other`, in words."""
         mine, others = ({**each.device, "faser": each.faser} for each in (self, other))
         found = [
             f"{_SHOWN.get(name, name)} {mine.get(name, 'unknown')} instead of {others.get(name, 'unknown')}"
@@ -85,7 +85,6 @@ class FitError:
     """How well the fit of one model on one partition predicts whole calls: MAPE in percent.
 
     spread_percent: the median case's distance between quartiles, i.e. how restless the machine was.
-    new_shape_us: what the first call of a shape takes longer than later ones, median; no prediction holds it.
     """
 
     model: str
@@ -95,22 +94,17 @@ class FitError:
     fitted_percent: float
     held_out_percent: float
     spread_percent: float
-    new_shape_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All of profile.json. costs: "model partition" -> cost per segment; points are kept for people."""
+    """All of profile.json. costs: (model, partition) -> cost per segment."""
 
     fingerprint: Fingerprint
     date: str
     costs: dict[tuple[str, str], tuple[CallCost, ...]]
     overhead: OverheadCost
     errors: tuple[FitError, ...]
-    points: list[dict[str, Any]]
-    overhead_points: list[dict[str, Any]]
-    trim_points: list[dict[str, Any]]
-    exit_points: list[dict[str, Any]]
     calibration: Calibration
 
     def save(self, engine_dir: Path) -> None:
@@ -126,10 +120,6 @@ class Profile:
                 {"model": model, "partition": partition, "segments": [cost.as_dict() for cost in costs]}
                 for (model, partition), costs in self.costs.items()
             ],
-            "overhead_points": self.overhead_points,
-            "trim_points": self.trim_points,
-            "exit_points": self.exit_points,
-            "points": self.points,
         }
         partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
         partial.write_text(json.dumps(content) + "\n")
@@ -166,10 +156,9 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
         if (name, "whole") not in profile.costs:
             raise ConfigError(f"{path}: {name} on the whole machine is missing; {mend}")
     layers = {index: each.last_layer for index, each in enumerate(manifest.target.segments) if each.has_exit_scores}
-    for report in profile.calibration.exits:
-        segment, layer = report.calibration.segment, report.calibration.layer
-        if layers.get(segment) != layer:
-            raise ConfigError(f"{path}: segment {segment} of the target has no exit at layer {layer}; {mend}")
+    for each in profile.calibration.exits:
+        if layers.get(each.segment) != each.layer:
+            raise ConfigError(f"{path}: segment {each.segment} of the target has no exit at layer {each.layer}; {mend}")
     return profile
 
 
@@ -179,8 +168,8 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
         sizes = map(_size_of, _models(manifest).values())
         return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
     profile = load_profile(engine_dir, manifest)
-    exits = tuple(report.calibration for report in profile.calibration.exits)
-    return Knowledge(cost_model_of(profile, manifest), profile.calibration.margins, exits)
+    calibration = profile.calibration
+    return Knowledge(cost_model_of(profile, manifest), calibration.margins, calibration.exits)
 
 
 def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
@@ -219,11 +208,7 @@ def _profile_from(fields: dict[str, Any]) -> Profile:
             for entry in fields["costs"]
         },
         overhead=OverheadCost(**fields["overhead"]),
-        errors=tuple(FitError(**error) for error in fields["errors"]),
-        points=list(fields["points"]),
-        overhead_points=list(fields["overhead_points"]),
-        trim_points=list(fields.get("trim_points", ())),  # older profiles did not measure it
-        exit_points=list(fields["exit_points"]),
+        errors=tuple(FitError(*map(error.__getitem__, FitError.__slots__)) for error in fields["errors"]),
         calibration=Calibration.from_dict(fields["calibration"]),
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,63 +16,54 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits, Request, SamplingParams
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
-from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts, MatchCalibration, logits, margin_bins
+from faser_backend.policy.calibration import (
+    KINDS,
+    MARGIN_KNOTS,
+    MarginCounts,
+    MatchCalibration,
+    logits,
+    margin_bins,
+    sigmoid,
+)
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from faser_backend.serving.profile_calibration import Calibration, ExitReport, ReliabilityBin
+from faser_backend.serving.profile_calibration import Calibration, ReliabilityBin
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
 from lab.profiling.chains import Chains, MakeEngine, record_chains
-from lab.profiling.exit_fit import Survivals, area_under_curve, fit_logistic, replay, threshold_for
 from lab.prompts import read_prompts
 
-NUM_REQUESTS, QUICK_NUM_REQUESTS = 128, 32
+RETENTION = 0.95  # of the tokens that would be accepted: an exit keeps so many
 TEMPERATURES = (0.0, 0.8, 0.0, 1.0)  # half greedy
 TOKENS_EACH = 64  # greedy texts of small models loop when they grow long, and loops are easy to draft
-MIN_REQUESTS = 2 * len(TEMPERATURES)  # a group to fit and one to hold out
 MAX_PROMPT_TOKENS = 256
-REPLAYED_LENGTHS = (4, MAX_ADAPTIVE_TOKENS)
 MIN_OUTCOMES = 20  # accepted and rejected tokens each, in both halves, or nothing is fitted to them
+_RIDGE = 1.0  # in rows of data: holds weights finite where outcomes can be told apart without error
+_MAX_ITERATIONS = 50
 
 
 def calibrate(
     make_engine: MakeEngine,
     engine_dir: Path,
     manifest: EngineManifest,
+    num_requests: int,
     *,
     prompts: Path | None,
-    retention: float,
-    is_quick: bool,
     seed: int,
     progress: Callable[[float], None],
-    share: float = 1.0,
     latest_s: float = math.inf,
 ) -> Calibration:
-    """Lets the engine write and fits what was heard. share: of the requests, where there is little time; latest_s:
-    as of record_chains.
-
-    Raises ConfigError for options out of range.
-    """
-    if not 0.0 < retention <= 1.0:
-        raise ConfigError(f"retention = {retention}: must lie in (0, 1]")
+    """Lets the engine write and fits what was recorded. latest_s: as of record_chains."""
     rng = np.random.default_rng(seed)
     models = ModelPair(manifest.target, manifest.draft)
     limits = Limits(models.vocab_size, models.max_context)
     texts = [] if prompts is None else tokenised_prompts(prompts, engine_dir, manifest)
-    most = num_requests_of(is_quick=is_quick)
-    num_requests = max(round(share * most), min(MIN_REQUESTS, most))
     requests = calibration_requests(texts, manifest.end_ids, limits, num_requests, rng)
-    depths = {
-        index: (segment.last_layer, manifest.target.spec.num_layers)
-        for index, segment in enumerate(manifest.target.segments)
-        if segment.has_exit_scores
+    layers = {
+        index: segment.last_layer for index, segment in enumerate(manifest.target.segments) if segment.has_exit_scores
     }
-    chains = record_chains(make_engine, frozenset(depths), requests, MAX_ADAPTIVE_TOKENS, progress, latest_s=latest_s)
-    return fit(chains, depths, retention, source="own text" if prompts is None else prompts.name)
-
-
-def num_requests_of(*, is_quick: bool) -> int:
-    return QUICK_NUM_REQUESTS if is_quick else NUM_REQUESTS
+    chains = record_chains(make_engine, frozenset(layers), requests, MAX_ADAPTIVE_TOKENS, progress, latest_s=latest_s)
+    return fit(chains, layers, source="own text" if prompts is None else prompts.name)
 
 
 def tokenised_prompts(path: Path, engine_dir: Path, manifest: EngineManifest) -> list[np.ndarray]:
@@ -114,34 +104,22 @@ def calibration_requests(
     return requests
 
 
-def fit(chains: Chains, depths: dict[int, tuple[int, int]], retention: float, source: str) -> Calibration:
-    """depths: segment of each exit -> layers before it and of the whole target."""
+def fit(chains: Chains, layers: dict[int, int], source: str) -> Calibration:
+    """layers: segment of each exit -> layers before it."""
     is_held_out = chains.group % 2 == 1
     fitted, held_out = chains.take(~is_held_out), chains.take(is_held_out)
     counts = {kind: _counts(fitted.take(fitted.is_sampled == index)) for index, kind in enumerate(KINDS)}
-    chances = Chances(_chances(counts, fitted), _chances(counts, held_out))
+    halves = [(half, _chances(counts, half)) for half in (fitted, held_out)]
     outcomes = [half.is_accepted[half.is_tested] for half in (fitted, held_out)]
     can_fit = all(min(half.sum(), (~half).sum()) >= MIN_OUTCOMES for half in outcomes)
     return Calibration(
         source=source,
-        retention=retention,
         num_fitted=outcomes[0].size,
         num_held_out=outcomes[1].size,
         margins=counts,
-        reliability=_reliability(held_out, chances.held_out),
-        exits=tuple(
-            _fit_exit(segment, depth, fitted=fitted, held_out=held_out, chances=chances, retention=retention)
-            for segment, depth in sorted(depths.items())
-            if can_fit
-        ),
+        reliability=_reliability(*halves[1]),
+        exits=tuple(_fit_exit(segment, layer, *halves) for segment, layer in sorted(layers.items()) if can_fit),
     )
-
-
-class Chances(NamedTuple):
-    """[N, K] of acceptance by draft margin, of chains of each half."""
-
-    fitted: np.ndarray
-    held_out: np.ndarray
 
 
 def _counts(chains: Chains) -> MarginCounts:
@@ -155,24 +133,24 @@ def _chances(counts: dict[str, MarginCounts], chains: Chains) -> np.ndarray:
 
 
 def _fit_exit(
-    segment: int, depth: tuple[int, int], *, fitted: Chains, held_out: Chains, chances: Chances, retention: float
-) -> ExitReport:
-    """Bias and weights from the tested tokens of `fitted`, the threshold from its useful rows."""
-    features = np.stack([logits(chances.fitted), fitted.exit_margins[segment]], axis=-1)[fitted.is_tested]
-    bias, chance_weight, margin_weight = map(float, fit_logistic(features, fitted.is_accepted[fitted.is_tested]))
-    weights = (segment, depth[0], bias, chance_weight, margin_weight)
+    segment: int, layer: int, fitted: tuple[Chains, np.ndarray], held_out: tuple[Chains, np.ndarray]
+) -> ExitCalibration:
+    """Bias and weights from the tested tokens of `fitted`, the threshold from its useful rows: chains, and chances of
+    acceptance [N, K] by draft margin. Row j of a chain is useful where draft tokens 1..j are all accepted."""
+    chains, chances = fitted
+    features = np.stack([logits(chances), chains.exit_margins[segment]], axis=-1)[chains.is_tested]
+    bias, chance_weight, margin_weight = map(float, fit_logistic(features, chains.is_accepted[chains.is_tested]))
+    weights = (segment, layer, bias, chance_weight, margin_weight)
     unscaled = ExitCalibration(*weights, 0.0, 1.0, (0.0,), 1.0, 0.0)
-    before, after = (
-        Survivals(half, np.cumprod(chance, axis=1), unscaled.survival(chance, half.exit_margins[segment]))
-        for half, chance in zip((fitted, held_out), chances, strict=True)
-    )
-    num_kept = int(np.ceil(retention * fitted.num_accepted.sum()))
-    threshold = threshold_for(before.at_exit, fitted.is_accepted, num_kept)
-    trim = threshold_for(before.by_draft, fitted.is_accepted, num_kept)
-    tested, accepted = held_out.is_tested, held_out.is_accepted
-    stays, enters = after.at_exit >= threshold, held_out.is_drafted & (after.by_draft >= trim)
-    is_drafted = held_out.is_drafted
-    calibration = ExitCalibration(
+    num_kept = int(np.ceil(RETENTION * chains.num_accepted.sum()))
+    survival = unscaled.survival(chances, chains.exit_margins[segment])
+    threshold = threshold_for(survival, chains.is_accepted, num_kept)
+    trim = threshold_for(np.cumprod(chances, axis=1), chains.is_accepted, num_kept)
+    chains, chances = held_out
+    stays = unscaled.survival(chances, chains.exit_margins[segment]) >= threshold
+    enters = chains.is_drafted & (np.cumprod(chances, axis=1) >= trim)
+    is_drafted, accepted = chains.is_drafted, chains.is_accepted
+    return ExitCalibration(
         *weights,
         threshold,
         retention=_share(stays, accepted),
@@ -180,17 +158,29 @@ def _fit_exit(
         trimmed_retention=_share(stays, accepted & enters),
         trimmed_pruned_share=_share(~stays, enters),
     )
-    refined = calibration.refined(chances.held_out, held_out.exit_margins[segment])
-    return ExitReport(
-        calibration,
-        margin_auc=area_under_curve(held_out.exit_margins[segment][tested], accepted[tested]),
-        draft_auc=area_under_curve(held_out.margins[tested], accepted[tested]),
-        both_auc=area_under_curve(refined[tested], accepted[tested]),
-        replays={
-            length: replay(_shortened(before, length), _shortened(after, length), retention, depth)
-            for length in REPLAYED_LENGTHS
-        },
-    )
+
+
+def fit_logistic(features: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
+    """[1 + F] bias and weights of P(outcome) = sigmoid(bias + features [n, F] @ weights), outcomes bool [n], by
+    iteratively reweighted least squares."""
+    design = np.column_stack([np.ones(len(features)), features])
+    penalty = np.diag([0.0] + [_RIDGE] * features.shape[1])
+    weights = np.zeros(design.shape[1])
+    for _ in range(_MAX_ITERATIONS):
+        probs = sigmoid(design @ weights)
+        gradient = design.T @ (outcomes - probs) - penalty @ weights
+        curvature = (design * (probs * (1.0 - probs))[:, None]).T @ design + penalty
+        step = np.linalg.solve(curvature + 1e-9 * np.eye(weights.size), gradient)
+        weights = weights + step
+        if np.abs(step).max() < 1e-8:
+            break
+    return weights
+
+
+def threshold_for(survival: np.ndarray, is_useful: np.ndarray, num_kept: int) -> float:
+    """The largest threshold on survival [N, K] that keeps at least num_kept of the useful rows, bool [N, K]."""
+    useful = np.sort(survival[is_useful])[::-1]
+    return float(useful[min(num_kept, useful.size) - 1]) if num_kept and useful.size else 1.0
 
 
 def _reliability(held_out: Chains, chances: np.ndarray) -> tuple[ReliabilityBin, ...]:
@@ -205,11 +195,6 @@ def _reliability(held_out: Chains, chances: np.ndarray) -> tuple[ReliabilityBin,
         )
         for index in np.unique(bins)
     )
-
-
-def _shortened(survivals: Survivals, length: int) -> Survivals:
-    chains, by_draft, at_exit = survivals
-    return Survivals(chains.shortened(length), by_draft[:, :length], at_exit[:, :length])
 
 
 def _share(holds: np.ndarray, among: np.ndarray) -> float:

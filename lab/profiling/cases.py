@@ -1,4 +1,4 @@
-"""Which calls a profile measures: a grid that the fit sees, and random held-out calls that it never sees.
+"""Calls that a profile measures: a grid that the fit sees, and random held-out calls that it never sees.
 
 The shapes are those that serving makes: verifications of equal and of ragged lengths, draft calls, prompt
 chunks without logits. Knows nothing of runners or time.
@@ -6,7 +6,7 @@ chunks without logits. Knows nothing of runners or time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.policy.cost_model import DRAFT
 
 MAX_SEQUENCES = 32
+NUM_RANDOM = 24  # fitted ones beside the grid, and as many that are held out
+MIN_CASES = 24  # of a model, the held-out ones included, or a fit means little
 MAX_CALL_ROWS = 256  # a prompt chunk of max_prefill_tokens, or 32 verifications of 7 drafted tokens
 
 
@@ -36,18 +38,22 @@ class Case:
         return self.context + max(self.counts)
 
 
-def choose_cases(model: str, max_context: int, rng: np.random.Generator, *, is_quick: bool) -> list[Case]:
-    """The cases of a model, each of them within max_context, in no order that matters."""
-    num_random, num_held_out = (10, 12) if is_quick else (24, 24)
-    cases = _uniform_grid(model, max_context, is_quick=is_quick) + _prefill_grid(max_context, is_quick=is_quick)
-    cases += [_random_case(model, max_context, rng, is_held_out=False) for _ in range(num_random)]
-    seen = set(cases)
-    while num_held_out:
+def choose_cases(model: str, max_context: int, rng: np.random.Generator, share: float = 1.0) -> list[Case]:
+    """The cases of a model, each of them within max_context, in no order that matters.
+
+    share: of the fitted ones and of those that are held out; MIN_CASES of both in any case.
+    """
+    fitted = _uniform_grid(model, max_context) + _prefill_grid(max_context)
+    fitted += [_random_case(model, max_context, rng, is_held_out=False) for _ in range(NUM_RANDOM)]
+    seen, held_out = set(fitted), []
+    while len(held_out) < NUM_RANDOM:
         case = _random_case(model, max_context, rng, is_held_out=True)
-        if Case(case.counts, case.context, case.num_logit_rows) not in seen:
-            cases.append(case)
-            num_held_out -= 1
-    return cases
+        if replace(case, is_held_out=False) not in seen:
+            held_out.append(case)
+    share = max(share, min(MIN_CASES / (len(fitted) + len(held_out)), 1.0))
+    parts = ((cases, max(round(share * len(cases)), 1)) for cases in (fitted, held_out))
+    # Evenly along the grid, so that its ends are measured: beyond them a fit would guess.
+    return [cases[i] for cases, count in parts for i in np.linspace(0, len(cases) - 1, count).round().astype(int)]
 
 
 def make_batch(
@@ -75,10 +81,10 @@ def make_batch(
     )
 
 
-def _uniform_grid(model: str, max_context: int, *, is_quick: bool) -> list[Case]:
+def _uniform_grid(model: str, max_context: int) -> list[Case]:
     """Equal rows per sequence; every other context of each (sequences, rows), as on a chessboard."""
     rows = (1, 2, 4) if model == DRAFT else (1, 2, 3, 5, 9)
-    sequences = (1, 3, 8, MAX_SEQUENCES) if is_quick else (1, 2, 4, 8, 16, MAX_SEQUENCES)
+    sequences = (1, 2, 4, 8, 16, MAX_SEQUENCES)
     contexts = [int(max_context * share) for share in (0.05, 0.25, 0.5, 0.95)]
     cases = []
     for i, num_sequences in enumerate(sequences):
@@ -92,9 +98,9 @@ def _uniform_grid(model: str, max_context: int, *, is_quick: bool) -> list[Case]
     return cases
 
 
-def _prefill_grid(max_context: int, *, is_quick: bool) -> list[Case]:
+def _prefill_grid(max_context: int) -> list[Case]:
     """Chunks of one prompt and of several, without logits."""
-    chunks = (16, 64, 256) if is_quick else (8, 16, 32, 64, 128, 192, 256)
+    chunks = (8, 16, 32, 64, 128, 192, 256)
     cases = [
         Case((chunk,), context, 0)
         for chunk in chunks

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -68,16 +68,6 @@ class Chains:
             join([part.margins for part in parts]),
             {segment: join([part.exit_margins[segment] for part in parts]) for segment in segments},
             *(join([getattr(part, name) for part in parts]) for name in _BY_CHAIN),
-        )
-
-    def shortened(self, num_draft_tokens: int) -> Chains:
-        """As if at most so many tokens had been drafted."""
-        return replace(
-            self,
-            margins=self.margins[:, :num_draft_tokens],
-            exit_margins={segment: margins[:, :num_draft_tokens] for segment, margins in self.exit_margins.items()},
-            num_drafted=np.minimum(self.num_drafted, num_draft_tokens),
-            num_accepted=np.minimum(self.num_accepted, num_draft_tokens),
         )
 
 
@@ -174,14 +164,9 @@ def record_chains(
                 engine.stop(request.request_id)
 
     try:
-        listen(engine, listener, num_draft_tokens)
+        engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, listener if exits else None)
+        engine.stepper.observers.append(listener.observe)
         write_all(engine, [request for _, request in requests], tell)
     finally:
         engine.close()
     return listener.chains()
-
-
-def listen(engine: Engine, listener: Listener, num_draft_tokens: int) -> None:
-    """From the next step on the engine drafts so many tokens and the listener hears of them."""
-    engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, listener if listener.exits else None)
-    engine.stepper.observers.append(listener.observe)

@@ -46,13 +46,6 @@ Progress = Callable[[float], None]  # is told the share that is done, in [0, 1]
 Work = Callable[[], None]
 
 
-class Effort(NamedTuple):
-    """How long a share is measured: about budget_s seconds or max_sweeps sweeps, but 3 sweeps at least."""
-
-    budget_s: float
-    max_sweeps: int
-
-
 class Share(NamedTuple):
     """A model on its part of a partition; `company` is the other model's part, where both run at once."""
 
@@ -73,7 +66,6 @@ class Sampled:
     case: Case
     segment_us: tuple[float, ...]
     spread: float  # distance between the quartiles, as a share of the median
-    first_us: float  # the first call, which makes the buffers of the shape
 
 
 def shares_of(menu: PartitionMenu[Any], *, has_draft: bool = True) -> list[Share]:
@@ -90,8 +82,11 @@ def shares_of(menu: PartitionMenu[Any], *, has_draft: bool = True) -> list[Share
 class Bench:
     """Pools and batches of a pair of models, shared by all partitions of its runtime."""
 
-    def __init__(self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], seed: int) -> None:
+    def __init__(
+        self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], *, max_sweeps: int, seed: int
+    ) -> None:
         self._runtime = runtime
+        self._max_sweeps = max_sweeps
         self._models: dict[str, ModelEngine] = dict(zip((TARGET, DRAFT), models.present, strict=False))
         self._max_context = models.max_context
         self._rng = np.random.default_rng(seed)
@@ -102,49 +97,49 @@ class Bench:
         runtime.synchronize()  # before other threads read them
         self._cases = cases
 
-    def measure(self, share: Share, effort: Effort, progress: Progress) -> list[Sampled]:
-        """Medians of the model's cases; most of those that are too dear for the budget are left out."""
+    def measure(self, share: Share, budget_s: float, progress: Progress) -> list[Sampled]:
+        """Medians of the model's cases over about budget_s seconds or max_sweeps sweeps, 3 at least; most of those
+        that are too dear for the budget are left out."""
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
             runner = on_share.submit(self._open_timed, share.model, share.part, opened).result()
             before: Work = _nothing
             if share.company is None and share.other_model in self._models:
                 before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
             with self._company(share):
-                return on_share.submit(self._sweep, share.model, runner, before, effort, progress).result()
+                return on_share.submit(self._sweep, share.model, runner, before, budget_s, progress).result()
 
     def _sweep(
-        self, model: str, runner: TimedRunner, before: Work, effort: Effort, progress: Progress
+        self, model: str, runner: TimedRunner, before: Work, budget_s: float, progress: Progress
     ) -> list[Sampled]:
+        """before: a call of the other model, untimed, where the two take turns on the same cores."""
         cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
-        groups = [cases[i : i + CALLS_PER_GROUP] for i in range(0, len(cases), CALLS_PER_GROUP)]
         sampled = []
-        for index, group in enumerate(groups):
-            share_of_effort = effort._replace(budget_s=effort.budget_s * len(group) / len(cases))
-            sampled += self._sweep_group(model, runner, before, group, share_of_effort)
-            progress((index + 1) / len(groups))
+        for first in range(0, len(cases), CALLS_PER_GROUP):
+            group = cases[first : first + CALLS_PER_GROUP]
+            sampled += self._sweep_group(model, runner, before, group, budget_s * len(group) / len(cases))
+            progress((first + len(group)) / len(cases))
         return sampled
 
     def _sweep_group(
-        self, model: str, runner: TimedRunner, before: Work, group: list[Case], effort: Effort
+        self, model: str, runner: TimedRunner, before: Work, group: list[Case], budget_s: float
     ) -> list[Sampled]:
-        """before: a call of the other model, untimed, where the two take turns on the same cores."""
         num_calls = DRAFT_RUN if model == DRAFT else 1
         calls = self._calls(model, runner, group)
         num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
-        deadline = time.perf_counter() + effort.budget_s
-        first_us = [float(runner.time(batch, num_first).sum()) for _, batch in calls]
-        for _, batch in calls:
-            runner.time(batch, num_first)  # the second call, at which a GPU's is captured as a graph
+        deadline = time.perf_counter() + budget_s
+        for _ in range(2):  # a runner makes the buffers of a shape, and captures a GPU's graph at the second call
+            for _, batch in calls:
+                runner.time(batch, num_first)
         warm = np.array([runner.time(batch, num_first).sum() for _, batch in calls])
         cheap_first = warm.argsort()
         sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
-        is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= effort.budget_s * 1e6
+        is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= budget_s * 1e6
         is_held_out = np.array([calls[index][0].is_held_out for index in cheap_first])
         for kind in (is_held_out, ~is_held_out):  # a fit needs some of both
             is_affordable[np.flatnonzero(kind)[:MIN_CASES]] = True
         kept = cheap_first[is_affordable]
         samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
-        for sweep in range(effort.max_sweeps):
+        for sweep in range(self._max_sweeps):
             if sweep >= 3 and time.perf_counter() > deadline:
                 break
             for index in self._rng.permutation(kept):
@@ -156,7 +151,7 @@ class Bench:
                 if model == DRAFT and runner.loop is None:
                     runner.time(batch, 1)  # what a round's first call takes more, profiling/step_costs.py finds
                 samples[int(index)].append(runner.time(batch, num_calls))
-        return [_summary(calls[index][0], np.array(times), first_us[index]) for index, times in samples.items()]
+        return [_summary(calls[index][0], np.array(times)) for index, times in samples.items()]
 
     def _calls(self, model: str, runner: TimedRunner, group: list[Case]) -> list[tuple[Case, RowBatch]]:
         """Each case with its batch; where chains are drafted at once, with room for the chain behind it."""
@@ -233,10 +228,10 @@ def _bound_thread(share: ComputePartition) -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def _summary(case: Case, times: np.ndarray, first_us: float) -> Sampled:
+def _summary(case: Case, times: np.ndarray) -> Sampled:
     """times: [num_sweeps, num_segments] microseconds."""
     low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
-    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle), first_us)
+    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle))
 
 
 def _nothing() -> None:
@@ -270,10 +265,7 @@ def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError
     )
     num_held_out = int(is_held_out.sum())
     spread = float(np.median([point.spread for point in points]) * 100.0)
-    new_shape_us = float(np.median([point.first_us - sum(point.segment_us) for point in points]))
-    return FitError(
-        share.model, share.partition, len(cases) - num_held_out, num_held_out, fitted, held_out, spread, new_shape_us
-    )
+    return FitError(share.model, share.partition, len(cases) - num_held_out, num_held_out, fitted, held_out, spread)
 
 
 def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,31 +20,31 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.files import check_room
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.cost_model import NO_OVERHEAD, CostModel
+from faser_backend.policy.cost_model import NO_OVERHEAD, CostModel, OverheadCost
 from faser_backend.serving.compose import engine_on
 from faser_backend.serving.profile_store import (
     PROFILE_FILE,
     Fingerprint,
     Profile,
+    cost_model_of,
     is_padded,
     key_columns,
-    load_cost_model,
 )
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from lab.interrupts import terminable
-from lab.profiling.budget import Speed, share_of, thinned
-from lab.profiling.calibration import calibrate
-from lab.profiling.cases import choose_cases
-from lab.profiling.measure import Bench, Effort, Sampled, Share, fit_error, fit_segments, shares_of
-from lab.profiling.step_costs import StepCosts, StepTimes, measure_exits, measure_lanes, measure_trim
+from lab.profiling.calibration import TOKENS_EACH, calibrate
+from lab.profiling.cases import MAX_SEQUENCES, Case, choose_cases
+from lab.profiling.effort import FULL, QUICK, Effort, share_within
+from lab.profiling.measure import Bench, Sampled, Share, fit_error, fit_segments, shares_of
+from lab.profiling.step_costs import LENGTHS, LOADS, TRIM_LENGTHS, WALL, StepMeter, phases_of_steps
 from lab.profiling.tables import print_tables
 from lab.progress import progress_bar
 
-BUDGET_S, QUICK_BUDGET_S = 120.0, 15.0  # of timed calls, over all partitions
 CALIBRATION_SHARE = 0.35  # of a budget, at most
 PROFILE_BYTES = 8 << 20  # at most
-MAX_SWEEPS, QUICK_MAX_SWEEPS = 25, 7
-DEFAULT_RETENTION = 0.95
+# Of an estimate: steps that a probe makes, tokens that a calibration emits for a request in a step, the time of a step
+# whose chains are half as long as the probe's beside the probe's, and calls that find out what a case takes.
+PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
 
 Report = Callable[[str, float], None]  # what is being done, and the share of all work that is done
 
@@ -57,23 +56,20 @@ def profile_engine(
     report: Report = lambda what, done: None,
     seed: int = 0,
     prompts: Path | None = None,
-    retention: float = DEFAULT_RETENTION,
     budget_s: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 
-    prompts: a file of texts to continue; None lets the target write its own. retention: share of tokens that
-    would be accepted and that an exit must keep. budget_s: seconds in which less is measured where all would take
-    longer. tell: is told how long it will take, and what an interrupt left out. Raises ManifestError for a broken
-    directory, ConfigError for an option out of range, KeyboardInterrupt before the whole machine was measured. Saves
-    nothing: the caller does.
+    prompts: a file of texts to continue; None lets the target write its own. budget_s: seconds in which less is
+    measured where all would take longer. tell: is told how long it will take, and what an interrupt left out. Raises
+    ManifestError for a broken directory, ConfigError for an option out of range, KeyboardInterrupt before the whole
+    machine was measured. Saves nothing: the caller does.
     """
     manifest = EngineManifest.load(engine_dir)
     with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
-        profiler = _Profiler(runtime, engine_dir, manifest, report, is_quick=is_quick, seed=seed)
-        profiler.plan(budget_s, tell)
-        return profiler.run(prompts, retention, tell)
+        profiler = _Profiler(runtime, engine_dir, manifest, report=report, tell=tell, seed=seed)
+        return profiler.run(QUICK if is_quick else FULL, prompts, budget_s)
 
 
 class _Profiler:
@@ -84,9 +80,9 @@ class _Profiler:
         runtime: AnyRuntime,
         engine_dir: Path,
         manifest: EngineManifest,
-        report: Report,
         *,
-        is_quick: bool,
+        report: Report,
+        tell: Callable[[str], None],
         seed: int,
     ) -> None:
         self._runtime = runtime
@@ -94,117 +90,110 @@ class _Profiler:
         self._manifest = manifest
         self._models = ModelPair(manifest.target, manifest.draft)
         self._report = report
-        self._is_quick = is_quick
+        self._tell = tell
         self._seed = seed
         self._shares = shares_of(runtime.menu, has_draft=manifest.draft is not None)
         self._num_parts = len(self._shares) + 2
-        rng, max_context = np.random.default_rng(seed), self._models.max_context
-        names = dict.fromkeys(share.model for share in self._shares)
-        self._cases = {model: choose_cases(model, max_context, rng, is_quick=is_quick) for model in names}
-        self._work = 1.0  # the share of it that is done
-        self._budget_s = math.inf
 
-    def plan(self, budget_s: float | None, tell: Callable[[str], None]) -> None:
-        """Finds out how long all would take; does less of it where that is too long."""
+    def run(self, effort: Effort, prompts: Path | None, budget_s: float | None) -> Profile:
+        manifest, widths, pads = self._manifest, key_columns(self._manifest), is_padded(self._manifest)
         self._report("looking at the engine's speed", 0.0)
-        seconds = Speed.probe(self._make_engine, self._seed).estimate_s(
-            num_calls=sum(len(self._cases[share.model]) for share in self._shares),
-            calls_s=self._calls_s,
-            is_quick=self._is_quick,
-            has_draft=self._manifest.draft is not None,
-            has_exits=bool(self._manifest.exit_layers),
-        )
-        self._work = share_of(seconds, budget_s)
-        self._budget_s = math.inf if budget_s is None else budget_s
-        rng = np.random.default_rng(self._seed)
-        self._cases = {model: thinned(cases, self._work, rng) for model, cases in self._cases.items()}
-        less = "" if self._work == 1.0 else f", of which {self._work:.0%} is done"
-        tell(f"time: about {max(seconds, 1.0):.0f} s{less}")
-
-    @property
-    def _calls_s(self) -> float:
-        return QUICK_BUDGET_S if self._is_quick else BUDGET_S
-
-    def run(self, prompts: Path | None, retention: float, tell: Callable[[str], None]) -> Profile:
-        manifest, widths = self._manifest, key_columns(self._manifest)
-        self._report("preparing", 0.0)
+        seconds = self._estimate_s(effort)
+        work = share_within(seconds, budget_s)
+        less = "" if work == 1.0 else f", of which {work:.0%} is done"
+        self._tell(f"time: about {max(seconds, 1.0):.0f} s{less}")
+        effort = effort.scaled(work)
         # Calibration goes first: it does not mind a machine that warms up, and finds bad options before the long part.
         calibration = calibrate(
             self._make_engine,
             self._engine_dir,
             manifest,
+            effort.num_requests,
             prompts=prompts,
-            retention=retention,
-            is_quick=self._is_quick,
             seed=self._seed,
             progress=lambda done: self._report("calibration", done / self._num_parts),
-            share=self._work,
-            latest_s=time.monotonic() + CALIBRATION_SHARE * self._budget_s,
+            latest_s=math.inf if budget_s is None else time.monotonic() + CALIBRATION_SHARE * budget_s,
         )
-        steps = StepTimes(self._runtime, self._make_engine, is_quick=self._is_quick, seed=self._seed, share=self._work)
+        steps = StepMeter(self._runtime, self._make_engine, effort, self._seed)
         steps.visit()
-        sampled: dict[Share, list[Sampled]] = {}
+        cases, sampled = self._cases(effort), dict[Share, list[Sampled]]()
         is_whole = True
         try:
-            self._measure_calls(sampled)
+            self._measure_calls(cases, effort, sampled)
         except KeyboardInterrupt:
-            if {share.model for share in sampled if share.partition == WHOLE} != set(self._cases):
+            if {share.model for share in sampled if share.partition == WHOLE} != set(cases):
                 raise
             is_whole = False
-            tell(f"interrupted after {len(sampled)} of {len(self._shares)} partitions: the rest keeps guesses")
+            self._tell(f"interrupted after {len(sampled)} of {len(self._shares)} partitions: the rest keeps guesses")
         costs = {
-            (share.model, share.partition): fit_segments(points, widths, pads=is_padded(manifest))
-            for share, points in sampled.items()
+            (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
-        calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=is_padded(manifest))
-        found = self._measure_steps(calls, steps) if is_whole else StepCosts(*steps.fit(calls), [], [])
+        calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=pads)
+        overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
         self._report("done", 1.0)
-        model = replace(calls, overhead=found.overhead)
+        model = replace(calls, overhead=overhead)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             costs=costs,
-            overhead=found.overhead,
+            overhead=overhead,
             errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
-            points=[_point(share, point) for share, points in sampled.items() for point in points],
-            overhead_points=found.overhead_points,
-            trim_points=found.trim_points,
-            exit_points=found.exit_points,
             calibration=calibration,
         )
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         return engine_on(self._runtime, self._engine_dir, self._manifest, config)
 
-    def _measure_calls(self, sampled: dict[Share, list[Sampled]]) -> None:
-        """Into `sampled`, partition by partition."""
-        bench = Bench(self._runtime, self._models, self._cases, self._seed)
-        effort = Effort(
-            self._work * self._calls_s / len(self._shares), QUICK_MAX_SWEEPS if self._is_quick else MAX_SWEEPS
+    def _cases(self, effort: Effort) -> dict[str, list[Case]]:
+        rng, names = np.random.default_rng(self._seed), dict.fromkeys(share.model for share in self._shares)
+        return {name: choose_cases(name, self._models.max_context, rng, effort.case_share) for name in names}
+
+    def _estimate_s(self, effort: Effort) -> float:
+        """Seconds that all of it takes, about, from a few steps with the longest chains."""
+        length, step_s = max(LENGTHS), []
+        engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{length}"))
+        try:
+            for size in LOADS:
+                steps = phases_of_steps(engine, size, length, PROBE_STEPS, np.random.default_rng(self._seed))
+                if steps:  # a short context may not hold one
+                    step_s.append(min(step[WALL] for step in steps) / 1e9)
+        finally:
+            engine.close()
+        each, cases = sum(step_s), self._cases(effort)
+        num_calls = sum(len(cases[share.model]) for share in self._shares)
+        waves = -(-effort.num_requests // MAX_SEQUENCES)
+        rounds = 3 * len(LENGTHS) * (effort.num_steps + 2)
+        rounds += len(TRIM_LENGTHS) * (effort.num_trim_steps + 2) if self._models.draft is not None else 0
+        num_exit_steps = 4 * effort.num_exit_repeats if self._manifest.exit_layers else 0
+        calls_s = CALLS_PER_CASE * num_calls * SHORTER * each / max(len(step_s), 1)
+        return (
+            waves * TOKENS_EACH / TOKENS_PER_STEP * max(step_s, default=0.0)
+            + (SHORTER * rounds + num_exit_steps) * each
+            + max(effort.calls_s, calls_s)
         )
+
+    def _measure_calls(self, cases: dict[str, list[Case]], effort: Effort, sampled: dict[Share, list[Sampled]]) -> None:
+        """Into `sampled`, partition by partition."""
+        bench = Bench(self._runtime, self._models, cases, max_sweeps=effort.max_sweeps, seed=self._seed)
         for index, share in enumerate(self._shares, 1):
             what = f"{share.model} on {share.partition}"
             self._report(what, index / self._num_parts)
 
-            def tell(done: float, what: str = what, index: int = index) -> None:
+            def progress(done: float, what: str = what, index: int = index) -> None:
                 self._report(what, (index + done) / self._num_parts)
 
-            sampled[share] = bench.measure(share, effort, tell)
+            sampled[share] = bench.measure(share, effort.calls_s / len(self._shares), progress)
 
-    def _measure_steps(self, calls: CostModel, steps: StepTimes) -> StepCosts:
+    def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
         self._report("step overhead", (self._num_parts - 1) / self._num_parts)
-        effort: dict[str, Any] = {"is_quick": self._is_quick, "seed": self._seed, "share": self._work}
         steps.visit()
-        found, trim_points, exit_points = measure_lanes(self._runtime), [], []
-        if self._manifest.draft is not None:
-            more, trim_points = measure_trim(self._make_engine, **effort)
-            found |= more
+        found = steps.lanes()
+        if self._models.draft is not None:
+            found |= steps.trim()
         if self._manifest.exit_layers:
-            more, exit_points = measure_exits(self._runtime, self._models.target, self._make_engine, **effort)
-            found |= more
+            found |= steps.exits(self._models.target)
         steps.visit()
-        overhead, overhead_points = steps.fit(calls)
-        return StepCosts(replace(overhead, **found), overhead_points, trim_points, exit_points)
+        return replace(steps.overhead(calls), **found)
 
 
 def run_profile(
@@ -212,13 +201,12 @@ def run_profile(
     *,
     is_quick: bool,
     prompts: Path | None = None,
-    retention: float = DEFAULT_RETENTION,
     budget_s: float | None = None,
 ) -> None:
     """The command: progress on stderr, the profile into the directory, the tables on stdout."""
     if budget_s is not None and not budget_s > 0:
         raise ConfigError(f"--budget-s = {budget_s:g}: must be above 0")
-    EngineManifest.load(engine_dir)
+    manifest = EngineManifest.load(engine_dir)
     check_room(engine_dir, PROFILE_BYTES, PROFILE_FILE)
     with terminable(), progress_bar() as bar:
         task = bar.add_task("loading", total=1.0)
@@ -227,7 +215,6 @@ def run_profile(
                 engine_dir,
                 is_quick=is_quick,
                 prompts=prompts,
-                retention=retention,
                 report=lambda what, done: bar.update(task, description=what, completed=done),
                 budget_s=budget_s,
                 tell=lambda text: print(text, file=sys.stderr),
@@ -235,19 +222,5 @@ def run_profile(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{engine_dir} is as it was") from None
     profile.save(engine_dir)
-    print_tables(profile, load_cost_model(engine_dir, EngineManifest.load(engine_dir)))
+    print_tables(profile, cost_model_of(profile, manifest), has_exits=bool(manifest.exit_layers))
     Console().print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
-
-
-def _point(share: Share, point: Sampled) -> dict[str, object]:
-    """One measured call for profile.json."""
-    case = point.case
-    return {
-        "model": share.model,
-        "partition": share.partition,
-        "counts": case.counts,
-        "context": case.context,
-        "num_logit_rows": case.num_logit_rows,
-        "is_held_out": case.is_held_out,
-        "segment_us": [round(us, 2) for us in point.segment_us],
-    }

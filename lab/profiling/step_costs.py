@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from faser_backend.serving.runtimes import AnyRuntime
 from lab.profiling.cases import Case, make_batch
 from lab.profiling.chains import MakeEngine, ProbePolicy
 from lab.profiling.cost_fit import fit_non_negative, fit_overhead, fit_trim
+from lab.profiling.effort import Effort
 from lab.profiling.timed_calls import WaitingRunner
 
 LOADS = (1, 8, 32)  # sequences
@@ -55,33 +56,18 @@ STOPS_NOTHING = TrimRule(
     row_price=0.0,
 )
 
-Point = dict[str, Any]  # medians of one load, for profile.json
 
+class StepMeter:
+    """Times steps of the real engine, sampling at temperature 1, in one thread.
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """overhead: what is not measured has its default. Points are what it was fitted to."""
-
-    overhead: OverheadCost
-    overhead_points: list[Point]
-    trim_points: list[Point]
-    exit_points: list[Point]
-
-
-class StepTimes:
-    """Plain steps of the real engine, sampling at temperature 1, in one thread.
-
-    Collected in several visits over the course of a profile: a shared machine is slow for some seconds at a time, and
-    medians leave out a visit that was.
+    Plain steps are collected in several visits over the course of a profile: a shared machine is slow for some seconds
+    at a time, and medians leave out a visit that was.
     """
 
-    def __init__(
-        self, runtime: AnyRuntime, make_engine: MakeEngine, *, is_quick: bool, seed: int, share: float = 1.0
-    ) -> None:
-        """share: of the steps, where there is little time."""
+    def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, effort: Effort, seed: int) -> None:
         self._runtime = runtime
         self._make_engine = make_engine
-        self._num_steps = max(round(share * num_steps_of(is_quick=is_quick)), 2)
+        self._effort = effort
         self._rng = np.random.default_rng(seed)
         self._times: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by draft tokens and sequences
 
@@ -92,74 +78,133 @@ class StepTimes:
             wait_for_calls(engine, self._runtime)
             try:
                 for num_sequences in LOADS:
-                    phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._num_steps, self._rng)
+                    phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._effort.num_steps, self._rng)
                     self._times.setdefault((num_draft_tokens, num_sequences), []).extend(map(_outside, phases))
             finally:
                 engine.close()
 
-    def fit(self, calls: CostModel) -> tuple[OverheadCost, list[Point]]:
-        """calls: whose costs of draft calls are known."""
-        points = []
-        for (num_draft_tokens, num_sequences), times in self._times.items():
-            if times:  # a short context may not hold one
-                step_us, draft_us = np.median(np.array(times), axis=0)
-                points.append(
-                    {
-                        "num_sequences": num_sequences,
-                        "num_draft_tokens": num_draft_tokens,
-                        "step_us": step_us,  # outside the model calls and drafting
-                        "draft_us": draft_us,  # of drafting: calls, packing and sampling
-                        "predicted_calls_us": num_draft_tokens * self._predicted_us(calls, num_sequences),
-                    }
-                )
-        return fit_overhead(*_columns(points)), points
+    def overhead(self, calls: CostModel) -> OverheadCost:
+        """Fits what the visits found. calls: whose costs of draft calls are known."""
+        found = [
+            (size, length, *np.median(np.array(times), axis=0), length * self._draft_call_us(calls, size))
+            for (length, size), times in self._times.items()
+            if times  # a short context may not hold one
+        ]
+        return fit_overhead(*np.array(found).T)
 
-    def _predicted_us(self, calls: CostModel, num_sequences: int) -> float:
-        """Of one draft call."""
+    def trim(self) -> dict[str, float]:
+        """Fields of OverheadCost: what deciding takes, after every draft call which chains go on and in the end which
+        rows to verify. For engines with a draft model: n-grams heed no rule.
+
+        A device that drafts whole chains by itself knows no rule; there it is what cutting them afterwards takes.
+        """
+        num_steps, found = self._effort.num_trim_steps, []
+        engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))
+        try:
+            for length in TRIM_LENGTHS:
+                for size in LOADS:
+                    records = records_of_steps(engine, size, length, num_steps, self._rng)
+                    plain, trimmed = (
+                        np.array([r.propose_us for r in records if (r.plan.decision.trim is not None) == is_trimmed])
+                        for is_trimmed in (False, True)
+                    )
+                    num_pairs = min(plain.size, trimmed.size)
+                    if num_pairs:  # a short context may not hold one
+                        added_us = np.median(trimmed[:num_pairs] - plain[:num_pairs])  # of neighbours
+                        found.append((size, length, np.median(plain), np.median(plain) + added_us))
+        finally:
+            engine.close()
+        trim_us, trim_sequence_us = fit_trim(*np.array(found).T) if found else (0.0, 0.0)
+        return {"trim_us": trim_us, "trim_sequence_us": trim_sequence_us}
+
+    def exits(self, target: ModelEngine) -> dict[str, float]:
+        """Fields of OverheadCost, of a target with exit layers: scores in the graph, and reading them and taking rows
+        out.
+
+        The graph's part is a segment with and without scores, in turns; the rest is read from the phases of steps, with
+        a pruner that leaves two rows of every chain.
+        """
+        added_us = np.array(self._scores_us(target)) + np.array(self._exit_host_us(target))
+        features = np.array([(1, size * (EXIT_LENGTH + 1)) for size in LOADS], np.float64)
+        exit_us, exit_row_us = map(float, fit_non_negative(features, np.maximum(added_us, _LEAST_US)))
+        return {"exit_us": exit_us, "exit_row_us": exit_row_us}
+
+    def lanes(self) -> dict[str, float]:
+        """A field of OverheadCost: median time in which the lanes of a split run nothing at all; {} without a split."""
+        if not self._runtime.menu.splits:
+            return {}
+        lanes = self._runtime.open_lanes(*self._runtime.menu.splits[0])
+        try:
+            times = [self._timed_us(lanes.run_both, _nothing, _nothing) for _ in range(LANE_REPEATS)]
+        finally:
+            lanes.close()
+        return {"lanes_us": float(np.median(times))}
+
+    def _draft_call_us(self, calls: CostModel, num_sequences: int) -> float:
         if (DRAFT, WHOLE) not in calls.segments:
             return 0.0
-        context = PROMPT_TOKENS + self._num_steps
+        context = PROMPT_TOKENS + self._effort.num_steps
         return float(calls.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context, num_logit_rows=num_sequences))
 
+    def _timed_us(self, work: Callable[..., object], *arguments: Any) -> float:
+        start = time.perf_counter_ns()
+        work(*arguments)
+        self._runtime.synchronize()
+        return (time.perf_counter_ns() - start) / 1e3
 
-def num_steps_of(*, is_quick: bool) -> int:
-    """Of a visit."""
-    return 4 if is_quick else 8
+    def _scores_us(self, model: ModelEngine) -> list[float]:
+        """Per load, the mean over exits of what scores add to their segment."""
+        runtime, rng, num_rows = self._runtime, self._rng, EXIT_LENGTH + 1
+        context = max(min(EXIT_CONTEXT_TOKENS, model.spec.max_context - num_rows), 0)
+        num_blocks = max(LOADS) * -(-(context + num_rows) // runtime.kv_block_size)
+        runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))
+        added = []
+        try:
+            for size in LOADS:
+                case = Case((num_rows,) * size, context, size * num_rows)
+                batch = make_batch(case, model.spec.vocab_size, runtime.kv_block_size, num_blocks, rng)
+                candidates = rng.integers(0, model.spec.vocab_size, (case.num_rows, NUM_CANDIDATES))
+                hidden, differences = None, []
+                for segment in range(runner.num_segments):
+                    call = (segment, batch, hidden)
+                    if segment in runner.exits:
+                        pairs = [
+                            (
+                                self._timed_us(runner.run_segment, *call),
+                                self._timed_us(runner.run_segment_with_scores, *call, candidates),
+                            )
+                            for _ in range(self._effort.num_exit_repeats)
+                        ]
+                        differences.append(float(np.median([scored - plain for plain, scored in pairs])))
+                    output = runner.run_segment(*call)
+                    hidden = runner.take_rows(output, np.arange(case.num_rows))  # a copy
+                added.append(max(float(np.mean(differences)), 0.0))
+        finally:
+            runner.close()
+        return added
 
-
-def num_trim_steps_of(*, is_quick: bool) -> int:
-    return 24 if is_quick else 48
-
-
-def measure_trim(
-    make_engine: MakeEngine, *, is_quick: bool, seed: int, share: float = 1.0
-) -> tuple[dict[str, float], list[Point]]:
-    """Fields of OverheadCost: what deciding takes, after every draft call which chains go on and in the end which rows
-    to verify. For engines with a draft model: n-grams heed no rule.
-
-    A device that drafts whole chains by itself knows no rule; there it is what cutting them afterwards takes.
-    """
-    rng, num_steps = np.random.default_rng(seed), max(round(share * num_trim_steps_of(is_quick=is_quick)), 6)
-    engine = make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))
-    points = []
-    try:
-        for num_draft_tokens in TRIM_LENGTHS:
-            for num_sequences in LOADS:
-                records = records_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng)
-                untrimmed, trimmed = (
-                    np.array([r.propose_us for r in records if (r.plan.decision.trim is not None) == is_trimmed])
-                    for is_trimmed in (False, True)
-                )
-                num_pairs = min(untrimmed.size, trimmed.size)
-                if num_pairs:  # a short context may not hold one
-                    untrimmed_us = float(np.median(untrimmed))
-                    added_us = float(np.median(trimmed[:num_pairs] - untrimmed[:num_pairs]))  # of neighbours
-                    point = {"num_sequences": num_sequences, "num_draft_tokens": num_draft_tokens}
-                    points.append(point | {"untrimmed_us": untrimmed_us, "trimmed_us": untrimmed_us + added_us})
-    finally:
-        engine.close()
-    trim_us, trim_sequence_us = fit_trim(*_columns(points)) if points else (0.0, 0.0)
-    return {"trim_us": trim_us, "trim_sequence_us": trim_sequence_us}, points
+    def _exit_host_us(self, model: ModelEngine) -> list[float]:
+        """Per load, what one exit adds to the phases of a step outside the model."""
+        segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
+        layer = model.segments[segment].last_layer
+        # Chances of 0.5 whatever the margins: survival 0.5 and then 0.25, so that rows 0 and 1 stay.
+        halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
+        pruner = EarlyExit((halving,), MatchCalibration(None).curve)
+        engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{EXIT_LENGTH}"))
+        wait_for_calls(engine, self._runtime)
+        added = []
+        try:
+            for size in LOADS:
+                medians = []
+                for tried in (None, pruner):
+                    engine.stepper.scheduler.policy = ProbePolicy(EXIT_LENGTH, tried)
+                    steps = phases_of_steps(engine, size, EXIT_LENGTH, self._effort.num_exit_repeats, self._rng)
+                    spent = [sum(step.get(name, 0) for name in EXIT_PHASES) for step in steps]
+                    medians.append(float(np.median(spent)) / 1e3)
+                added.append(max(medians[1] - medians[0], 0.0))
+        finally:
+            engine.close()
+        return added
 
 
 def records_of_steps(
@@ -180,111 +225,6 @@ def records_of_steps(
         and not record.plan.prefills
         and record.frontier.num_drafted.min() == num_draft_tokens
     ]
-
-
-def measure_exits(
-    runtime: AnyRuntime,
-    model: ModelEngine,
-    make_engine: MakeEngine,
-    *,
-    is_quick: bool,
-    seed: int,
-    share: float = 1.0,
-) -> tuple[dict[str, float], list[Point]]:
-    """Fields of OverheadCost, of a target with exit layers: scores in the graph, and reading them and taking rows out.
-
-    The graph's part is a segment with and without scores, in turns; the rest is read from the phases of steps, with a
-    pruner that leaves two rows of every chain.
-    """
-    rng, num_repeats = np.random.default_rng(seed), max(round(share * (9 if is_quick else 25)), 3)
-    scores_us = _scores_us(runtime, model, num_repeats, rng)
-    host_us = _exit_host_us(runtime, model, make_engine, num_repeats, rng)
-    rows = [size * (EXIT_LENGTH + 1) for size in LOADS]
-    total = np.maximum(np.array(scores_us) + np.array(host_us), _LEAST_US)
-    exit_us, exit_row_us = map(float, fit_non_negative(np.column_stack([np.ones(len(rows)), rows]), total))
-    points = [
-        {"num_rows": num_rows, "scores_us": scores, "host_us": host}
-        for num_rows, scores, host in zip(rows, scores_us, host_us, strict=True)
-    ]
-    return {"exit_us": exit_us, "exit_row_us": exit_row_us}, points
-
-
-def _scores_us(runtime: AnyRuntime, model: ModelEngine, num_repeats: int, rng: np.random.Generator) -> list[float]:
-    """Per load, the mean over exits of what scores add to their segment."""
-    block_size, num_rows = runtime.kv_block_size, EXIT_LENGTH + 1
-    context = max(min(EXIT_CONTEXT_TOKENS, model.spec.max_context - num_rows), 0)
-    num_blocks = max(LOADS) * -(-(context + num_rows) // block_size)
-    runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))
-
-    def timed_ns(work: Callable[..., object], *arguments: Any) -> int:
-        start = time.perf_counter_ns()
-        work(*arguments)
-        runtime.synchronize()
-        return time.perf_counter_ns() - start
-
-    added = []
-    try:
-        for size in LOADS:
-            case = Case((num_rows,) * size, context, size * num_rows)
-            batch = make_batch(case, model.spec.vocab_size, block_size, num_blocks, rng)
-            candidates = rng.integers(0, model.spec.vocab_size, (case.num_rows, NUM_CANDIDATES))
-            hidden, differences = None, []
-            for segment in range(runner.num_segments):
-                if segment in runner.exits:
-                    plain, scored = (segment, batch, hidden), (segment, batch, hidden, candidates)
-                    pairs = [
-                        (timed_ns(runner.run_segment, *plain), timed_ns(runner.run_segment_with_scores, *scored))
-                        for _ in range(num_repeats)
-                    ]
-                    differences.append(float(np.median([with_scores - without for without, with_scores in pairs])))
-                output = runner.run_segment(segment, batch, hidden)
-                hidden = runner.take_rows(output, np.arange(case.num_rows))  # a copy
-            added.append(max(float(np.mean(differences)) / 1e3, 0.0))
-    finally:
-        runner.close()
-    return added
-
-
-def _exit_host_us(
-    runtime: AnyRuntime, model: ModelEngine, make_engine: MakeEngine, num_steps: int, rng: np.random.Generator
-) -> list[float]:
-    """Per load, what one exit adds to the phases of a step outside the model."""
-    segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
-    layer = model.segments[segment].last_layer
-    # Chances of 0.5 whatever the margins: survival 0.5 and then 0.25, so that rows 0 and 1 stay.
-    halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
-    pruner = EarlyExit((halving,), MatchCalibration(None).curve)
-    engine = make_engine(EngineConfig.from_options(policy=f"fixed:{EXIT_LENGTH}"))
-    wait_for_calls(engine, runtime)
-    added = []
-    try:
-        for size in LOADS:
-            medians = []
-            for tried in (None, pruner):
-                engine.stepper.scheduler.policy = ProbePolicy(EXIT_LENGTH, tried)
-                steps = phases_of_steps(engine, size, EXIT_LENGTH, num_steps, rng)
-                spent = [sum(step.get(name, 0) for name in EXIT_PHASES) for step in steps]
-                medians.append(float(np.median(spent)) / 1e3)
-            added.append(max(medians[1] - medians[0], 0.0))
-    finally:
-        engine.close()
-    return added
-
-
-def measure_lanes(runtime: AnyRuntime) -> dict[str, float]:
-    """A field of OverheadCost: median time in which the lanes of a split run nothing at all; {} without a split."""
-    if not runtime.menu.splits:
-        return {}
-    lanes = runtime.open_lanes(*runtime.menu.splits[0])
-    try:
-        times = []
-        for _ in range(LANE_REPEATS):
-            start = time.perf_counter_ns()
-            lanes.run_both(lambda: None, lambda: None)
-            times.append(time.perf_counter_ns() - start)
-    finally:
-        lanes.close()
-    return {"lanes_us": float(np.median(times)) / 1e3}
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
@@ -338,6 +278,5 @@ def _outside(spent: dict[str, int]) -> tuple[float, float]:
     return (spent[WALL] - model_ns - around_ns) / 1e3, (around_ns + spent.get(DRAFT_CALLS, 0)) / 1e3
 
 
-def _columns(points: list[Point]) -> np.ndarray:
-    """The points' fields, [fields, points]."""
-    return np.array([list(point.values()) for point in points], np.float64).T
+def _nothing() -> None:
+    """Work for lanes that take nothing but their hand-over."""

@@ -12,35 +12,32 @@ from faser_backend.policy.calibration import MARGIN_KNOTS
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.serving.profile_calibration import Calibration
 from faser_backend.serving.profile_store import Profile
+from lab.profiling.calibration import RETENTION
 from lab.tables import Column, table_console, terminal_table
 
-LEGEND = (
-    "errors: mean of calls that the fit saw, and of others that it did not; spread: how far apart repeats of a call "
-    "lie; first call: what the first one of a shape takes more"
-)
-RULES = ("trim", "exit", "cascade")  # of a Replay
+LEGEND = "errors: mean of calls that the fit saw, and of others that it did not; spread: between repeats of a call"
 BUSY_SPREAD_PERCENT = 15.0  # an idle machine repeats a call within a few percent
 
 
-def print_tables(profile: Profile, costs: CostModel) -> None:
+def print_tables(profile: Profile, costs: CostModel, *, has_exits: bool) -> None:
     """On stdout."""
     console = table_console()
     calibration = profile.calibration
     console.print(error_table(profile, costs))
     console.print(LEGEND, highlight=False, soft_wrap=True)
-    console.print(overhead_line(profile.overhead, has_exits=bool(profile.exit_points)), highlight=False, soft_wrap=True)
+    console.print(overhead_line(profile.overhead, has_exits=has_exits), highlight=False, soft_wrap=True)
     if max(error.spread_percent for error in profile.errors) > BUSY_SPREAD_PERCENT:
         console.print("The machine was busy while it was measured: run this again when it is idle.", highlight=False)
     console.print(
         f"\ncalibrated on {calibration.num_fitted} draft tokens of {calibration.source}, "
-        f"thresholds for {calibration.retention:.0%} of accepted tokens kept",
+        f"thresholds for {RETENTION:.0%} of accepted tokens kept",
         highlight=False,
         soft_wrap=True,
     )
     console.print(chance_table(calibration, has_model=(DRAFT, WHOLE) in profile.costs))
     if calibration.exits:
         console.print(exit_table(calibration))
-    elif profile.exit_points:
+    elif has_exits:
         console.print("exits not calibrated: too few draft tokens were accepted, or too few rejected", highlight=False)
 
 
@@ -59,22 +56,21 @@ def overhead_line(overhead: OverheadCost, *, has_exits: bool) -> str:
 
 def error_table(profile: Profile, costs: CostModel) -> Table:
     """A line per model and partition: two predicted calls, then mean absolute errors in percent."""
-    columns = [
-        *(Column(name, name) for name in ("model", "cores")),
-        *(Column(name, name, "{:.0f}") for name in ("1 row, us", "16 x 5 rows, us")),
-        *(Column(name, name, "{:.1f}") for name in ("fit error %", "held-out error %", "spread %")),
-        Column("first call +us", "first call +us", "{:.0f}"),
-    ]
+    columns = (
+        Column("model", "model"),
+        Column("cores", "partition"),
+        Column("1 row, us", "one_us", "{:.0f}"),
+        Column("16 x 5 rows, us", "many_us", "{:.0f}"),
+        Column("fit error %", "fitted_percent", "{:.1f}"),
+        Column("held-out error %", "held_out_percent", "{:.1f}"),
+        Column("spread %", "spread_percent", "{:.1f}"),
+    )
     rows = []
     for error in profile.errors:
         examples = costs.call_us(error.model, error.partition, np.array([1, 80]), np.array([1, 16]), 128)
-        first_us = max(error.new_shape_us, 0.0)  # below: noise
-        errors = (error.fitted_percent, error.held_out_percent, error.spread_percent, first_us)
-        values = (error.model, error.partition, *examples, *errors)
-        rows.append({column.heading: value for column, value in zip(columns, values, strict=True)})
-    return terminal_table(
-        "What model calls take at context 128, as predicted, and how far predictions are off", columns, rows
-    )
+        rows.append(asdict(error) | dict(zip(("one_us", "many_us"), examples, strict=True)))
+    title = "What model calls take at context 128, as predicted, and how far predictions are off"
+    return terminal_table(title, columns, rows)
 
 
 def chance_table(calibration: Calibration, *, has_model: bool = True) -> Table:
@@ -95,16 +91,14 @@ def chance_table(calibration: Calibration, *, has_model: bool = True) -> Table:
 
 
 def exit_table(calibration: Calibration) -> Table:
-    """A line per exit and draft length: percent of row-layers saved, and of useful draft rows kept."""
-    names = ("layer", "AUC exit", "draft", "both", "drafted", "trim", "exit", "trim+exit")
-    rows = []
-    for report in calibration.exits:
-        aucs = (f"{auc:.3f}" for auc in (report.margin_auc, report.draft_auc, report.both_auc))
-        lead = (report.calibration.layer, *aucs)
-        for length, replay in report.replays.items():
-            pairs = ((getattr(replay, f"{name}_saved"), getattr(replay, f"{name}_kept")) for name in RULES)
-            shown = (f"{100 * saved:.1f}/{100 * kept:.1f}" for saved, kept in pairs)
-            rows.append(dict(zip(names, (*lead, length, *shown), strict=True)))
-            lead = ("", "", "", "")
-    title = "Exits, held out: AUC; percent of row-layers saved / useful rows kept"
-    return terminal_table(title, [Column(name, name) for name in names], rows)
+    """A line per exit: draft rows that it ends and useful ones that it keeps, alone and behind trimming."""
+    columns = (
+        Column("layer", "layer"),
+        Column("ends %", lambda row: 100 * np.mean(row["pruned_shares"]), "{:.1f}"),
+        Column("keeps %", lambda row: 100 * row["retention"], "{:.1f}"),
+        Column("trimmed before: ends %", lambda row: 100 * row["trimmed_pruned_share"], "{:.1f}"),
+        Column("keeps %", lambda row: 100 * row["trimmed_retention"], "{:.1f}"),
+    )
+    return terminal_table(
+        "Exits, held out: draft rows ended, and useful ones kept", columns, map(asdict, calibration.exits)
+    )
