@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,10 @@ from lab.abuse.faults import refused
 from lab.abuse.flight import Outcome, kill_process, stop_as_a_stranger
 from lab.abuse.fuzz import broken_promise, fuzz
 from lab.abuse.schemas import attack
-from lab.abuse.served import Served, Usage, serving
-from lab.abuse.soak import SERVE_OPTIONS, Sample, growth, look, slopes, soak
-from lab.abuse.traffic import ACTIONS, NUM_BURST, judge
+from lab.abuse.served import Served, serving
+from lab.abuse.soak import NUM_BURST, SERVE_OPTIONS, Sample, Usage, growth, judge, sample, soak
 
-SOAK_S, NUM_CASES = 12.0, 150  # of the latter for each contract
+SOAK_S, NUM_CASES = 9.0, 100  # of the latter for each contract
 FULL = "Exceeds maximum queue size. Maximum queue size of 8 requests is reached; retry later"
 
 
@@ -29,29 +29,22 @@ def cases(contract: str) -> list:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(SERVE_OPTIONS, tmp_path_factory.mktemp("abuse") / "log") as served:
+def server() -> Iterator[Served]:
+    with serving(*SERVE_OPTIONS) as served:
         yield served
 
 
 def test_a_short_soak_loses_nothing_and_holds_nothing(server: Served):
-    result = soak(server, SOAK_S, num_pauses=4, seed=0)
+    result = soak(server, SOAK_S, num_pauses=3, seed=0)
     assert result.broken == [], "\n".join(result.broken)  # what a process that is gone said last, too
-    assert [sample.blocks for sample in result.samples] == [0] * 4
     assert result.num_preemptions > 0
-    assert set(slopes(result.samples)) >= {"faser serve", "tritonserver", "tensorrt_llm", "ensemble"}
-    assert all(result.num_done[f"{name}: exact"] > 5 for name in ("stream", "unary", "http", "tokens", "batch"))
+    assert {"faser serve", "tritonserver", "tensorrt_llm", "ensemble"} <= set(result.samples[-1].processes)
+    assert all(result.num_done[f"{name}: exact"] > 3 for name in ("stream", "unary", "http", "tokens", "batch"))
     assert result.num_done["overflow: refused"] >= NUM_BURST - 20 and result.num_done["stop: short"]
 
 
-def test_fuzz_cases_disturb_nobody(server: Served):
-    outcome = fuzz(server, "inflight_batcher", cases("inflight_batcher"), "")
-    assert outcome.broken == [] and outcome.num_cases == NUM_CASES
-    assert 0 < outcome.num_answered < NUM_CASES // 2 and outcome.waits
-
-
 def test_hostile_schemas_disturb_nobody(server: Served):
-    outcome = attack(server, 4.0)
+    outcome = attack(server, 2.0)
     assert outcome.broken == [] and outcome.then == "runs on", outcome.saw
 
 
@@ -60,18 +53,24 @@ def test_a_stranger_who_stops_the_answers_of_others_is_noticed(server: Served):
     assert "a stop request was taken" in stop_as_a_stranger(server).broken
 
 
-def test_a_killed_engine_is_told_and_ends_the_server(server: Served):
+def test_fuzz_cases_disturb_nobody(server: Served):
+    outcome = fuzz(server, "inflight_batcher", cases("inflight_batcher"), "")
+    assert outcome.broken == [] and outcome.num_cases == NUM_CASES
+    assert 0 < outcome.num_answered < NUM_CASES // 2 and outcome.row()["broken promises"] == 0
+
+
+def test_a_killed_engine_ends_the_server_and_is_noticed(server: Served):
     outcome = kill_process(server, "tensorrt_llm")
     assert outcome.broken == []
-    (gone,) = look(server, {"tensorrt_llm": os.getpid() + 2**22}, [], 0.0)
+    (gone,) = sample(server, {"tensorrt_llm": os.getpid() + 2**22}, [], 0.0)
     assert gone.startswith("gone or not ready: tensorrt_llm")
     # On a busy machine some streams may end before the last one begins.
     assert " ended by an error" in outcome.saw and "4 of 4 streams whole" not in outcome.saw
     assert "status 1 and all its processes" in outcome.then
 
 
-def test_fuzz_cases_of_the_llm_api_disturb_nobody(tmp_path: Path):
-    with serving(["--contract", "llmapi", "--num-threads", 1], tmp_path / "log") as served:
+def test_fuzz_cases_of_the_llm_api_disturb_nobody():
+    with serving("--contract", "llmapi", "--num-threads", 1) as served:
         outcome = fuzz(served, "llmapi", cases("llmapi"), "")
         assert outcome.broken == [] and outcome.num_cases == NUM_CASES and 0 < outcome.num_answered < NUM_CASES // 2
         # Control: a server that goes meanwhile is noticed, and no more cases are sent.
@@ -117,26 +116,22 @@ def test_a_case_is_remade_from_its_number_and_spares_triton(contract: str):
 def test_answers_are_judged(reply: Reply, outcome: str):
     found, wrong = judge(reply, ["abc"])
     assert found == outcome and (wrong is not None) == (outcome == "wrong")
-
-
-def test_an_answer_that_was_stopped_may_be_short_and_no_other():
-    assert judge(Reply({0: "ab"}, num_finals=1), ["abc"], may_be_short=True)[0] == "short"
-    assert judge(Reply({0: "b"}, num_finals=1), ["abc"], may_be_short=True)[0] == "wrong"
-    assert judge(Reply({0: "ab", 1: "x"}, num_finals=1), ["ab", "xy"])[0] == "wrong"
+    is_short = reply == Reply({0: "ab"}, num_finals=1)  # as what was stopped may be, and no other
+    assert judge(reply, ["abc"], may_be_short=True)[0] == ("short" if is_short else outcome)
 
 
 @pytest.mark.parametrize("held", [Usage(20, 10, 100), Usage(5, 40, 100), Usage(5, 10, 200)], ids=Usage._fields)
 def test_growth_is_a_broken_promise(held: Usage):
     first = Usage(5, 10, 100)
 
-    def sample(minutes: float, share: float) -> Sample:
+    def held_after(minutes: float, share: float) -> Sample:
         now = Usage(*(one + share * (other - one) for one, other in zip(first, held, strict=True)))
-        return Sample(minutes, 0, {"model": now, "steady": first})
+        return Sample(minutes, {"model": now, "steady": first})
 
-    (line,) = growth([sample(step, step / 8) for step in range(9)])
+    (line,) = growth([held_after(step, step / 8) for step in range(9)])
     assert line.startswith("model: ")
-    assert growth([sample(step, float(step > 1)) for step in range(9)]) == []  # all of it while it warmed up
-    assert growth([sample(step, float(step > 6)) for step in range(12)]) == []  # in one step
+    assert growth([held_after(step, float(step > 1)) for step in range(9)]) == []  # all of it while it warmed up
+    assert growth([held_after(step, float(step > 6)) for step in range(12)]) == []  # in one step
 
 
 @pytest.mark.parametrize(
@@ -151,10 +146,6 @@ def test_growth_is_a_broken_promise(held: Usage):
 def test_a_case_must_be_answered_once_and_plainly(reply: Reply, words: str):
     assert words in (broken_promise(reply, is_http=False) or "")
     assert broken_promise(Reply(errors=["x = 1: must lie in [2, 3]"], num_finals=1), is_http=False) is None
-
-
-def test_every_kind_of_request_is_part_of_a_soak():
-    assert {"cancel", "disconnect", "malformed", "stop", "overflow", "batch", "http"} <= set(ACTIONS)
 
 
 @pytest.mark.parametrize(
@@ -175,5 +166,5 @@ def test_a_server_that_cannot_start_says_so_in_one_line(tmp_path: Path, script: 
 
 def test_faults_that_need_a_mount_say_that_they_were_not_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(faults, "may_mount", lambda: False)
-    row = faults.FAULTS["full cache"](None).row()
-    assert row["saw"] == "not tried: this user may not mount"
+    nobody: Any = None
+    assert faults.FAULTS["full cache"](nobody).saw == "not tried: this user may not mount"

@@ -1,4 +1,4 @@
-"""The GPU check: its report, goals and pure parts, the harness around its parts, and a dry run on the CPU."""
+"""The GPU check: its report and parts, the harness around them, and a dry run on the CPU."""
 
 from __future__ import annotations
 
@@ -9,27 +9,38 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engines.build import build_engines
 from faser_backend.device.llvm_runner import LlvmRunner
 from lab import shapes
 from lab.environment import parse_gpu, without_places
-from lab.gpu import parity
-from lab.gpu.command import PARTS, chosen_parts
-from lab.gpu.harness import Harness, Outcome, Part, Setting
-from lab.gpu.report import Report, render, slug
-from lab.gpu.sms import check_split, common_us, histogram, overlap_of
-from lab.gpu.worker import Context
+from lab.gpu import first_contact, kernels, ladder, parity, speed
+from lab.gpu.command import PARTS
+from lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
+from lab.gpu.kernels import DTYPES, GEOMETRIES, random_call
+from lab.gpu.pairs import model_pair, random_tensors
+from lab.gpu.report import Report, default_path
+from lab.gpu.sms import check_split, histogram, overlap_of
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU = Setting("cpu", is_tiny=True)
+torch.set_num_threads(1)
 
 
+def tiny(device: str = "cpu") -> Context:
+    return Context(device, is_tiny=True, end_s=time.monotonic() + 60)
+
+
+def gpu_check(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/gpu_check.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
 def test_every_part_names_a_function_of_its_own():
     assert len({part.name for part in PARTS}) == len({part.run for part in PARTS}) == len(PARTS)
     for part in PARTS:
@@ -37,7 +48,32 @@ def test_every_part_names_a_function_of_its_own():
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path):
+def test_a_dry_run_on_the_cpu_ends_every_part_well_and_can_be_shown_again(tmp_path: Path):
+    parts, output = "kernels,sms", tmp_path / "found.json"
+    done = gpu_check("--device", "cpu", "--tiny", "--budget-s", 600, "--parts", parts, "--output", output)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(output.read_text())
+    status = {name: part["status"] for name, part in content["parts"].items()}
+    assert status == {name: "skipped" if name == "sms" else "done" for name in parts.split(",")}
+    assert all(case["is_right"] for case in content["parts"]["kernels"]["result"]["cases"])
+    assert gpu_check("--table", output).stdout == done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so_and_its_parts_fail_by_name(tmp_path: Path):
+    done = gpu_check("--parts", "sms", "--tiny", "--output", tmp_path / "found.json")
+    assert done.returncode == 1 and done.stderr.startswith("no GPU: ")
+    assert re.search(r"\| sms \| failed \|.*sees no GPU", done.stdout)
+    for part in (parity.torch_runtime, ladder.demo, first_contact.run):
+        with pytest.raises(RuntimeError, match=r"device = 'cuda': torch .* would compute on 'cpu'"):
+            part(tiny("cuda"))
+
+
+def test_an_unknown_part_is_refused_by_name():
+    assert "--parts = 'nonsense': unknown; known are device" in gpu_check("--parts", "kernels,nonsense").stderr
+
+
+def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path: Path):
     report = Report(tmp_path / "found.json", {"device": "cpu"})
     for name in ("first", "second"):
         error = 'File "' + "/" + 'home/somebody/torch/nn.py", line 3, in f at 8/124 GB/s'
@@ -46,39 +82,52 @@ def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path):
         assert list(content["parts"])[-1] == name
         assert content["parts"][name]["error"] == 'File "nn.py", line 3, in f at 8/124 GB/s'
     assert without_places("8/124 and a/b and 3 / 4") == "8/124 and a/b and 3 / 4"
-    assert slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+    assert (
+        default_path({"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01T"}).stem == "gpu-h100-80gb-hbm3-2026-01-01"
+    )
     assert parse_gpu("NVIDIA H100, 580.1, 81559 MiB, 345 MHz")["clocks.sm"] == "345 MHz"
 
 
-def test_the_report_shows_failed_parts_and_what_is_not_installed():
-    meta = {
-        "device": "cpu",
-        "versions": {"torch": "1", "triton": None},
-        "missing": ["triton"],
-        "date": "2026-01-01",
-        "commit": "abc",
-        "python": "3",
-        "num_cores": 2,
-        **asdict(CPU),
-    }
-    parts = {"parity": asdict(Outcome("title", "failed", error="Traceback\nValueError: why"))}
-    text = render({"meta": meta, "parts": parts})
-    assert re.search(r"\| parity +\| failed", text) and "ValueError: why" in text
-    assert "triton" in re.search(r"Not installed.*", text)[0]
+# -- the harness -----------------------------------------------------------------------------------------------------
+def outcomes_of(*names: str, budget_s: float = 60.0, needs_gpu: bool = False) -> dict[str, Outcome]:
+    """The outcomes of the functions of gpu_check_parts as parts with limits of three seconds."""
+    outcomes: dict[str, Outcome] = {}
+    parts = [Part(name, name, f"tests.gpu_check_parts:{name}", 3.0, needs_gpu) for name in names]
+    run_parts(parts, Setting("cpu", is_tiny=True), budget_s, budget_s / 60, outcomes.__setitem__)
+    return outcomes
 
 
-def test_overlap_of_spans():
-    assert common_us(np.array([[0.0, 2.0], [4.0, 6.0]]), np.array([[1.0, 5.0]])) == 2.0
+@pytest.mark.parametrize(
+    ("name", "status", "result", "error"),
+    [
+        ("raises", "failed", {"known": 1}, "ValueError: as it had to"),
+        ("hangs", "timed out", {"known": 2}, "killed"),
+        ("dies", "died", {}, "SIGKILL"),
+        ("prints", "done", {"printed": True}, ""),
+        ("holds_no_json", "failed", {}, "item"),
+    ],
+)
+def test_what_a_part_does_is_recorded_and_the_next_runs_in_a_child_of_its_own(
+    name: str, status: str, result: dict, error: str
+):
+    outcomes = outcomes_of(name, "well")
+    assert (outcomes[name].status, outcomes[name].result) == (status, result) and error in outcomes[name].error
+    assert outcomes["well"].status == "done" and outcomes["well"].result["process"] != os.getpid()
 
 
-def test_histograms_show_shares_that_leak():
-    counts = histogram(np.array([3, 3, 1], np.int32))
-    assert counts == {"1": 1, "3": 2}
+def test_parts_past_the_budget_or_without_a_gpu_are_skipped():
+    assert "out of budget" in outcomes_of("well", budget_s=0.0)["well"].error
+    assert outcomes_of("well", needs_gpu=True)["well"].error == "needs a GPU"
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+def test_splits_of_sms_are_judged():
+    assert histogram(np.array([3, 3, 1], np.int32)) == {"1": 1, "3": 2}
     assert all(check_split({0, 1}, {2, 3, 4}, 2, 3).values())
     assert not check_split({0, 1, 2}, {2, 3}, 3, 2)["is_disjoint"]
     assert not check_split({0, 1, 2}, {3}, 2, 1)["is_draft_within_size"]
     assert not check_split({0}, {2, 3}, 2, 2)["is_draft_full"]
-    assert overlap_of(np.array([[0.0, 4.0]]), np.array([[3.0, 13.0]])) == 0.25
+    assert overlap_of((0.0, 4.0), (3.0, 13.0)) == 0.25 and overlap_of((0.0, 4.0), (5.0, 9.0)) == 0.0
 
 
 def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
@@ -96,29 +145,8 @@ def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_dry_run_on_the_cpu_ends_every_part_well(tmp_path):
-    output = tmp_path / "found.json"
-    command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--tiny", "--budget-s", "600"]
-    parts = "peaks,kernels,bandwidth,sms"
-    done = subprocess.run(
-        [*command, "--parts", parts, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    content = json.loads(output.read_text())
-    status = {name: part["status"] for name, part in content["parts"].items()}
-    assert status == {name: "skipped" if name == "sms" else "done" for name in parts.split(",")}
-    shown = subprocess.run(
-        [sys.executable, "scripts/gpu_check.py", "--table", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert shown.stdout == done.stdout
-
-
 @pytest.mark.parametrize("is_wrong", [True, False])
-def test_the_parts_of_tensorrt_end_with_a_head(is_wrong, monkeypatch):
+def test_the_parts_of_tensorrt_end_with_a_head(is_wrong: bool, monkeypatch: pytest.MonkeyPatch):
     """Weights of runtime llvm stand in for engines, which need a GPU. Rows of another call are noticed."""
 
     def build(*places, **options):
@@ -129,7 +157,7 @@ def test_the_parts_of_tensorrt_end_with_a_head(is_wrong, monkeypatch):
     monkeypatch.setattr(parity, "build_engines", build)
     if is_wrong:
         monkeypatch.setattr(LlvmRunner, "take_rows", lambda self, hidden, kept: hidden[::-1][kept])
-    found = parity.rtx_runtime(Context("cpu", is_tiny=True, seed=0, end_s=time.monotonic() + 60))
+    found = parity.rtx_runtime(tiny())
     pair, head = found["dtypes"]
     assert [row["stage"] for row in found["dtypes"]] == ["done"] * 2
     assert [row["options"] for row in found["dtypes"]] == ["", "--draft HEAD"]
@@ -139,51 +167,52 @@ def test_the_parts_of_tensorrt_end_with_a_head(is_wrong, monkeypatch):
     assert pair["target"]["num_different"] == pair["draft"]["num_different"] == head["target"]["num_different"] == 0
 
 
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_random_calls_are_such_as_runners_make(name: str):
+    rng = np.random.default_rng(3)
+    for geometry in GEOMETRIES[name] * 5:
+        call = random_call(geometry, DTYPES[name], "cpu", rng)
+        table, cu_rows, contexts, slots = (tensor.numpy() for tensor in call.tensors[5:])
+        written = slots[slots >= 0]
+        assert np.unique(written).size == written.size, "no two rows share a slot"
+        assert (slots[cu_rows[-1] :] == -1).all(), "rows of nobody write nothing"
+        sequence = np.repeat(np.arange(contexts.size), np.diff(cu_rows))
+        for row in np.flatnonzero(slots[: cu_rows[-1]] >= 0):
+            owner = sequence[row]
+            position = contexts[owner] + row - cu_rows[owner]
+            assert slots[row] // geometry.kv_block_size == table[owner, position // geometry.kv_block_size]
+
+
+def test_synthetic_weights_keep_hidden_states_near_one():
+    spec = shapes.TINY_PAIR.target
+    weights = random_tensors(spec, "fp32", torch.device("cpu"), 0)
+    assert weights.embedding.std().item() == pytest.approx(1.0, abs=0.05)
+    assert weights.layers[0].qkv.shape == ((4 + 2 * 2) * 16, 64)
+    again = random_tensors(spec, "fp32", torch.device("cpu"), 0)
+    assert torch.equal(weights.layers[2].down, again.layers[2].down)
+    pair = model_pair(shapes.TINY_PAIR, "fp32")
+    assert pair.draft is not None
+    assert [(each.first_layer, each.last_layer) for each in pair.target.segments] == [(0, 1), (1, 3)]
+    assert pair.target.segments[0].has_exit_scores and not pair.draft.segments[0].has_exit_scores
+
+
+def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch: pytest.MonkeyPatch):
+    def wrong(hidden, kept, out) -> None:
+        out.copy_(hidden[kept] * 1.1)
+
+    monkeypatch.setattr(kernels, "compact_rows", wrong)
+    monkeypatch.setattr(kernels, "gated_silu", lambda gate_up, out: None)
+    found = kernels.correctness(tiny())
+    assert {case["kernel"] for case in found["cases"] if not case["is_right"]} == {"compact_rows", "gated_silu"}
+
+
+def test_speeds_are_measured_where_there_is_no_gpu_too():
+    found = speed.peaks(tiny()) | speed.bandwidth(tiny())
+    for name in ("copies", "products", "attention"):
+        assert found[name] and all(value > 0 for row in found[name] for value in row.values())
+
+
 def test_bytes_by_hand():
     shape = shapes.AttentionShape(2, 32, 1, num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=16)
     pool, chunk, queries, indices = 2 * 2 * 32 * 2 * 8, 4 * 2 * 2 * 8, 2 * 2 * 4 * 8, 2 * 3 + 5 + 2
     assert shapes.attention_bytes(shape, 2) == 2 * (pool + chunk + queries) + 4 * indices
-
-
-def test_an_unknown_part_is_refused_by_name():
-    with pytest.raises(ValueError, match="--parts = 'nonsense': unknown; known are device"):
-        chosen_parts("kernels,nonsense")
-
-
-# -- the harness ----------------------------------------------------------------------------------------
-
-
-def run_parts(*names: str, budget_s: float = 60.0, **changes) -> dict[str, Outcome]:
-    """Parts of gpu_check_parts by name, with limits of three seconds; the last of their outcomes."""
-    outcomes: dict[str, Outcome] = {}
-    parts = [Part(name, name, f"tests.gpu_check_parts:{name}", **({"limit_s": 3.0} | changes)) for name in names]
-    Harness(CPU, budget_s, 60.0, outcomes.__setitem__).run(parts)
-    return outcomes
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "result", "error"),
-    [
-        ("raises", "failed", {"known": 1}, "ValueError: as it had to"),
-        ("hangs", "timed out", {"known": 2}, "killed"),
-        ("dies", "died", {}, "SIGKILL"),
-        ("prints", "done", {"printed": True}, ""),
-        ("holds_no_json", "failed", {}, "item"),
-    ],
-)
-def test_what_a_part_does_is_recorded_and_the_next_runs(name, status, result, error):
-    outcomes = run_parts(name, "well")
-    assert (outcomes[name].status, outcomes[name].result) == (status, result) and error in outcomes[name].error
-    assert outcomes["well"].status == "done" and outcomes["well"].result["earlier"] == [name]
-
-
-def test_every_part_has_a_child_of_its_own():
-    found = []
-    part = Part("well", "", "tests.gpu_check_parts:well", 5.0)
-    Harness(CPU, 60.0, 60.0, lambda _, outcome: found.append(outcome.result["process"])).run([part, part])
-    assert len({*found, os.getpid()}) == 3
-
-
-def test_parts_past_the_budget_or_without_a_gpu_are_skipped():
-    assert "out of budget" in run_parts("well", budget_s=0.0)["well"].error
-    assert run_parts("well", needs_gpu=True)["well"].error == "needs a GPU"

@@ -25,7 +25,8 @@ from faser_backend.serving.openai import bodies, connections
 from faser_backend.serving.openai.callers import Callers, check_origins
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody, ResponsesBody
 from faser_backend.serving.openai.server import OpenAIOptions, describe
-from lab.abuse.openai_attacks import BODIES, COMPLETIONS, ask, head_of, send_body
+from lab.abuse.clients import fetch
+from lab.abuse.openai_attacks import BODIES, COMPLETIONS, head_of, send_body
 from lab.bench.servers import free_ports
 from tests.chat_templates import HERMES
 from tests.openai_cases import BASE, FIELDS, MESSAGES, PATHS, WEATHER
@@ -103,20 +104,20 @@ def test_bodies_on_their_way_are_limited_together(app: Any, monkeypatch: pytest.
     large = json.dumps({"prompt": "x" * 60_000}).encode()
     with listening(app) as port, socket.create_connection(("127.0.0.1", port)) as slow:
         assert (
-            ask(port, COMPLETIONS, large)[0] == 400
+            fetch(port, COMPLETIONS, large)[0] == 400
         )  # the control: alone there is room for it, but not in the context
         slow.sendall(head_of(COMPLETIONS, {"content-length": str(len(large))}) + large[:-1])
         deadline_s = time.monotonic() + 10
-        while (status := ask(port, COMPLETIONS, large)[0]) != 503:
+        while (status := fetch(port, COMPLETIONS, large)[0]) != 503:
             assert status == 400 and time.monotonic() < deadline_s
-        assert ask(port, COMPLETIONS, json.dumps(BASE[CompletionBody]).encode())[0] == 200
+        assert fetch(port, COMPLETIONS, json.dumps(BASE[CompletionBody]).encode())[0] == 200
         slow.sendall(large[-1:])
         assert slow.recv(100).startswith(b"HTTP/1.1 400")
-        assert ask(port, COMPLETIONS, large)[0] == 400
+        assert fetch(port, COMPLETIONS, large)[0] == 400
 
 
 def test_what_stands_in_texts_is_not_counted(door: tuple[int, int]):
-    status, _, text = ask(door[0], COMPLETIONS, BODIES["a text of commas"][1]())
+    status, _, text = fetch(door[0], COMPLETIONS, BODIES["a text of commas"].content())
     assert status == 400 and json.loads(text)["error"]["message"].startswith("prompt length = ")
 
 
@@ -252,7 +253,7 @@ def test_half_sent_heads_keep_nobody_out(app: Any, monkeypatch: pytest.MonkeyPat
         opened = [stack.enter_context(half_open(port)) for _ in range(8)]
         assert not is_closed(opened[0], 0.2)  # the control: there is room for these
         opened += [stack.enter_context(half_open(port)) for _ in range(8)]
-        assert ask(port, "/v1/models", None)[0] == 200
+        assert fetch(port, "/v1/models", None)[0] == 200
         assert all(is_closed(connection, 5.0) for connection in opened[:8])
         assert not is_closed(opened[-1], 0.2)
 
@@ -325,14 +326,14 @@ FORM, PLAIN = {"content-type": "application/x-www-form-urlencoded"}, {"content-t
 )
 def test_a_web_page_of_another_origin_may_not_ask(door: tuple[int, int], headers: dict[str, str], status: int):
     headers = {name: value.replace("HOST", f"127.0.0.1:{door[0]}") for name, value in headers.items()}
-    found, _, text = ask(door[0], COMPLETIONS, json.dumps(BASE[CompletionBody]).encode(), headers)
+    found, _, text = fetch(door[0], COMPLETIONS, json.dumps(BASE[CompletionBody]).encode(), headers)
     assert found == status and "error" in json.loads(text)
 
 
 def test_a_page_that_is_allowed_may_read_the_answer(door: tuple[int, int]):
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
     for origin, status in (("https://chat.example", 200), ("https://evil.example", 400)):
-        found, headers, _ = ask(door[0], COMPLETIONS, None, {"origin": origin, **asked}, "OPTIONS")
+        found, headers, _ = fetch(door[0], COMPLETIONS, None, {"origin": origin, **asked}, "OPTIONS")
         assert found == status and (headers.get("access-control-allow-origin") == origin) == (status == 200)
 
 
@@ -345,5 +346,5 @@ def test_an_allowed_origin_is_checked_at_the_start():
 
 def test_no_path_is_redirected_to_a_host_that_the_client_names(door: tuple[int, int]):
     for path, host in (("/health/", "evil.example"), ("/nowhere", "[::")):
-        status, headers, text = ask(door[0], path, None, {"host": host})
+        status, headers, text = fetch(door[0], path, None, {"host": host})
         assert status == 404 and "location" not in headers and "error" in json.loads(text)

@@ -112,25 +112,33 @@ def chosen_dims(rng: Generator, spec: TensorSpec) -> list[int]:
 def tensor_case(rng: Generator, target: Target) -> Case:
     request = make_request(target.model, [target.values], has_batch=target.has_batch)
     # Half of them are well formed: Triton refuses the others before a model sees them.
-    changes = TENSOR_CHANGES if rng.random() < 0.5 else (put,)
-    chosen = [pick(rng, changes) for _ in range(int(rng.integers(1, 4)))]
-    for change in chosen:
-        change(rng, target, request)
-    return Case(", ".join(each.__name__ for each in chosen), request, is_unary=rng.random() < 0.1)
+    names = list(TENSOR_CHANGES) if rng.random() < 0.5 else ["put"]
+    chosen = [pick(rng, names) for _ in range(int(rng.integers(1, 4)))]
+    for name in chosen:
+        TENSOR_CHANGES[name](rng, target, request)
+    return Case(", ".join(chosen), request, is_unary=rng.random() < 0.1)
 
 
 def put(rng: Generator, target: Target, request: Any) -> None:
     """A declared tensor with a bad value, in place of the one that is there."""
     spec = pick(rng, target.specs)
     dims = chosen_dims(rng, spec)
-    values = bad_values(rng, spec.data_type, math.prod(dims))
-    drop_named(request, spec.name)
-    batch = [1] if target.has_batch else []
-    request.inputs.add(name=spec.name, datatype=datatype(spec), shape=[*batch, *dims])
+    drop(request, spec.name)
+    add(request, spec, bad_values(rng, spec.data_type, math.prod(dims)), [*([1] * target.has_batch), *dims])
+
+
+def double(rng: Generator, target: Target, request: Any) -> None:
+    spec = pick(rng, target.specs)
+    for _ in range(2):
+        add(request, spec, [b"x" if spec.data_type == "STRING" else 1], [1, 1])
+
+
+def add(request: Any, spec: TensorSpec, values: list[Any], shape: list[int]) -> None:
+    request.inputs.add(name=spec.name, datatype=datatype(spec), shape=shape)
     request.raw_input_contents.append(raw_tensor(spec.data_type, values))
 
 
-def drop_named(request: Any, name: str) -> None:
+def drop(request: Any, name: str) -> None:
     for index, tensor in enumerate(request.inputs):
         if tensor.name == name:
             del request.inputs[index]
@@ -143,15 +151,15 @@ def datatype(spec: TensorSpec) -> str:
     return "BYTES" if spec.data_type == "STRING" else spec.data_type
 
 
-def drop(rng: Generator, target: Target, request: Any) -> None:
-    drop_named(request, pick(rng, list(target.values)))
+def edit(change: Callable[[Generator, bytes], bytes]) -> Callable[[Generator, Target, Any], None]:
+    """A change of the bytes of one tensor."""
 
+    def run(rng: Generator, _: Target, request: Any) -> None:
+        if request.raw_input_contents:
+            index = int(rng.integers(len(request.raw_input_contents)))
+            request.raw_input_contents[index] = change(rng, request.raw_input_contents[index])
 
-def double(rng: Generator, target: Target, request: Any) -> None:
-    spec = pick(rng, target.specs)
-    for _ in range(2):
-        request.inputs.add(name=spec.name, datatype=datatype(spec), shape=[1, 1])
-        request.raw_input_contents.append(raw_tensor(spec.data_type, [b"x" if spec.data_type == "STRING" else 1]))
+    return run
 
 
 def retype(rng: Generator, _: Target, request: Any) -> None:
@@ -162,30 +170,6 @@ def retype(rng: Generator, _: Target, request: Any) -> None:
 def reshape(rng: Generator, _: Target, request: Any) -> None:
     if request.inputs:
         pick(rng, request.inputs).shape[:] = pick(rng, SHAPES)
-
-
-def cut(rng: Generator, _: Target, request: Any) -> None:
-    edit_raw(rng, request, lambda raw: raw[: int(rng.integers(0, len(raw) + 1))])
-
-
-def extend(rng: Generator, _: Target, request: Any) -> None:
-    edit_raw(rng, request, lambda raw: raw + rng.bytes(int(pick(rng, [1, 4, 64, LONG]))))
-
-
-def noise(rng: Generator, _: Target, request: Any) -> None:
-    edit_raw(rng, request, lambda raw: rng.bytes(len(raw)))
-
-
-def lie(rng: Generator, _: Target, request: Any) -> None:
-    """A string whose announced length is not its own."""
-    length = int(pick(rng, [0, 1, 255, 2**31 - 1, 2**32 - 1]))
-    edit_raw(rng, request, lambda _: length.to_bytes(4, "little") + b"abc")
-
-
-def edit_raw(rng: Generator, request: Any, edit: Callable[[bytes], bytes]) -> None:
-    if request.raw_input_contents:
-        index = int(rng.integers(len(request.raw_input_contents)))
-        request.raw_input_contents[index] = edit(request.raw_input_contents[index])
 
 
 def miscount(rng: Generator, _: Target, request: Any) -> None:
@@ -203,31 +187,42 @@ def invent(rng: Generator, _: Target, request: Any) -> None:
 
 def address(rng: Generator, _: Target, request: Any) -> None:
     """Wrong model, version, id, outputs or parameters."""
-    match int(rng.integers(6)):
-        case 0:
-            request.model_name = pick(rng, ["", "nobody", "../ensemble", "x" * 5000])
-        case 1:
-            request.model_version = pick(rng, ["-1", "999", "x", "1" * 50])
-        case 2:
-            request.id = pick(rng, ["x" * 100_000, "\n", "🙂"])
-        case 3:
-            request.outputs.add(name=pick(rng, ["", "nonsense", "text_output", "output_ids", "x" * 5000]))
-        case 4:
-            request.parameters["sequence_id"].int64_param = int(pick(rng, [-1, 1, 2**62]))
-            request.parameters["sequence_start"].bool_param = True
-        case _:
-            name = pick(rng, ["priority", "timeout", "text_input", "nonsense", "triton_enable_empty_final_response"])
-            request.parameters[name].int64_param = int(pick(rng, [-1, 0, 1, 2**62]))
+    name = pick(rng, [*ADDRESSES, "outputs", "parameters"])
+    if name in ADDRESSES:
+        setattr(request, name, pick(rng, ADDRESSES[name]))
+    elif name == "outputs":
+        request.outputs.add(name=pick(rng, ["", "nonsense", "text_output", "output_ids", "x" * 5000]))
+    else:
+        request.parameters[pick(rng, PARAMETERS)].int64_param = int(pick(rng, [-1, 0, 1, 2**62]))
 
 
-TENSOR_CHANGES = (put, drop, double, retype, reshape, cut, extend, noise, lie, miscount, invent, address)
+ADDRESSES = {
+    "model_name": ["", "nobody", "../ensemble", "x" * 5000],
+    "model_version": ["-1", "999", "x", "1" * 50],
+    "id": ["x" * 100_000, "\n", "🙂"],
+}
+PARAMETERS = ["sequence_id", "priority", "timeout", "text_input", "nonsense", "triton_enable_empty_final_response"]
+TENSOR_CHANGES: dict[str, Callable[[Generator, Target, Any], None]] = {
+    "put": put,
+    "drop": lambda rng, target, request: drop(request, pick(rng, list(target.values))),
+    "double": double,
+    "retype": retype,
+    "reshape": reshape,
+    "cut": edit(lambda rng, raw: raw[: int(rng.integers(0, len(raw) + 1))]),
+    "extend": edit(lambda rng, raw: raw + rng.bytes(int(pick(rng, [1, 4, 64, LONG])))),
+    "noise": edit(lambda rng, raw: rng.bytes(len(raw))),
+    # A string whose announced length is not its own.
+    "lie": edit(lambda rng, _: int(pick(rng, [0, 1, 255, 2**31 - 1, 2**32 - 1])).to_bytes(4, "little") + b"abc"),
+    "miscount": miscount,
+    "invent": invent,
+    "address": address,
+}
 
 
 # -- bodies over HTTP ------------------------------------------------------------------------------------------------
 def http_case(rng: Generator, target: Target) -> Case:
     way = pick(rng, ["generate", "generate", "generate_stream", "infer"])
     content = dict(target.values) if way != "infer" else infer_body(target)
-    content = {name: value for name, value in content.items() if value is not None}
     labels = [way]
     if rng.random() < 0.85:
         labels.append(change_json(rng, target, content, way))
@@ -237,21 +232,22 @@ def http_case(rng: Generator, target: Target) -> Case:
         labels.append(kind)
     headers, method, model = {}, "POST", target.model
     if rng.random() < 0.1:
-        headers = pick(
-            rng,
-            [
-                {"Inference-Header-Content-Length": pick(rng, ["-1", "0", "1", "10", "99999999999", "x"])},
-                {"Content-Type": "application/octet-stream"},
-                {"Content-Encoding": pick(rng, ["gzip", "deflate", "nonsense"])},
-                {"X-Long": "x" * 20_000},
-            ],
-        )
+        name = pick(rng, list(HEADERS))
+        headers = {name: pick(rng, HEADERS[name])}
         labels.append("header")
     if rng.random() < 0.05:
         method, model = pick(rng, ["GET", "PUT", "DELETE"]), pick(rng, [model, "nobody", "%2e%2e", "x" * 4000])
         labels.append("address")
     path = f"/v2/models/{model}/{way}"
     return Case(", ".join(labels), path=path, body=body, headers=headers, method=method)
+
+
+HEADERS = {
+    "inference-header-content-length": ["-1", "0", "1", "10", "99999999999", "x"],
+    "content-type": ["application/octet-stream"],
+    "content-encoding": ["gzip", "deflate", "nonsense"],
+    "x-long": ["x" * 20_000],
+}
 
 
 def infer_body(target: Target) -> dict[str, Any]:
@@ -267,9 +263,8 @@ def infer_body(target: Target) -> dict[str, Any]:
 def change_json(rng: Generator, target: Target, content: dict[str, Any], way: str) -> str:
     """A value becomes one that does not belong there, or one of the right type that is bad. Returns which."""
     if way == "infer":
-        tensor = pick(rng, content["inputs"])
         part = pick(rng, ["name", "datatype", "shape", "data", "parameters"])
-        tensor[part] = wrong_value(rng)
+        pick(rng, content["inputs"])[part] = wrong_value(rng)
         return part
     if rng.random() < 0.3:
         name = pick(rng, [*target.values, *(spec.name for spec in target.specs), "nonsense"])
@@ -285,14 +280,8 @@ def change_json(rng: Generator, target: Target, content: dict[str, Any], way: st
 
 
 def wrong_value(rng: Generator) -> Any:
-    return pick(rng, [*BAD_JSON, "x" * LONG, nested(rng), bad_text(rng).decode("latin-1")])
-
-
-def nested(rng: Generator) -> Any:
-    value: Any = 1
-    for _ in range(int(rng.integers(1, MAX_DEPTH))):
-        value = [value]
-    return value
+    depth = int(rng.integers(1, MAX_DEPTH))
+    return pick(rng, [*BAD_JSON, "x" * LONG, json.loads("[" * depth + "]" * depth), bad_text(rng).decode("latin-1")])
 
 
 def spoil(rng: Generator, body: bytes) -> tuple[str, bytes]:

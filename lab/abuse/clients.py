@@ -35,7 +35,6 @@ class Reply:
     """Everything that one request got back."""
 
     texts: dict[int, str] = field(default_factory=dict)  # by prompt of the batch; what was streamed is joined
-    last_text: str = ""  # of the last response: under llmapi all text so far
     ids: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_finals: int = 0  # ends that the server announced: an error, a final response, a whole HTTP body
@@ -124,49 +123,59 @@ def read_response(response: Any, reply: Reply) -> None:
     raw = {output.name: content for output, content in zip(inner.outputs, inner.raw_output_contents, strict=False)}
     index = int(np.frombuffer(raw["batch_index"], np.int32)[0]) if raw.get("batch_index") else 0
     if raw.get("text_output"):
-        reply.last_text = raw["text_output"][4:].decode(errors="replace")
-        reply.texts[index] = reply.texts.get(index, "") + reply.last_text
+        reply.texts[index] = reply.texts.get(index, "") + raw["text_output"][4:].decode(errors="replace")
     if raw.get("output_ids"):
         reply.ids += np.frombuffer(raw["output_ids"], np.int32).tolist()
+
+
+def fetch(
+    port: int,
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
+    *,
+    leave_after: int | None = None,
+) -> tuple[int, dict[str, str], str]:
+    """Status, headers and body of an HTTP answer. leave_after: bytes of it, then the socket is closed; after 0 it is
+    not waited for, and the status is 0. Raises OSError or HTTPException where none comes."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        kind = {} if body is None else {"content-type": "application/json"}
+        connection.request(method or ("GET" if body is None else "POST"), path, body, {**kind, **(headers or {})})
+        if leave_after == 0:
+            return 0, {}, ""
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read(leave_after).decode(errors="replace")
+    finally:
+        connection.close()
 
 
 def post(
     port: int,
     path: str,
     body: bytes,
-    *,
-    leave_after: int | None = None,
     headers: Mapping[str, str] | None = None,
     method: str = "POST",
-) -> tuple[Reply, int]:
-    """The reply and its HTTP status, 0 without one. leave_after: bytes of the answer, then the socket is closed."""
-    reply, start_s, status = Reply(), time.monotonic(), 0
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    *,
+    leave_after: int | None = None,
+) -> Reply:
+    """What Triton's HTTP port answers. Arguments as of `fetch`."""
+    reply, start_s = Reply(is_cut=leave_after is not None), time.monotonic()
     try:
-        connection.request(method, path, body, dict(headers or {}))
-        if leave_after == 0:
-            reply.is_cut = True
-            return reply, status
-        response = connection.getresponse()
-        status = response.status
-        if leave_after is not None:
-            response.read(leave_after)
-            reply.is_cut = True
-            return reply, status
-        read_body(response.read(), status, reply)
+        status, _, text = fetch(port, path, body, headers, method, leave_after=leave_after)
+        if not reply.is_cut:
+            read_body(text, status, reply)
     except (OSError, http.client.HTTPException) as error:
         reply.errors.append(f"{type(error).__name__}: {error}")
-        reply.is_lost = True
-    finally:
-        connection.close()
-        reply.seconds = time.monotonic() - start_s
-    return reply, status
+        reply.is_lost, reply.is_cut = True, False
+    reply.seconds = time.monotonic() - start_s
+    return reply
 
 
-def read_body(body: bytes, status: int, reply: Reply) -> None:
+def read_body(text: str, status: int, reply: Reply) -> None:
     """Adds a whole HTTP answer, one object or a stream of events, to the reply."""
     reply.num_finals += 1
-    text = body.decode(errors="replace")
     if status != 200:
         reply.errors.append(text)
         return

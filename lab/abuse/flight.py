@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from faser_backend.serving.processes import is_running
 from lab.abuse.clients import GrpcClient, Reply, make_request
-from lab.abuse.served import Served, kill_leftovers
+from lab.abuse.served import Served, kill_leftovers, wait_until
 
 NUM_STREAMS = 4
 BEGIN_S = 30.0
@@ -31,9 +32,13 @@ class Outcome:
     broken: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, object]:
-        recovery = "" if self.recovery_s is None else f"{self.recovery_s:.1f} s"
-        kept = "no: " + "; ".join(self.broken) if self.broken else "yes"
-        return {"fault": self.fault, "saw": self.saw, "then": self.then, "recovery": recovery, "kept": kept}
+        return {
+            "fault": self.fault,
+            "what clients saw": self.saw,
+            "what became of the server": self.then,
+            "a new start answers as before after": "" if self.recovery_s is None else f"{self.recovery_s:.1f} s",
+            "as promised": "no: " + "; ".join(self.broken) if self.broken else "yes",
+        }
 
 
 def ask_long(client: GrpcClient, on_first: Callable[[], None] = lambda: None) -> Reply:
@@ -46,29 +51,27 @@ class Flight:
     def __init__(self, served: Served) -> None:
         self._client = GrpcClient(served.url)
         self.expected = ask_long(self._client).text
-        self._ended: list[tuple[float, Reply]] = []
         begun = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._stream, args=(begun.release,)) for _ in range(NUM_STREAMS)]
-        for thread in self._threads:
-            thread.start()
-        if not all(begun.acquire(timeout=BEGIN_S) for _ in self._threads):
+
+        def stream() -> tuple[float, Reply]:
+            reply = ask_long(self._client, begun.release)
+            return time.monotonic(), reply
+
+        pool = ThreadPoolExecutor(NUM_STREAMS)
+        self._ended = [pool.submit(stream) for _ in range(NUM_STREAMS)]
+        pool.shutdown(wait=False)
+        if not all(begun.acquire(timeout=BEGIN_S) for _ in self._ended):
             raise RuntimeError(f"{NUM_STREAMS} streams did not begin within {BEGIN_S:.0f} s")
         self._start_s = time.monotonic()
-
-    def _stream(self, on_first: Callable[[], None]) -> None:
-        reply = ask_long(self._client, on_first)
-        self._ended.append((time.monotonic(), reply))
 
     def land(self, outcome: Outcome, *, should_end: bool) -> float:
         """Waits for every stream and judges it. Returns the seconds until the last had ended.
 
         should_end: with the whole answer; otherwise with an error.
         """
-        for thread in self._threads:
-            thread.join()
+        moments, replies = zip(*(each.result() for each in self._ended), strict=True)
         self._client.close()
-        replies = [reply for _, reply in self._ended]
-        last_s = max(moment for moment, _ in self._ended) - self._start_s
+        last_s = max(moments) - self._start_s
         num_whole = sum(reply.text == self.expected and not reply.errors for reply in replies)
         errors = sorted({error for reply in replies for error in reply.errors})
         outcome.saw = f"{num_whole} of {NUM_STREAMS} streams whole, {NUM_STREAMS - num_whole} ended by an error"
@@ -90,10 +93,7 @@ class Flight:
 def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome, within_s: float) -> float:
     """Judges how the server ended: `faser serve` by itself, and nothing of it left. Returns the seconds it took."""
     start_s = time.monotonic()
-    while time.monotonic() - start_s < within_s and (
-        served.process.poll() is None or any(map(is_running, processes.values()))
-    ):
-        time.sleep(0.02)
+    wait_until(lambda: served.process.poll() is not None and not any(map(is_running, processes.values())), within_s)
     seconds, status = time.monotonic() - start_s, served.process.poll()
     if status is None:
         outcome.broken.append(f"`faser serve` did not end within {within_s:.0f} s")
@@ -121,13 +121,19 @@ def kill_process(
     return outcome
 
 
+def send_stop(served: Served, request_id: str) -> Reply:
+    """The reply to a stop request on a connection of its own."""
+    ids = {"input_ids": 1, "input_lengths": 1, "request_output_len": 1, "stop": True}
+    client = GrpcClient(served.url)
+    reply = client.ask(make_request("tensorrt_llm", [ids], request_id))
+    client.close()
+    return reply
+
+
 def stop_as_a_stranger(served: Served) -> Outcome:
     """Sends a stop request with the id of answers in flight that are not one's own."""
     outcome, flight = Outcome("stop = true with the id of others, and --stop-requests off"), Flight(served)
-    ids = {"input_ids": 1, "input_lengths": 1, "request_output_len": 1, "stop": True}
-    stranger = GrpcClient(served.url)
-    told = stranger.ask(make_request("tensorrt_llm", [ids], REQUEST_ID)).errors
-    stranger.close()
+    told = send_stop(served, REQUEST_ID).errors
     flight.land(outcome, should_end=True)
     outcome.then = f"the stranger was told {told[0]!r}" if told else "the stranger was answered"
     outcome.broken += [] if told else ["a stop request was taken"]

@@ -10,15 +10,12 @@ import argparse
 import contextlib
 import itertools
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,22 +23,19 @@ import numpy as np
 
 from lab.abuse import openai_attacks
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
-from lab.abuse.clients import REFUSAL, TIMEOUT_S, GrpcClient, Reply, make_request, post
+from lab.abuse.clients import TIMEOUT_S, GrpcClient, Reply, make_request, post
 from lab.abuse.flight import END_S
-from lab.abuse.served import Served, end_servers_on_sigterm, serving
-from lab.tables import markdown_table
+from lab.abuse.served import Bystander, Served, end_servers_on_sigterm, report, same_answer, serving
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls
-USUAL_ASKS = 40
-PAUSE_S = 0.02  # of the well-behaved client, between an answer and its next request
-MAX_SHOWN_WRONG = 3  # answers of the well-behaved client
+USUAL_ASKS = 40  # of a well-behaved client, before the cases are sent
 MAX_SHOWN = 200  # characters of an answer that breaks a promise
 TRACES = ("Traceback (most recent call last)", 'File "/')
 
 
 @dataclass
-class Outcome:
+class Fuzzed:
     """What a run of cases came to. Waits in seconds."""
 
     server: str  # its contract and mode
@@ -55,7 +49,7 @@ class Outcome:
     errors: Counter[str] = field(default_factory=Counter)
 
     def row(self) -> dict[str, Any]:
-        usual, waits = (np.array(values or [0.0]) * 1e3 for values in (self.usual, self.waits))
+        usual, waits = np.array(self.usual) * 1e3, np.array(self.waits) * 1e3
         seconds, number, label = self.slowest
         return {
             "server": self.server,
@@ -72,52 +66,10 @@ class Outcome:
         }
 
 
-class WellBehaved:
-    """A client that asks for the same answer again and again, one request at a time."""
-
-    def __init__(self, served: Served, contract: str) -> None:
-        self._client = GrpcClient(served.url)
-        target = TARGETS[contract][0]
-        limit = "sampling_param_max_tokens" if contract == "llmapi" else "max_tokens"
-        self._request = make_request(target.model, [{**target.values, limit: 16}], has_batch=contract != "llmapi")
-        self.reference = self._client.ask(self._request).text
-        if not self.reference:
-            raise RuntimeError("no answer to compare with")
-        self._is_over = threading.Event()
-
-    def ask(self) -> tuple[float, str | None]:
-        """Seconds, and what is wrong with the answer. That the queue is full is an answer."""
-        reply = self._client.ask(self._request)
-        if len(reply.errors) == 1 and REFUSAL in reply.errors[0]:
-            return reply.seconds, None
-        if reply.errors or reply.num_finals != 1:
-            return reply.seconds, f"a well-behaved client got {reply.num_finals} ends, errors {reply.errors}"
-        if reply.text != self.reference:
-            return reply.seconds, f"a well-behaved client got {reply.text!r} in place of {self.reference!r}"
-        return reply.seconds, None
-
-    def watch(self, outcome: Outcome) -> None:
-        """Until `end`."""
-        while not self._is_over.wait(PAUSE_S):
-            seconds, wrong = self.ask()
-            outcome.waits.append(seconds)
-            if (
-                wrong is not None
-                and sum(line.startswith("a well-behaved") for line in outcome.broken) < MAX_SHOWN_WRONG
-            ):
-                outcome.broken.append(wrong)
-
-    def end(self) -> None:
-        self._is_over.set()
-
-    def close(self) -> None:
-        self._client.close()
-
-
 def send(case: Case, client: GrpcClient, http_port: int) -> Reply:
     """The reply. A request that Triton refuses to read, and a connection that it then closes, are answers as well."""
     if case.request is None:
-        return post(http_port, case.path, case.body, headers=case.headers, method=case.method)[0]
+        return post(http_port, case.path, case.body, case.headers, case.method)
     if not case.is_unary:
         return client.ask(case.request)
     reply = Reply(num_finals=1)
@@ -139,15 +91,16 @@ def broken_promise(reply: Reply, *, is_http: bool) -> str | None:
     return f"an error with a traceback: {shown[-MAX_SHOWN:]!r}" if shown else None
 
 
-def fuzz(served: Served, contract: str, numbered: Iterable[tuple[int, Case]], name: str) -> Outcome:
+def fuzz(served: Served, contract: str, numbered: Iterable[tuple[int, Case]], name: str) -> Fuzzed:
     """Sends every case, NUM_CLIENTS at a time, until all are sent or the server is gone. name: of the server."""
-    outcome, well_behaved = Outcome(name), WellBehaved(served, contract)
+    result, own, target = Fuzzed(name), GrpcClient(served.url), TARGETS[contract][0]
+    limit = "sampling_param_max_tokens" if contract == "llmapi" else "max_tokens"
+    request = make_request(target.model, [{**target.values, limit: 16}], has_batch=target.has_batch)
+    ask = same_answer(own, request)
+    alone = Bystander(ask)
     for _ in range(USUAL_ASKS):
-        time.sleep(PAUSE_S)
-        outcome.usual.append(well_behaved.ask()[0])
-    watch = threading.Thread(target=well_behaved.watch, args=(outcome,))
-    start_s, lock, is_dead = time.monotonic(), threading.Lock(), threading.Event()
-    todo = iter(numbered)
+        alone.once()
+    lock, is_dead, todo, start_s = threading.Lock(), threading.Event(), iter(numbered), time.monotonic()
 
     def work() -> None:
         client = GrpcClient(served.url)
@@ -162,45 +115,28 @@ def fuzz(served: Served, contract: str, numbered: Iterable[tuple[int, Case]], na
                 is_dead.set()
                 wrong = "the server was gone"
             with lock:
-                note(outcome, number, case, reply, wrong)
+                result.num_cases += 1
+                result.num_answered += not reply.errors
+                result.slowest = max(result.slowest, (reply.seconds, number, case.label))
+                result.errors.update(error[:60] for error in reply.errors)
+                result.broken += [f"{name}, case {number} ({case.label}): {wrong}"] if wrong else []
         client.close()
 
-    watch.start()
-    try:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            for done in [pool.submit(work) for _ in range(NUM_CLIENTS)]:
-                done.result()
-    finally:
-        well_behaved.end()
-        watch.join()
-    outcome.seconds = time.monotonic() - start_s
-    outcome.broken += afterwards(served, well_behaved)
-    well_behaved.close()
-    return outcome
-
-
-def note(outcome: Outcome, number: int, case: Case, reply: Reply, wrong: str | None) -> None:
-    outcome.num_cases += 1
-    outcome.num_answered += not reply.errors
-    outcome.slowest = max(outcome.slowest, (reply.seconds, number, case.label))
-    outcome.errors.update(error[:60] for error in reply.errors)
-    if wrong is not None:
-        outcome.broken.append(f"{outcome.server}, case {number} ({case.label}): {wrong}")
-
-
-def afterwards(served: Served, well_behaved: WellBehaved) -> Iterator[str]:
-    """What is wrong with the server once all cases are sent."""
-    if not served.is_ready():
+    with Bystander(ask) as meanwhile, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        for done in [pool.submit(work) for _ in range(NUM_CLIENTS)]:
+            done.result()
+    result.seconds = time.monotonic() - start_s
+    result.usual, result.waits = alone.waits, meanwhile.waits
+    result.broken += [*alone.wrong, *meanwhile.wrong]
+    if served.is_ready():
+        wrong = ask()
+        result.broken += [*served.held_blocks(TIMEOUT_S), *([f"afterwards: {wrong}"] if wrong else [])]
+    else:
         with contextlib.suppress(subprocess.TimeoutExpired):
             served.process.wait(END_S)  # and say why
-        yield f"the server is not ready; its log ends with:\n{served.last_words()}"
-        return
-    num_used = served.blocks_in_use_when_quiet(TIMEOUT_S)
-    if num_used:
-        yield f"{num_used:.0f} KV blocks are in use and nobody asks for anything"
-    wrong = well_behaved.ask()[1]
-    if wrong:
-        yield f"afterwards: {wrong}"
+        result.broken.append(f"the server is not ready; its log ends with:\n{served.last_words()}")
+    own.close()
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,25 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_servers_on_sigterm()
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: must be at least 1")
+    options = args.serve_options.split()
     if args.openai:
-        return openai_attacks.run(args.serve_options.split())
-    outcomes = []
-    servers = [(contract, mode) for contract in CONTRACTS for mode in MODES]
+        return openai_attacks.run(options)
+    results, servers = [], list(itertools.product(CONTRACTS, MODES))
     for contract, mode in servers:
         numbers = [args.only] if args.only is not None else range(args.cases // len(servers))
-        cases: Any = ((number, make_case(args.seed, number, contract)) for number in numbers)
-        if args.known_crashes:
-            cases = itertools.chain(cases, ((-1, case) for case in known_crashes(contract)))
-        with (
-            tempfile.TemporaryDirectory(prefix="faser-fuzz-") as folder,
-            serving([*args.serve_options.split(), mode, "--contract", contract], Path(folder) / "log") as served,
-        ):
-            outcomes.append(fuzz(served, contract, cases, f"{contract} {mode}"))
-    rows = [outcome.row() for outcome in outcomes]
-    print("\n".join(markdown_table(list(rows[0]), rows)))
-    for outcome in outcomes:
-        print(f"\n{outcome.server}, most frequent errors:")
-        print("\n".join(f"  {count:5d}  {error!r}" for error, count in outcome.errors.most_common(12)))
-    broken = [line for outcome in outcomes for line in outcome.broken]
-    print("\n".join(f"broken promise: {line}" for line in broken), file=sys.stderr)
-    return int(bool(broken))
+        known = known_crashes(contract) if args.known_crashes else []
+        cases = itertools.chain(
+            ((number, make_case(args.seed, number, contract)) for number in numbers), ((-1, case) for case in known)
+        )
+        with serving(*options, mode, "--contract", contract) as served:
+            results.append(fuzz(served, contract, cases, f"{contract} {mode}"))
+    status = report([result.row() for result in results], [line for result in results for line in result.broken])
+    for result in results:
+        print(f"\n{result.server}, most frequent errors:")
+        print("\n".join(f"  {count:5d}  {error!r}" for error, count in result.errors.most_common(12)))
+    return status

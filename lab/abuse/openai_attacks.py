@@ -6,48 +6,43 @@ Measures how long another client waits meanwhile, and the server's memory. Knows
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
-import os
 import resource
 import socket
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from lab.abuse.served import DOOR, serving, wait_for_line
-from lab.bench.servers import free_ports
-from lab.tables import markdown_table
+from faser_backend.serving.processes import cpu_seconds
+from lab.abuse.clients import TIMEOUT_S, fetch
+from lab.abuse.served import DOOR, Bystander, report, serving, wait_until
+from lab.bench.servers import START_TIMEOUT_S, free_ports
 
 LIMIT = 4 << 20  # bytes of a body
-PAUSE_S = 0.02  # of the well-behaved client, between an answer and its next request
-TIMEOUT_S = 120.0
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
-def filled(before: str, unit: str, after: str) -> Callable[[], bytes]:
-    """A body of as many units as the limit allows."""
+class Body(NamedTuple):
+    """A unit over and over between two texts; with %d in it, it holds its number, and commas part the units."""
 
-    def make() -> bytes:
-        return (before + unit * ((LIMIT - len(before) - len(after)) // len(unit)) + after).encode()
+    path: str
+    before: str
+    unit: str
+    after: str
+    count: int = 0  # 0: as many as the limit allows
 
-    return make
-
-
-def numbered(before: str, unit: str, after: str) -> Callable[[], bytes]:
-    """A body of units that differ: their number stands at %d."""
-
-    def make() -> bytes:
-        num = (LIMIT - len(before) - len(after)) // (len(unit % 0) + 6)
-        return (before + ",".join(unit % index for index in range(num)) + after).encode()
-
-    return make
+    def content(self) -> bytes:
+        num = LIMIT - len(self.before) - len(self.after)
+        if "%d" in self.unit:
+            count = self.count or num // (len(self.unit) + 5)
+            return (self.before + ",".join(self.unit % index for index in range(count)) + self.after).encode()
+        return (self.before + self.unit * (self.count or num // len(self.unit)) + self.after).encode()
 
 
 _USER = '{"messages":[{"role":"user","content":'
@@ -56,56 +51,55 @@ _CHAT = f'{{"messages":[{_MESSAGE}],'
 _CALL = '{"id":"1","function":{"name":"f","arguments":'
 _ARGUMENTS = '{"messages":[{"role":"assistant","tool_calls":[' + _CALL + '"['
 _SCHEMA = _CHAT + '"response_format":{"type":"json_schema","json_schema":{"schema":'
-_PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * 2}
-_JUST_A_SCHEMA = json.loads(_SCHEMA + '{"enum":' + json.dumps([f"p{index}" for index in range(25_000)]) + "}}}}")
-BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "ids, then a text": (COMPLETIONS, filled('{"prompt":[', "1,", '"a"]}')),
-    "too many ids": (COMPLETIONS, filled('{"prompt":[', "1,", "1]}")),
-    "ids of five digits": (COMPLETIONS, filled('{"prompt":[', "12345,", "1]}")),
-    "lists as prompts": (COMPLETIONS, filled('{"prompt":[', "[],", "[1]]}")),
-    "lists of one id": (COMPLETIONS, filled('{"prompt":[', "[1],", '["a"]]}')),
-    "objects as prompts": (COMPLETIONS, filled('{"prompt":[', '{"":0},', "1]}")),
-    "texts as prompts": (COMPLETIONS, filled('{"prompt":[', '"ab",', '"a"]}')),
-    "a long text": (COMPLETIONS, filled('{"prompt":"', "x ", '"}')),
-    "a text of escapes": (COMPLETIONS, filled('{"prompt":"', "\\u4e2d", '"}')),
-    "a text of quotes": (COMPLETIONS, filled('{"prompt":"', '\\"', '"}')),
-    "a text of commas": (COMPLETIONS, filled('{"prompt":"', ",", '"}')),
-    "fractions": (COMPLETIONS, filled('{"prompt":[', "1.5e3,", "1]}")),
-    "a huge number": (COMPLETIONS, filled('{"prompt":[1],"seed":', "9", "}")),
-    "logit_bias, many keys": (COMPLETIONS, numbered('{"prompt":[1],"logit_bias":{', '"%d":1', "}}")),
-    "one key over and over": (COMPLETIONS, filled('{"prompt":[1],', '"n":1,', '"seed":1}')),
-    "unknown keys": (COMPLETIONS, numbered('{"prompt":[1],', '"k%d":1', "}")),
-    "stop, many words": (COMPLETIONS, filled('{"prompt":[1],"stop":[', '"a",', '"a"]}')),
-    "nested lists": (COMPLETIONS, filled('{"prompt":', "[", "")),
-    "nested objects": (CHAT, filled(_SCHEMA, '{"a":', "")),
-    "numbers as parts": (CHAT, filled(_USER + "[", "0,", "0]}]}")),
-    "parts": (CHAT, filled(_USER + "[", '{"type":"text","text":""},', '{"type":"text"}]}]}')),
-    "bad parts": (CHAT, filled(_USER + "[", "{},", "{}]}]}")),
-    "messages": (CHAT, filled('{"messages":[', _MESSAGE + ",", _MESSAGE + "]}")),
-    "bad messages": (CHAT, filled('{"messages":[', "{},", "{}]}")),
-    "calls": (CHAT, filled('{"messages":[{"role":"assistant","tool_calls":[', "{},", "{}]}]}")),
-    "arguments": (CHAT, filled(_ARGUMENTS, "[],", '[]]"}}]}]}')),
-    "tools": (CHAT, filled(_CHAT + '"tools":[', "{},", "{}]}")),
-    "a wide schema": (CHAT, numbered(_SCHEMA + '{"type":"object","properties":{', '"p%d":{}', "}}}}}")),
-    "a schema of names": (CHAT, numbered(_SCHEMA + '{"enum":[', '"p%d"', "]}}}}")),
-    "a long schema": (CHAT, filled(_SCHEMA + '{"description":"', "x", '"}}}}')),
-    "modalities": (CHAT, filled(_CHAT + '"modalities":[', "0,", "0]}")),
-    "a refused field": (CHAT, filled(_CHAT + '"functions":[', "0,", "0]}")),
-    "instructions": (RESPONSES, filled('{"input":"x","instructions":"', "x", '"}')),
-    "metadata": (RESPONSES, numbered('{"input":"x","metadata":{', '"k%d":"v"', "}}")),
-    "long texts": (COMPLETIONS, lambda: json.dumps({"prompt": ["a b\n" * 16_000] * 40}).encode()),
-    "just enough ids": (COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 262_000 + b"1]}"),
-    "just enough messages": (CHAT, lambda: json.dumps({"messages": [_PARTS] * 4096}).encode()),
-    "just enough names": (CHAT, lambda: json.dumps(_JUST_A_SCHEMA).encode()),
-    "a long value of metadata": (RESPONSES, filled('{"input":"x","stream":true,"metadata":{"k":"', "x", '"}}')),
+_PARTS = '{"role":"user","content":[{"type":"text","text":"x"},{"type":"text","text":"x"}]}'
+BODIES = {
+    "ids, then a text": Body(COMPLETIONS, '{"prompt":[', "1,", '"a"]}'),
+    "too many ids": Body(COMPLETIONS, '{"prompt":[', "1,", "1]}"),
+    "ids of five digits": Body(COMPLETIONS, '{"prompt":[', "12345,", "1]}"),
+    "lists as prompts": Body(COMPLETIONS, '{"prompt":[', "[],", "[1]]}"),
+    "lists of one id": Body(COMPLETIONS, '{"prompt":[', "[1],", '["a"]]}'),
+    "objects as prompts": Body(COMPLETIONS, '{"prompt":[', '{"":0},', "1]}"),
+    "texts as prompts": Body(COMPLETIONS, '{"prompt":[', '"ab",', '"a"]}'),
+    "a long text": Body(COMPLETIONS, '{"prompt":"', "x ", '"}'),
+    "a text of escapes": Body(COMPLETIONS, '{"prompt":"', "\\u4e2d", '"}'),
+    "a text of quotes": Body(COMPLETIONS, '{"prompt":"', '\\"', '"}'),
+    "a text of commas": Body(COMPLETIONS, '{"prompt":"', ",", '"}'),
+    "fractions": Body(COMPLETIONS, '{"prompt":[', "1.5e3,", "1]}"),
+    "a huge number": Body(COMPLETIONS, '{"prompt":[1],"seed":', "9", "}"),
+    "logit_bias, many keys": Body(COMPLETIONS, '{"prompt":[1],"logit_bias":{', '"%d":1', "}}"),
+    "one key over and over": Body(COMPLETIONS, '{"prompt":[1],', '"n":1,', '"seed":1}'),
+    "unknown keys": Body(COMPLETIONS, '{"prompt":[1],', '"k%d":1', "}"),
+    "stop, many words": Body(COMPLETIONS, '{"prompt":[1],"stop":[', '"a",', '"a"]}'),
+    "nested lists": Body(COMPLETIONS, '{"prompt":', "[", ""),
+    "nested objects": Body(CHAT, _SCHEMA, '{"a":', ""),
+    "numbers as parts": Body(CHAT, _USER + "[", "0,", "0]}]}"),
+    "parts": Body(CHAT, _USER + "[", '{"type":"text","text":""},', '{"type":"text"}]}]}'),
+    "bad parts": Body(CHAT, _USER + "[", "{},", "{}]}]}"),
+    "messages": Body(CHAT, '{"messages":[', _MESSAGE + ",", _MESSAGE + "]}"),
+    "bad messages": Body(CHAT, '{"messages":[', "{},", "{}]}"),
+    "calls": Body(CHAT, '{"messages":[{"role":"assistant","tool_calls":[', "{},", "{}]}]}"),
+    "arguments": Body(CHAT, _ARGUMENTS, "[],", '[]]"}}]}]}'),
+    "tools": Body(CHAT, _CHAT + '"tools":[', "{},", "{}]}"),
+    "a wide schema": Body(CHAT, _SCHEMA + '{"type":"object","properties":{', '"p%d":{}', "}}}}}"),
+    "a schema of names": Body(CHAT, _SCHEMA + '{"enum":[', '"p%d"', "]}}}}"),
+    "a long schema": Body(CHAT, _SCHEMA + '{"description":"', "x", '"}}}}'),
+    "modalities": Body(CHAT, _CHAT + '"modalities":[', "0,", "0]}"),
+    "a refused field": Body(CHAT, _CHAT + '"functions":[', "0,", "0]}"),
+    "instructions": Body(RESPONSES, '{"input":"x","instructions":"', "x", '"}'),
+    "metadata": Body(RESPONSES, '{"input":"x","metadata":{', '"k%d":"v"', "}}"),
+    "long texts": Body(COMPLETIONS, '{"prompt":["a"', ',"' + "a b\\n" * 16_000 + '"', "]}", 40),
+    "just enough ids": Body(COMPLETIONS, '{"prompt":[', "1,", "1]}", 262_000),
+    "just enough messages": Body(CHAT, '{"messages":[' + _PARTS, "," + _PARTS, "]}", 4095),
+    "just enough names": Body(CHAT, _SCHEMA + '{"enum":[', '"p%d"', "]}}}}", 25_000),
+    "a long value of metadata": Body(RESPONSES, '{"input":"x","stream":true,"metadata":{"k":"', "x", '"}}'),
 }
-
-
 LIMIT_MS, LIMIT_MB = 100.0, 100.0  # what a body may cost others, beside their usual wait, and in memory
 FLOOD_MS = 10_000.0  # of many connections: where too many wait to be accepted, the kernel tries again after 1 s and 3 s
 TRIES = 3  # of an attack beyond LIMIT_MS: of a machine that others use, the shortest of the longest waits counts
 NUM_HALF_SENT, NUM_SENDERS = 3000, 8
+SIDE_BY_SIDE = ("ids, then a text", "just enough ids")  # bodies that come from NUM_SENDERS clients at once, too
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+Act = Callable[[int, int], tuple[int, str]]  # port and process -> status and text of the answer, 0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,152 +132,84 @@ class Seen:
         return [f"{self.attack}: {each}" for each in broken]
 
 
-def ask(
-    port: int, path: str, body: bytes | None, headers: dict[str, str] | None = None, method: str | None = None
-) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    try:
-        kind = {"content-type": "application/json"} if body is not None else {}
-        connection.request(method or ("GET" if body is None else "POST"), path, body, kind | (headers or {}))
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read().decode()
-    finally:
-        connection.close()
-
-
-def answer_to(port: int, path: str, body: bytes | None) -> tuple[int, str]:
-    status, _, text = ask(port, path, body)
-    return status, text
-
-
 def head_of(path: str, headers: dict[str, str]) -> bytes:
-    """Of a POST, as it goes over the wire."""
+    """The head of a POST, as it goes over the wire."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", *(f"{name}: {value}" for name, value in headers.items())]
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
-class Watch:
-    """A well-behaved client, for the time of the block."""
-
-    def __init__(self, port: int) -> None:
-        self.longest_s = 0.0
-        self._port, self._is_over = port, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while True:
-            start_s = time.monotonic()
-            try:
-                ask(self._port, "/v1/models", None)
-                self.longest_s = max(self.longest_s, time.monotonic() - start_s)
-            except (OSError, http.client.HTTPException):  # no answer
-                self.longest_s = TIMEOUT_S
-            if self._is_over.wait(PAUSE_S):
-                return
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        time.sleep(5 * PAUSE_S)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        time.sleep(5 * PAUSE_S)
-        self._is_over.set()
-        self._thread.join()
-
-
 def memory_mb(pid: int, line: str) -> float:
-    """VmRSS, or VmHWM: the most since `forget_peak`."""
+    """VmRSS, or VmHWM: the most since clear_refs was written."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(each.split()[1]) for each in status.splitlines() if each.startswith(line)) * 1024 / 1e6
 
 
-def processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def forget_peak(pid: int) -> None:
+def measured(port: int, pid: int, name: str, act: Act) -> Seen:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
+    before_mb, before_s = memory_mb(pid, "VmRSS"), cpu_seconds(pid)
 
+    def ask() -> str | None:
+        try:
+            fetch(port, "/v1/models")
+        except (OSError, http.client.HTTPException) as error:
+            return f"no answer: {error}"
+        return None
 
-def measured(port: int, pid: int, name: str, act: Callable[[], tuple[int, str]]) -> Seen:
-    """act: what is done to the server; gives status and text of the answer, 0 for none."""
-    forget_peak(pid)
-    before_mb, before_s = memory_mb(pid, "VmRSS"), processor_s(pid)
-    with Watch(port) as watch:
+    with Bystander(ask) as another:
         start_s = time.monotonic()
         try:
-            status, text = act()
+            status, text = act(port, pid)
         except (OSError, http.client.HTTPException) as error:
             status, text = 0, f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - start_s
-    growth_mb, taken_s = memory_mb(pid, "VmHWM") - before_mb, processor_s(pid) - before_s
-    return Seen(name, status, text, seconds, watch.longest_s * 1e3, growth_mb, taken_s)
+    growth_mb, taken_s = memory_mb(pid, "VmHWM") - before_mb, cpu_seconds(pid) - before_s
+    longest_s = TIMEOUT_S if another.wrong else max(another.waits)
+    return Seen(name, status, text, seconds, longest_s * 1e3, growth_mb, taken_s)
 
 
-def send_body(port: int, pid: int, name: str) -> Seen:
-    path, make = BODIES[name]
-    body = make()
-    return measured(port, pid, name, lambda: answer_to(port, path, body))
+def send_body(port: int, pid: int, name: str, num_senders: int = 1) -> Seen:
+    """The body from so many clients at once."""
+    body = BODIES[name].content()
+
+    def act(port: int, _: int) -> tuple[int, str]:
+        with ThreadPoolExecutor(num_senders) as pool:
+            answers = pool.map(lambda _: fetch(port, BODIES[name].path, body), range(num_senders))
+            return max((status, text) for status, _, text in answers)
+
+    return measured(port, pid, name if num_senders == 1 else f"{name}, {num_senders} times at once", act)
 
 
-def send_side_by_side(port: int, pid: int, name: str) -> Seen:
-    """The body from NUM_SENDERS clients at once."""
-    path, make = BODIES[name]
-    body = make()
-
-    def act() -> tuple[int, str]:
-        with ThreadPoolExecutor(NUM_SENDERS) as pool:
-            return max(pool.map(lambda _: answer_to(port, path, body), range(NUM_SENDERS)))
-
-    return measured(port, pid, f"{name}, {NUM_SENDERS} times at once", act)
-
-
-def send_chunks(port: int, pid: int) -> Seen:
+def send_chunks(port: int, _: int) -> tuple[int, str]:
     """A body in chunks of a byte."""
-
-    def act() -> tuple[int, str]:
-        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
-            connection.sendall(head_of(COMPLETIONS, {"transfer-encoding": "chunked"}))
-            with contextlib.suppress(OSError):  # closed before all was sent
-                connection.sendall(b"1\r\n \r\n" * 600_000 + b"0\r\n\r\n")
-            return 0, ""
-
-    return measured(port, pid, "600,000 chunks of a byte", act)
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+        connection.sendall(head_of(COMPLETIONS, {"transfer-encoding": "chunked"}))
+        with contextlib.suppress(OSError):  # closed before all was sent
+            connection.sendall(b"1\r\n \r\n" * 600_000 + b"0\r\n\r\n")
+    return 0, ""
 
 
-def send_half(port: int, pid: int) -> Seen:
-    """Heads that never end, and a look at how many of their connections are left."""
-    most = min(NUM_HALF_SENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)
-
-    num_open = 0
-
-    def act() -> tuple[int, str]:
-        nonlocal num_open
-        with contextlib.ExitStack() as stack:
-            for _ in range(most):
-                connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S))
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nX-")
-            time.sleep(1.0)
-            num_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        return 0, ""
-
-    seen = measured(port, pid, "", act)
-    return replace(seen, attack=f"{most} half-sent heads, {num_open} descriptors then open")
+def send_half(port: int, pid: int) -> tuple[int, str]:
+    """Heads that never end. Their message says how many of their connections are left."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(min(NUM_HALF_SENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nX-")
+        time.sleep(1.0)
+        return 0, f"{len(list(Path(f'/proc/{pid}/fd').iterdir()))} descriptors then open"
 
 
 def attack(port: int, pid: int) -> tuple[list[Seen], list[str]]:
     """What was seen, and the promises that it broke."""
-    usual = measured(port, pid, "nothing", lambda: answer_to(port, "/health", None))
-    attacks = [functools.partial(send_body, name=name) for name in BODIES]
-    attacks += [functools.partial(send_side_by_side, name=name) for name in ("ids, then a text", "just enough ids")]
+    usual = measured(port, pid, "nothing", lambda port, _: (fetch(port, "/health")[0], ""))
+    attacks = [partial(send_body, port, pid, name) for name in BODIES]
+    attacks += [partial(send_body, port, pid, name, NUM_SENDERS) for name in SIDE_BY_SIDE]
+    attacks += [partial(measured, port, pid, "600,000 chunks of a byte", send_chunks)]
+    attacks += [partial(measured, port, pid, f"{NUM_HALF_SENT} half-sent heads", send_half)]
     all_seen, broken = [usual], []
-    for act in [*attacks, send_chunks, send_half]:
-        tries: list[Seen] = []
-        while not tries or (len(tries) < TRIES and tries[-1].longest_wait_ms > usual.longest_wait_ms + LIMIT_MS):
-            tries.append(act(port, pid))
+    for act in attacks:
+        tries = [act()]
+        while len(tries) < TRIES and tries[-1].longest_wait_ms > usual.longest_wait_ms + LIMIT_MS:
+            tries.append(act())
         best = min(tries, key=lambda seen: seen.longest_wait_ms)
         all_seen.append(replace(best, growth_mb=max(seen.growth_mb for seen in tries)))
         broken += all_seen[-1].broken(usual.longest_wait_ms)
@@ -293,14 +219,10 @@ def attack(port: int, pid: int) -> tuple[list[Seen], list[str]]:
 def run(serve_options: Sequence[object]) -> int:
     """Attacks a server of its own. Returns 1 where a promise was broken."""
     [port] = free_ports(1)
-    with tempfile.TemporaryDirectory(prefix="faser-fuzz-") as folder:
-        template = Path(folder) / "template.jinja"
-        template.write_text(TEMPLATE)
-        options = [*serve_options, "--openai-port", port, "--chat-template", template]
-        with serving(options, Path(folder) / "log") as served:
-            wait_for_line(served, "ready: ")
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
+        template.write(TEMPLATE)
+        template.flush()
+        with serving(*serve_options, "--openai-port", port, "--chat-template", template.name) as served:
+            wait_until(lambda: "ready: " in served.log_tail(), START_TIMEOUT_S)
             all_seen, broken = attack(port, served.processes()[DOOR])
-    rows = [seen.row() for seen in all_seen]
-    print("\n".join(markdown_table(list(rows[0]), rows)))
-    print("\n".join(f"broken promise: {line}" for line in broken), file=sys.stderr)
-    return int(bool(broken))
+    return report([seen.row() for seen in all_seen], broken)

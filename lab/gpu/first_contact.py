@@ -22,11 +22,9 @@ from faser_backend.core.request import Request, SamplingParams
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.engine_host import EngineHost
 from faser_backend.serving.parameters import ServingOptions
-from lab.gpu.device import copy_bytes_per_s
-from lab.gpu.heads import write_untrained_head
-from lab.gpu.pairs import DTYPE, checked_device, opened_pair
-from lab.gpu.timing import take_turns
-from lab.gpu.worker import Context, Result
+from lab.gpu.harness import Context, Result
+from lab.gpu.pairs import DTYPE, checked_device, opened_pair, write_untrained_head
+from lab.gpu.speed import copy_bytes_per_s, median_us
 from lab.shapes import PAIRS, TINY_PAIR, weight_count
 
 FIRST_PROMPT = 1000  # tokens
@@ -55,9 +53,12 @@ def run(context: Context) -> Result:
         if context.is_cuda:
             check("a failed capture, then a good one", _failed_capture)
             check("more shapes than graphs", _many_shapes)
-        check("engine built", lambda: _build(context, engine_dir))
-        head_dir = Path(folder, "engine-of-head")
-        check("engine with a draft head built", lambda: _build_with_head(context, Path(folder, "head"), head_dir))
+        target, dtype, head_dir = DEMO_PAIR / "target", DTYPE[context.device], Path(folder, "engine-of-head")
+        build = partial(build_engines, target, runtime="torch", dtype=dtype)
+        check("engine built", lambda: build(DEMO_PAIR / "draft", engine_dir))
+        # Nobody trained the head, which shares the target's embedding.
+        head = write_untrained_head(target, Path(folder, "head"), context.seed)
+        check("engine with a draft head built", lambda: build(head, head_dir))
         answers: dict[str, dict[str, list[int]]] = {}
         for name, config in _configs(context).items():
             directory = head_dir if name.startswith("head") else engine_dir
@@ -130,36 +131,17 @@ def _many_shapes() -> None:
         assert capturer.counts == GraphCounts(8, 0), f"counted {capturer.counts}"
 
 
-def _build(context: Context, engine_dir: Path) -> None:
-    dtype = DTYPE[context.device]
-    build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", engine_dir, runtime="torch", dtype=dtype)
-
-
-def _build_with_head(context: Context, checkpoint: Path, engine_dir: Path) -> None:
-    """The demo target and a head that nobody trained, which shares its embedding."""
-    target = DEMO_PAIR / "target"
-    write_untrained_head(target, checkpoint, context.seed)
-    build_engines(target, checkpoint, engine_dir, runtime="torch", dtype=DTYPE[context.device])
-
-
 def _configs(context: Context) -> dict[str, EngineConfig]:
     limits = {"max_num_seqs": 4, "num_kv_blocks": 320}
     modes = ("serial", "ping_pong") if context.is_tiny else ("serial", "ping_pong", "run_ahead")
-    found = {
-        mode: EngineConfig.from_options(policy="fixed:4", pipeline=mode, early_exit="off", **limits) for mode in modes
-    }
-    return found | {"head": EngineConfig.from_options(policy="fixed:4", **limits)}
+    options = {mode: {"pipeline": mode, "early_exit": "off"} for mode in modes} | {"head": {}}
+    return {name: EngineConfig.from_options(policy="fixed:4", **limits, **own) for name, own in options.items()}
 
 
 class _Silent:
     """Where an engine's metrics go."""
 
-    def __init__(self) -> None:
-        self.last: Any = None
-
-    def report(self, metrics: Any) -> None:
-        self.last = metrics
-
+    def report(self, metrics: Any) -> None: ...
     def observe(self, output: Any, num_output_tokens: int) -> None: ...
 
 
@@ -240,7 +222,7 @@ def _time_steps(context: Context, stack: ExitStack, found: Result) -> None:
 
             step()
             step()  # captures
-            us = take_turns(context.device, {"": step}, 3 if context.is_tiny else 15)[""].median_us
+            us = median_us(context.device, step)
             floor_us = weight_count(model.spec) * (2 if context.is_cuda else 4) / rate * 1e6
             found["steps"].append(
                 {"model": role, "rows": count, "us": us, "floor_us": floor_us, "share_of_floor": floor_us / us}

@@ -17,18 +17,23 @@ from lab.answers import jobs_of
 from lab.bench.measure import measure
 from lab.contestants import choose_contestants
 from lab.drive import ClosedLoop, InProcess
+from lab.gpu.harness import Context, Result
 from lab.gpu.pairs import DTYPE, checked_device
-from lab.gpu.worker import Context, Result
 from lab.profiling.profile import run_profile
 from lab.prompts import DEMO_PROMPTS, read_prompts
 from lab.steps import StepLog, figures
 
+FIELDS = (
+    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup", "e2e_ms_p50", "ttft_ms_p50",
+    "tpot_ms_p50", "itl_ms_p99", "mean_accepted", "rows_trimmed", "rows_pruned", "retention", "share_serial",
+    "overlap_share", "plan_us_p50", "plan_share", "step_overhead_share", "num_different",
+)  # fmt: skip
 NAMES = ["none", "fixed:4", "faser", "fixed:4 (run-ahead)", "fixed:4 (ping-pong)"]
 
 
 def demo(context: Context) -> Result:
     checked_device(context)
-    found: Result = {"rows": []}
+    found: Result = {}
     loads, max_tokens, repeats = ((1, 2), 8, 1) if context.is_tiny else ((1, 8, 32), 64, 2)
     with tempfile.TemporaryDirectory(prefix="faser-ladder-") as folder:
         engine_dir = Path(folder, "engine")
@@ -57,6 +62,6 @@ def demo(context: Context) -> Result:
                     more=lambda name: figures(logs[name], num_layers),
                     before=lambda name: logs[name].start(),
                 )
-                found["rows"] += [row | {"load": f"{clients} clients", "categories": None} for row in rows]
+                found[f"{clients} clients"] = [{name: row[name] for name in FIELDS if name in row} for row in rows]
                 context.save(found)
     return found

@@ -1,14 +1,16 @@
-"""Synthetic pairs: the shapes of real models, weights drawn on the device, the project's own runtime around them.
+"""Models that nobody trained: pairs with the shapes of real ones and weights drawn on the device, and an EAGLE-3 head.
 
-They say nothing; their speed is real. Weights are scaled by fan-in, and what writes to the residual stream also by
+Pairs say nothing; their speed is real. Weights are scaled by fan-in, and what writes to the residual stream also by
 depth, so that hidden states stay near 1 and nothing overflows in bf16.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engines.torch_build import torch_segments
@@ -19,20 +21,21 @@ from faser_backend.device.cuda.runtime import current_device, open_on_device
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import FileSpec, ModelEngine
-from lab.gpu.worker import Context
-from lab.shapes import Pair, kv_bytes_per_token, stored_count
+from lab.gpu.harness import Context
+from lab.shapes import Pair, stored_count
+from lab.train_head.begin import feature_layers, head_spec, new_head, read_target
+from lab.train_head.export import head_config, save_head
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
 KV_BLOCK_SIZE = 16
-SPARE_BYTES = 3 << 30  # for activations, graphs and logits
+KNOWN_IDS = 0.75  # of the vocabulary that the untrained head knows
 
 
 def opened_pair(context: Context, shape: Pair, stack: ExitStack) -> tuple[Any, ModelPair]:
-    """A runtime, which the stack closes, and its models. Raises MemoryError where they do not fit on the device."""
+    """A runtime, which the stack closes, and its models."""
     dtype = DTYPE[context.device]
     device = checked_device(context)
     models = model_pair(shape, dtype)
-    _check_memory(context, shape, dtype)
 
     def load(model: ModelEngine) -> Any:
         return random_tensors(model.spec, dtype, device, context.seed + (model.spec is shape.draft))
@@ -50,18 +53,6 @@ def checked_device(context: Context) -> torch.device:
     return device
 
 
-def _check_memory(context: Context, shape: Pair, dtype: str) -> None:
-    if not context.is_cuda:
-        return
-    needed = SPARE_BYTES + sum(
-        weight_bytes(spec, dtype) + shape.max_num_seqs * spec.max_context * kv_bytes_per_token(spec)
-        for spec in (shape.target, shape.draft)
-    )
-    free, _ = torch.cuda.mem_get_info()
-    if needed > free:
-        raise MemoryError(f"{shape.name}: needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-
-
 def model_pair(shape: Pair, dtype: str) -> ModelPair:
     """Both models as a manifest would describe them; their weight files do not exist."""
     cuts = (*shape.exit_layers, shape.target.num_layers)
@@ -71,12 +62,8 @@ def model_pair(shape: Pair, dtype: str) -> ModelPair:
     )
 
 
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    return stored_count(spec) * DTYPES[dtype].itemsize
-
-
 def _model_engine(name: str, spec: ModelSpec, cuts: tuple[int, ...], dtype: str) -> ModelEngine:
-    file = FileSpec(f"{name}.synthetic", "", weight_bytes(spec, dtype))
+    file = FileSpec(f"{name}.synthetic", "", stored_count(spec) * DTYPES[dtype].itemsize)
     return ModelEngine(spec, file, torch_segments(spec, file, cuts, dtype))
 
 
@@ -111,3 +98,14 @@ def random_tensors(spec: ModelSpec, dtype: str, device: torch.device, seed: int)
     head = embedding if spec.tie_word_embeddings else matrix(spec.vocab_size, hidden)
     cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
     return ModelTensors(embedding, layers, ones(hidden), head, cos, sin)
+
+
+def write_untrained_head(target_dir: Path, directory: Path, seed: int) -> Path:
+    """A head as training begins, which is now and then right. Returns the directory of its checkpoint."""
+    target = read_target(target_dir)
+    spec = head_spec(target.spec, target.spec.num_kv_heads, target.spec.intermediate_size)
+    token_ids = np.arange(int(KNOWN_IDS * spec.vocab_size))
+    head = new_head(target, spec, token_ids, seed)
+    config = head_config(spec, target.spec, feature_layers(target.spec), token_ids.size)
+    save_head(directory, config, dict(head.named_parameters()), token_ids)
+    return directory

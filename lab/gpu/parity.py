@@ -27,9 +27,8 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from lab.drive import write_all
-from lab.gpu.heads import write_untrained_head
-from lab.gpu.pairs import checked_device
-from lab.gpu.worker import Context, Result
+from lab.gpu.harness import Context, Result
+from lab.gpu.pairs import checked_device, write_untrained_head
 from lab.prompts import DEMO_PROMPTS, read_prompts
 from plugins.tensorrt_import import Flavour, TensorRtError, import_tensorrt
 
@@ -51,21 +50,18 @@ class Build(NamedTuple):
         return {"dtype": self.dtype, "options": "--draft HEAD" if self.has_head else ""}
 
 
-# What heads are on TensorRT is seen in one dtype, last of all.
-COMPILED_HEAD = Build("fp16", has_head=True)
-
-
 def torch_runtime(context: Context) -> Result:
     checked_device(context)
     return compare(context, "torch", (Build("fp32"), Build("bf16"), Build("fp16")))
 
 
+# What heads are on TensorRT is seen in one dtype, last of all.
 def rtx_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), COMPILED_HEAD))
+    return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), Build("fp16", True)))
 
 
 def tensorrt_runtime(context: Context) -> Result:
-    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), COMPILED_HEAD))
+    return _compare_compiled(context, "tensorrt", "full", (Build("fp16"), Build("fp16", True)))
 
 
 def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: tuple[Build, ...]) -> Result:
@@ -133,14 +129,7 @@ def _check(  # noqa: PLR0917
     if build.has_head:
         draft = write_untrained_head(target, engine_dir.with_name("head"), context.seed)
     start = time.monotonic()
-    build_engines(
-        target,
-        draft,
-        engine_dir,
-        runtime=found["runtime"],
-        dtype=build.dtype,
-        exit_layers=EXIT_LAYERS,
-    )
+    build_engines(target, draft, engine_dir, runtime=found["runtime"], dtype=build.dtype, exit_layers=EXIT_LAYERS)
     row["build_s"] = time.monotonic() - start
     begin("load")
     start = time.monotonic()
@@ -231,7 +220,7 @@ def _feed(
     *,
     with_logits: bool,
 ) -> np.ndarray:
-    """Tokens [start, stop) of each text; logits of all rows, a copy on the host, or none."""
+    """Tokens [start, stop) of each text; logits of all rows or of none, a copy on the host."""
     tokens = np.concatenate([text[a:b] for text, a, b in zip(texts, starts, stops, strict=True)])
     rows = RowBatch(
         token_ids=tokens,
@@ -240,13 +229,8 @@ def _feed(
         block_tables=tables,
         logit_rows=np.arange(tokens.size if with_logits else 0),
     )
-    logits = run_model(runner, rows)
-    return on_host(logits)
-
-
-def on_host(array: Any) -> np.ndarray:
-    """A copy of a device array."""
-    return np.array(array.float().cpu().numpy() if hasattr(array, "cpu") else array)
+    logits: Any = run_model(runner, rows)
+    return np.array(logits.float().cpu().numpy() if hasattr(logits, "cpu") else logits)
 
 
 def answers(

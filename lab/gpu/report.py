@@ -14,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lab.environment import describe_checkout, installed_versions, without_places
-from lab.gpu.harness import Outcome, Setting
+from lab.gpu.harness import Outcome, Result, Setting
 from lab.places import RESULTS
 from lab.tables import markdown_table, number, pairs
 
-Result = dict[str, Any]
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "onnxruntime", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
-LADDER = (
-    "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup", "e2e_ms_p50", "ttft_ms_p50",
-    "tpot_ms_p50", "itl_ms_p99", "mean_accepted", "rows_trimmed", "rows_pruned", "retention", "share_serial",
-    "overlap_share", "plan_us_p50", "plan_share", "step_overhead_share", "num_different",
-)  # fmt: skip
-UNSEEN = ("eager", "graph")  # kept in the file for other parts and people, too long to read
+UNSEEN = ("eager", "graph")  # kept in the file for people, too long to read
 MOST_FIELDS = 12  # of a dictionary that is shown within a table
 
 
@@ -63,36 +57,24 @@ def describe(setting: Setting, gpu: dict[str, str]) -> dict[str, Any]:
 
 
 def default_path(meta: dict[str, Any]) -> Path:
-    """benchmarks/results/gpu-<name>-<date>.json."""
-    return RESULTS / f"gpu-{slug(meta['device'] or 'none')}-{meta['date'][:10]}.json"
-
-
-def slug(name: str) -> str:
-    """For a file name: "NVIDIA H100 80GB HBM3" gives "h100-80gb-hbm3"."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    return "-".join(word for word in words if word != "nvidia") or "none"
+    """benchmarks/results/gpu-<name>-<date>.json; "NVIDIA H100 80GB HBM3" gives "h100-80gb-hbm3"."""
+    words = [word for word in re.findall(r"[a-z0-9]+", (meta["device"] or "none").lower()) if word != "nvidia"]
+    return RESULTS / f"gpu-{'-'.join(words)}-{meta['date'][:10]}.json"
 
 
 def render(content: dict[str, Any]) -> str:
     """The whole report of {"meta", "parts"}; parts that failed say so. The verdict stands last, where a terminal
     shows it."""
-    meta, parts = content["meta"], content["parts"]
-    lines = heading(meta)
+    parts = content["parts"]
+    lines, ended = heading(content["meta"]), []
     for name, part in parts.items():
         if part["result"]:
             lines += ["", f"## {name}: {part['title']}", *section(part["result"])]
         if part["error"] and part["status"] != "skipped":
             lines += ["", f"### {name} {part['status']}", *(f"    {line}" for line in part["error"].splitlines())]
-    ended = [
-        {
-            "part": name,
-            "status": part["status"],
-            "s": part["seconds"],
-            "of s": part["limit_s"],
-            "error": _last_line(part),
-        }
-        for name, part in parts.items()
-    ]
+        error = part["error"].splitlines()[-1][:100] if part["error"] else ""
+        row = {"part": name, "status": part["status"], "s": part["seconds"], "of s": part["limit_s"], "error": error}
+        ended.append(row)
     lines += ["", "## Parts", *markdown_table(("part", "status", "s", "of s", "error"), ended)]
     return "\n".join(lines) + "\n"
 
@@ -116,28 +98,18 @@ def heading(meta: dict[str, Any]) -> list[str]:
 
 
 def section(result: Result) -> list[str]:
-    """A part's result: what is single in a line each, and a table of every list of rows, of ladders one per load."""
+    """A part's result: what is single in a line each, and a table of every list of rows."""
     lines = []
     for name, value in result.items():
-        if name in UNSEEN:
-            continue
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            for title, rows in _by_load(name, value):
-                flat = [dict(_flat(row)) for row in rows]
-                columns = LADDER if "load" in rows[0] else list(dict.fromkeys(key for row in flat for key in row))
-                seen = [column for column in columns if any(column in row for row in flat)]
-                lines += ["", f"### {title}", *markdown_table(seen, flat), ""]
+            flat = [dict(_flat(row)) for row in value]
+            columns = list(dict.fromkeys(key for row in flat for key in row))
+            lines += ["", f"### {name}", *markdown_table(columns, flat), ""]
         elif isinstance(value, dict):
             lines.append(f"- {name}: {pairs(value)}")
         elif value not in ([], None):
             lines.append(f"- {name}: {number(value)}")
     return lines
-
-
-def _by_load(name: str, rows: list[Result]) -> list[tuple[str, list[Result]]]:
-    if "load" not in rows[0]:
-        return [(name, rows)]
-    return [(load, [row for row in rows if row["load"] == load]) for load in dict.fromkeys(row["load"] for row in rows)]
 
 
 def _flat(row: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -149,7 +121,3 @@ def _flat(row: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", "; ".join(pairs(each) for each in value)
         elif name not in UNSEEN and not isinstance(value, dict):
             yield f"{prefix}{name}", value if not isinstance(value, str) else value[:160].replace("\n", " ")
-
-
-def _last_line(part: dict[str, Any]) -> str:
-    return part["error"].splitlines()[-1][:100] if part["error"] else ""

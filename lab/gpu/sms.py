@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer, smid
 
-from lab.gpu.worker import Context, Result
+from lab.gpu.harness import Context, Result
 
 SPIN_NS = 20_000
 LONG_SPIN_NS = 200_000
@@ -125,24 +125,17 @@ def _together(draft: Any, target: Any) -> dict[str, float]:
             with torch.cuda.stream(share.stream):
                 probe.launch(LONG_SPIN_NS)
         torch.cuda.synchronize()
-        shares.append(overlap_of(*(_spans(probe) for _, probe in probes)))
+        shares.append(overlap_of(*(_span(probe) for _, probe in probes)))
     return {"overlap_share_median": float(np.median(shares)), "overlap_share_min": float(min(shares))}
 
 
-def overlap_of(draft: np.ndarray, target: np.ndarray) -> float:
-    """Time in which both worked, over the shorter one's; a span [1, 2] each."""
-    shorter = min(float(np.diff(spans).sum()) for spans in (draft, target))
-    return common_us(draft, target) / shorter if shorter else 0.0
+def overlap_of(draft: tuple[float, float], target: tuple[float, float]) -> float:
+    """Time in which both worked, over the shorter one's; a start and an end each."""
+    shorter = min(end - start for start, end in (draft, target))
+    common = min(draft[1], target[1]) - max(draft[0], target[0])
+    return max(common, 0.0) / shorter if shorter else 0.0
 
 
-def _spans(probe: Any) -> np.ndarray:
-    """[1, 2]: from the first program's start to the last one's end."""
-    starts, ends = probe.starts.cpu().numpy(), probe.ends.cpu().numpy()
-    return np.array([[starts.min(), ends.max()]], np.float64)
-
-
-def common_us(spans_a: np.ndarray, spans_b: np.ndarray) -> float:
-    """Time in which both work; spans [n, 2] and [m, 2] of starts and ends, each sorted and free of overlaps."""
-    starts = np.maximum(spans_a[:, None, 0], spans_b[None, :, 0])
-    ends = np.minimum(spans_a[:, None, 1], spans_b[None, :, 1])
-    return float(np.maximum(ends - starts, 0.0).sum())
+def _span(probe: Probe) -> tuple[float, float]:
+    """From the first program's start to the last one's end."""
+    return float(probe.starts.min()), float(probe.ends.max())

@@ -1,0 +1,144 @@
+"""How fast the device is at best, and how near to that its attention comes: copies, matrix products, graph replays.
+
+Times are medians, by events on a GPU and by the host's clock on a CPU: peaks are what can be had again and again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lab.environment import query_gpu
+from lab.gpu.harness import Context, Result
+from lab.gpu.kernels import Geometry, attention_call
+from lab.shapes import AttentionShape, attention_bytes
+from plugins.attention_config import choose_num_splits
+from plugins.pruned_chunk_attention import pruned_chunk_attention
+from plugins.split_combine import workspace_numel
+
+GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
+ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
+MAX_COPIES = 128
+WARMUPS, REPEATS, CPU_REPEATS = 2, 15, 3
+
+Work = Callable[[], object]
+
+
+def median_us(device: str, work: Work) -> float:
+    """Queued work on the current stream, each time until the device has done it."""
+    samples = []
+    for _ in range(WARMUPS + (REPEATS if device == "cuda" else CPU_REPEATS)):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3)
+        else:
+            start = time.perf_counter()
+            work()
+            samples.append((time.perf_counter() - start) * 1e6)
+    return float(np.median(samples[WARMUPS:]))
+
+
+def as_graph(device: str, work: Work) -> Work:
+    """The work as a captured graph, so that launches cost the host nothing; itself where there are no graphs."""
+    if device != "cuda":
+        return work
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles and allocates before the capture
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def copy_bytes_per_s(device: str, num_bytes: int) -> float:
+    """Bytes read and written per second by a copy between two buffers of num_bytes each."""
+    source = torch.empty(num_bytes // 4, dtype=torch.float32, device=device).normal_()
+    sink = torch.empty_like(source)
+    return 2 * num_bytes / median_us(device, lambda: sink.copy_(source)) * 1e6
+
+
+def peaks(context: Context) -> Result:
+    """Copy bandwidth over buffer sizes; bf16 products of a tall weight with few rows, and of a large square."""
+    sizes = (1 << 16, 1 << 20) if context.is_tiny else (4 << 20, 32 << 20, 256 << 20, 1 << 30, 4 << 30)
+    found: Result = {"copies": [], "products": []}
+    for num_bytes in sizes:
+        rate = copy_bytes_per_s(context.device, num_bytes)
+        found["copies"].append({"mib": num_bytes / 2**20, "gb_per_s": rate / 1e9})
+        context.save(found)
+    width, depth = (64, 64) if context.is_tiny else (12288, 4096)
+    for num_rows in (1, 8) if context.is_tiny else GEMM_ROWS:
+        found["products"].append(_product(context.device, num_rows, depth, 8192 if num_rows == 8192 else width))
+        context.save(found)
+    if context.is_cuda:
+        found["clocks"] = query_gpu()  # right after the largest product, before the device rests
+    return found
+
+
+def _product(device: str, num_rows: int, depth: int, width: int) -> dict[str, float]:
+    """x [num_rows, depth] @ w [width, depth]^T, over several weights so that none stays in the cache."""
+    copies = 1 if num_rows == 8192 else 4
+    weights = [torch.empty(width, depth, dtype=torch.bfloat16, device=device).normal_() for _ in range(copies)]
+    x = torch.empty(num_rows, depth, dtype=torch.bfloat16, device=device).normal_()
+    each_us = median_us(device, lambda: [torch.nn.functional.linear(x, weight) for weight in weights]) / copies
+    return {
+        "rows": num_rows,
+        "us": each_us,
+        "tflops": 2.0 * num_rows * depth * width / each_us / 1e6,
+        "weight_gb_per_s": 2.0 * depth * width / each_us / 1e3,
+    }
+
+
+def bandwidth(context: Context) -> Result:
+    """Achieved bandwidth of attention beside the copy bandwidth that was measured in the same minute."""
+    copied = copy_bytes_per_s(context.device, 1 << 20 if context.is_tiny else 1 << 30)
+    found: Result = {"copy_gb_per_s": copied / 1e9, "attention": []}
+    chosen = [AttentionShape(*size) for size in itertools.product((1, 8, 32, 64), (256, 1024, 4096), (1, 5))]
+    if context.is_tiny:
+        chosen = [AttentionShape(2, 40, 5, 4, 2, 32)]
+    for shape in sorted(chosen, key=lambda shape: (shape.num_sequences, shape.context) != (32, 1024)):
+        if context.time_left_s < 2.0:
+            break
+        us, num_splits = _time_attention(context, shape)
+        rate = attention_bytes(shape, 2) / us * 1e6
+        sizes = {"batch": shape.num_sequences, "context": shape.context, "rows": shape.rows, "num_splits": num_splits}
+        found["attention"].append(sizes | {"us": us, "gb_per_s": rate / 1e9, "share_of_copy": rate / copied})
+        context.save(found)
+    found["attention"].sort(key=lambda row: (row["batch"], row["context"], row["rows"]))
+    return found
+
+
+def _time_attention(context: Context, shape: AttentionShape) -> tuple[float, int]:
+    """Microseconds of one call in bf16, and into how many parts its context was split. Copies of the call have pools
+    of their own, so that what is timed comes from memory and not from the cache that the copy before filled."""
+    num_copies = math.ceil(ROTATED_BYTES / attention_bytes(shape, 2))
+    num_copies = 2 if context.is_tiny else min(max(2, num_copies), MAX_COPIES)
+    rng, geometry = np.random.default_rng(context.seed), Geometry(*shape[3:])
+    contexts, counts = (np.full(shape.num_sequences, each) for each in (shape.context, shape.rows))
+    calls = [
+        attention_call(geometry, torch.bfloat16, context.device, rng, contexts=contexts, counts=counts)
+        for _ in range(num_copies)
+    ]
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
+    num_splits = choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
+    numel = workspace_numel(shape.num_sequences * shape.rows, shape.num_heads, shape.head_dim, num_splits)
+    workspace = torch.empty(numel, dtype=torch.float32, device=context.device)
+    attend: Any = pruned_chunk_attention
+
+    def run() -> None:
+        for call in calls:
+            attend(*call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, workspace=workspace)
+
+    return median_us(context.device, as_graph(context.device, run)) / num_copies, num_splits
