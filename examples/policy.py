@@ -15,7 +15,7 @@ class Shares:
     is_drafting = True  # a draft model is needed
     partitions = (WHOLE,)  # it never asks for a split of the device
 
-    def decide(self, sequences, num_coming=0):
+    def decide(self, sequences, num_prefilling=0):
         rates = []
         for each in sequences:
             accepted, tested = each.server_acceptance

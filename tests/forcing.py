@@ -31,8 +31,8 @@ class Forced:
         self._inner = inner
         self._change = change
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return self._change(self._inner.decide(sequences, num_coming))
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
+        return self._change(self._inner.decide(sequences, num_prefilling))
 
     def observe(self, record: StepRecord) -> None:
         self._inner.observe(record)
@@ -96,7 +96,6 @@ def rule(
     probs: Sequence[float],
     verify_us: Sequence[float],
     *,
-    column_us: float = 0.0,
     draft_us: float = 0.0,
     price: float = 0.0,
     first_knot: float = 0.0,
@@ -111,7 +110,6 @@ def rule(
         margin_shares=np.full(size, 1 / size),
         offsets=np.zeros(1),
         verify_us=np.array(verify_us, np.float64),
-        column_us=column_us,
         draft_us=np.full(65, draft_us),
         tokens_per_us=price,
         row_price=price * (verify_us[-1] - verify_us[0]) / max(len(verify_us) - 1, 1),
@@ -131,7 +129,6 @@ def random_rule(rng: np.random.Generator) -> TrimRule:
     chosen = rule(
         probs.tolist(),
         times.tolist(),
-        column_us=float(rng.random() * 0.2),
         draft_us=float(rng.random() * 0.5),
         price=float(rng.random() * 0.5),
     )

@@ -136,11 +136,11 @@ def test_bad_options_are_named_before_anything_runs(options, tmp_path):
 
 
 def test_a_registered_policy_takes_part_by_itself(monkeypatch):
-    entry = {"mine": ("mine", lambda *_: FixedLength(3)), "theirs": ("theirs:K", lambda *_: FixedLength(3))}
-    monkeypatch.setattr(registry, "_POLICIES", {**registry._POLICIES, **entry})
+    mine, theirs = (registry.NamedPolicy(usage, lambda _: FixedLength(3)) for usage in ("mine", "theirs:K"))
+    monkeypatch.setattr(registry, "POLICIES", {**registry.POLICIES, "mine": mine, "theirs": theirs})
     chosen, missing = choose_contestants(None)
     assert Contestant("mine") in chosen and any("theirs:K" in text for text in missing)
-    monkeypatch.setattr(registry, "_POLICIES", {"none": registry._POLICIES["none"]})
+    monkeypatch.setattr(registry, "POLICIES", {"none": registry.POLICIES["none"]})
     chosen, missing = choose_contestants(None)
     assert [contestant.name for contestant in chosen] == ["none", "oracle"] and len(missing) == len(POLICIES) - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser_backend.policy.gaussian_process import GridProcess, hats, smooth
+from faser_backend.policy.gp_lcb import GridProcess, hats, smooth
 
 
 def test_the_posterior_is_that_of_a_gaussian_process_over_all_observations():

@@ -238,7 +238,7 @@ def test_rows_are_trimmed_by_their_own_sources_chances():
     knots = MarginCurve.margin_knots
     logits = np.stack([np.full(14, 4.0), np.full(14, -4.0)])
     costs = {"verify_us": np.arange(20) * 10.0 + 50.0, "draft_us": np.zeros(3)}
-    made = TrimRule(knots, logits, np.full(14, 1 / 14), np.zeros(1), **costs, column_us=0.0, tokens_per_us=0.02,
+    made = TrimRule(knots, logits, np.full(14, 1 / 14), np.zeros(1), **costs, tokens_per_us=0.02,
                     row_price=0.2)  # fmt: skip
     frontier, slots = in_steps_of_two([0, 0]).frontier, np.arange(2)
     for admitted in (admit(made, frontier, slots), admit_by_price(made, frontier, slots)):

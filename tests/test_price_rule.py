@@ -13,19 +13,18 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.acceptance_model import AcceptanceModel
-from faser_backend.policy.batch_times import BatchTimes
 from faser_backend.policy.calibration import MatchCalibration, sigmoid
-from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, serial_score
+from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, round_score
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.price_rule import PriceRule
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
-from faser_backend.policy.time_errors import TimeErrors
-from faser_backend.policy.traffic import ChainYield
+from faser_backend.policy.times import BatchTimes, TimeErrors
 from lab import control_worlds
 from lab.control_worlds import ControlWorld, all_worlds, costs, run
 from tests.harness import guessed, request
 
+SERIAL = PipelineMode.SERIAL
 WORLDS = {world.name: world for world in all_worlds()}
 
 
@@ -119,7 +118,7 @@ def test_a_decision_is_data_that_explains_itself():
     assert isinstance(decision, Decision)
     assert [score.mode for score in decision.scores] == [None, PipelineMode.SERIAL]
     assert all(score.tokens_per_us > 0 and score.step_us > 0 for score in decision.scores)
-    assert decision.reason in {"best", "look"}
+    assert decision.reason in {"best", "exploration"}
     live = [value for value in (decision.trim, decision.pruner) if callable(value)]
     assert not live
 
@@ -128,7 +127,7 @@ def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
     compute_bound = Knowledge(costs(300.0, 500.0, 200.0))
     alone, joined = (PriceRule(compute_bound, MAX_ADAPTIVE_TOKENS, with_modes=True) for _ in range(2))
     alone.decide(sequences(1))
-    decision = joined.decide(sequences(1), num_coming=31)
+    decision = joined.decide(sequences(1), num_prefilling=31)
     assert len(decision.num_draft_tokens) == 1
     assert alone.chosen is not None and joined.chosen is not None
     assert joined.chosen.num_tokens > 16 * alone.chosen.num_tokens / 4
@@ -175,8 +174,8 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
     dear = replace(control_worlds.OVERHEAD, trim_us=1e4)
     model = replace(costs(100.0, 2000.0, 5.0), overhead=dear)
     curve = MatchCalibration(None).curve
-    times = BatchTimes(model, 4, 32, WHOLE, MAX_ADAPTIVE_TOKENS)
-    score = serial_score(times, ChainTable(curve, MAX_ADAPTIVE_TOKENS).of(np.zeros(4)), ChainYield())
+    times = BatchTimes(model, MAX_ADAPTIVE_TOKENS, 4, 32, WHOLE)
+    score = round_score(SERIAL, times, ChainTable(curve, MAX_ADAPTIVE_TOKENS).of(np.zeros(4)), (1.0, 1.0))
     by_hand = []
     for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
         rows = 4 * (length + 1)

@@ -84,9 +84,9 @@ def test_policies_hear_of_sequences_whose_prompts_are_nearly_read():
     told: list[tuple[int, int]] = []
     decide = scheduled.policy.decide
 
-    def listen(sequences, num_coming: int = 0):
-        told.append((len(sequences), num_coming))
-        return decide(sequences, num_coming)
+    def listen(sequences, num_prefilling: int = 0):
+        told.append((len(sequences), num_prefilling))
+        return decide(sequences, num_prefilling)
 
     scheduled.policy.decide = listen  # type: ignore[method-assign]
     for name, num_prompt in (("first", 2), ("near", 20), ("far", COMING_STEPS - 17)):

@@ -114,7 +114,7 @@ class Mode:
         self.mode, self.trim = mode, trim
         self.partition = WHOLE if mode is PipelineMode.SERIAL else "1/1"
 
-    def decide(self, sequences, num_coming: int = 0) -> Decision:
+    def decide(self, sequences, num_prefilling: int = 0) -> Decision:
         return Decision([2] * len(sequences), self.mode, self.partition, self.trim)
 
     def observe(self, record: StepRecord) -> None:

@@ -58,7 +58,7 @@ def speed(rule: TrimRule, frontier: Frontier, rows: tuple[int, ...]) -> float:
     extra = min(sum(rows) - len(rows), rule.verify_us.size - 1)
     width = frontier.drafted.shape[1]
     spent_us = float(sum(rule.draft_us[np.count_nonzero(frontier.num_drafted > step)] for step in range(width)))
-    return tokens / (rule.verify_us[extra] + (max(rows) - 1) * rule.column_us + spent_us)
+    return tokens / (rule.verify_us[extra] + spent_us)
 
 
 @pytest.mark.parametrize("seed", range(40))

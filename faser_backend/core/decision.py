@@ -37,7 +37,6 @@ class TrimRule:
     margin_shares: np.ndarray  # [M]
     offsets: np.ndarray  # [S] by slot, or [1] for all
     verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
-    column_us: float  # more for every row of the longest chain, where a runtime pads sequences to it
     draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
     tokens_per_us: float  # what the batch earns per time: turns times into tokens
     row_price: float  # tokens that the time of one more row is worth, about as many rows as usual
@@ -50,12 +49,12 @@ class TrimRule:
 
     def draft_price(self, num_chains: int) -> float:
         """Of draft_prices; the last one's for more chains than were reckoned with."""
-        return self.tokens_per_us * (float(self.draft_us[min(num_chains, self.draft_us.size - 1)]) + self.column_us)
+        return self.tokens_per_us * float(self.draft_us[min(num_chains, self.draft_us.size - 1)])
 
     @property
     def draft_prices(self) -> np.ndarray:
-        """[B + 1] tokens that the time of a draft call is worth, and of the column that it adds."""
-        return self.tokens_per_us * (self.draft_us + self.column_us)
+        """[B + 1] tokens that the time of a draft call is worth."""
+        return self.tokens_per_us * self.draft_us
 
 
 @dataclass(frozen=True, slots=True, eq=False)

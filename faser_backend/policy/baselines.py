@@ -1,4 +1,4 @@
-"""Policies to compare with: none, fixed lengths, and the best common length by prediction."""
+"""Policies to compare with: fixed lengths, none among them, and the best common length by prediction."""
 
 from __future__ import annotations
 
@@ -16,48 +16,27 @@ PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits 
 MAX_ACCEPTANCE = 0.98
 
 
-class _Memoryless:
-    """A policy on the whole device that learns nothing."""
+class FixedLength:
+    """The same number of draft tokens for every request in every step (vLLM's num_speculative_tokens).
 
-    is_drafting = True
+    0 is plain decoding. trees: a tree of the likeliest tokens instead of a chain.
+    """
+
     partitions = (WHOLE,)
+
+    def __init__(self, num_draft_tokens: int, *, trees: bool = False) -> None:
+        self.num_draft_tokens = num_draft_tokens
+        self.is_drafting = num_draft_tokens > 0
+        self.drafts_trees = trees
+
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
+        return Decision([self.num_draft_tokens] * len(sequences), trees=self.drafts_trees)
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
 
 
-class NoSpeculation(_Memoryless):
-    """Plain autoregressive decoding."""
-
-    is_drafting = False
-
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([0] * len(sequences))
-
-
-class FixedLength(_Memoryless):
-    """The same length for every request in every step (vLLM's num_speculative_tokens)."""
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        self.num_draft_tokens = num_draft_tokens
-
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([self.num_draft_tokens] * len(sequences))
-
-
-class BestTree(_Memoryless):
-    """A tree of the same number of draft tokens for every request in every step, the likeliest ones."""
-
-    drafts_trees = True
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        self.num_draft_tokens = num_draft_tokens
-
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return Decision([self.num_draft_tokens] * len(sequences), trees=True)
-
-
-class Goodput(_Memoryless):
+class Goodput:
     """The one length for the whole batch that promises most tokens per time, after SmartSpec (arXiv 2406.14066).
 
     With a_b the chance that a drafted token of request b is kept, read from the counts that sequences carry, a round
@@ -65,15 +44,21 @@ class Goodput(_Memoryless):
     Length 0 is a candidate like any other, so a batch that does not gain does not speculate.
     """
 
+    is_drafting = True
+    partitions = (WHOLE,)
+
     def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
         self._costs = costs
         self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
         context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
         best = int((emitted / self.round_us(len(sequences), context)).argmax())
         return Decision([best] * len(sequences))
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
 
     def round_us(self, num_sequences: int, context: int) -> np.ndarray:
         """Returns the predicted microseconds [K + 1] of a serial round, for each candidate length."""

@@ -7,15 +7,14 @@ distribution after each draft token is a convolution. docs/policies.md derives t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.core.decision import PipelineMode, Score
-from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.batch_times import BatchTimes
+from faser_backend.core.record import StepRecord
 from faser_backend.policy.calibration import MarginCurve, sigmoid
+from faser_backend.policy.times import BatchTimes
 
 # [F] of survival: below the first a chain is not drafted on, below the second a drafted token's row is not verified.
 # Where a row costs as much as a draft call the two are alike, where it costs next to nothing every row is verified.
@@ -29,7 +28,6 @@ _GOES_ON, _HAS_ROW = (
 )  # bool [F, S]
 _SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
 _SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
-_LOOK_PART = 8  # one request in so many drafts in a look among plain rounds
 
 
 class Chains(NamedTuple):
@@ -48,18 +46,27 @@ def mixed(parts: list[tuple[float, Chains]]) -> Chains:
     return Chains(drafting, np.asarray(verified), np.asarray(kept))
 
 
-class Yield(Protocol):
-    """What chains came to over what was predicted of them."""
+class ChainYield:
+    """What chains came to over what was predicted of them: faded sums of accepted tokens, and of verified rows."""
+
+    _PRIOR, _FADE = 32.0, 0.995  # tokens that a prediction weighs; per sequence and step
+
+    def __init__(self) -> None:
+        self._seen = self._predicted = np.zeros(2)
 
     @property
-    def tokens(self) -> float:
-        """Kept ones."""
-        ...
+    def ratios(self) -> tuple[float, float]:
+        """Of accepted tokens; of verified rows, anchors aside."""
+        tokens, rows = ((self._seen + self._PRIOR) / (self._predicted + self._PRIOR)).tolist()
+        return tokens, rows
 
-    @property
-    def rows(self) -> float:
-        """Verified ones, anchors aside."""
-        ...
+    def observe(self, record: StepRecord, score: Score) -> None:
+        """score: what was predicted of such a step."""
+        size = record.num_tokens.size
+        totals = record.acceptance.num_emitted.sum(), record.frontier.num_rows.sum()
+        fade = self._FADE**size
+        self._seen = fade * self._seen + (np.array(totals) - size)
+        self._predicted = fade * self._predicted + (score.num_accepted, score.num_rows)
 
 
 class ChainTable:
@@ -103,21 +110,31 @@ def plain_score(times: BatchTimes) -> Score:
     return Score(None, times.partition, 0, 0.0, 0.0, 0.0, times.size, float(times.verify_us[0]))
 
 
-def serial_score(times: BatchTimes, chains: Chains, ratios: Yield) -> Score:
-    """The best rounds in which all draft first and are verified then."""
-    rounds = _rounds(times, chains, ratios)
-    step_us = rounds.verify_us + rounds.draft_us
-    return _best(PipelineMode.SERIAL, times, ratios.tokens * rounds.num_accepted, rounds, step_us)
+def round_score(mode: PipelineMode, times: BatchTimes, chains: Chains, ratios: tuple[float, float]) -> Score:
+    """The best rounds over floors and longest chains. Serial ones draft first and are verified then; in ping-pong two
+    cohorts of `times.size` take turns: one drafts while the other is verified, and nothing is discarded.
+
+    ratios: see ChainYield.
+    """
+    size = times.size
+    is_any = 1.0 - (1.0 - chains.drafting) ** size  # [F, K], as all that follows: that a draft call is made at all
+    num_active = np.maximum(size * chains.drafting / np.maximum(is_any, 1e-9), 1.0)
+    counts = np.arange(size + 1)
+    call_us = np.interp(num_active, counts, times.draft_us)
+    call_us[1:] += np.interp(num_active[1:], counts, times.trim_us)
+    draft_us = times.draft_round_us + (is_any * call_us).cumsum(axis=1)
+    num_rows = size * chains.verified.cumsum(axis=1)  # beside the anchors
+    verify_us = np.interp(num_rows * ratios[1], np.arange(times.verify_us.size), times.verify_us)
+    at_once_us = np.maximum(verify_us, draft_us) + times.lanes_us
+    step_us = verify_us + draft_us if mode is PipelineMode.SERIAL else at_once_us
+    num_accepted = size * chains.kept.cumsum(axis=1)
+    tokens = size + ratios[0] * num_accepted
+    best = np.unravel_index(int((tokens / step_us).argmax()), tokens.shape)
+    found = (float(each[best]) for each in (num_rows, num_accepted, tokens, step_us))
+    return Score(mode, times.partition, int(best[1]) + 1, float(FLOORS[best[0]]), *found)
 
 
-def ping_pong_score(times: BatchTimes, chains: Chains, ratios: Yield) -> Score:
-    """Two cohorts of `times.size` take turns: one drafts while the other is verified, and nothing is discarded."""
-    rounds = _rounds(times, chains, ratios)
-    step_us = np.maximum(rounds.verify_us, rounds.draft_us) + times.lanes_us
-    return _best(PipelineMode.PING_PONG, times, ratios.tokens * rounds.num_accepted, rounds, step_us)
-
-
-def run_ahead_score(times: BatchTimes, chains: Chains, ratios: Yield) -> Score:
+def run_ahead_score(times: BatchTimes, chains: Chains, ratios: tuple[float, float]) -> Score:
     """Frontiers of one length, drafted while the ones before them are verified.
 
     With w the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all
@@ -125,85 +142,16 @@ def run_ahead_score(times: BatchTimes, chains: Chains, ratios: Yield) -> Score:
     drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile. A frontier has no
     bonus row, so it has a row less than a serial round of its length.
     """
-    size, kept = times.size, np.minimum(chains.kept[0] * ratios.tokens, 1.0)
+    size, kept = times.size, np.minimum(chains.kept[0] * ratios[0], 1.0)
     lengths = np.arange(1, kept.size + 1)
     share = 1.0 / (2.0 - kept) if size > 1 else np.ones_like(kept)  # of the sequences, verified in a step
     num_extra = ((lengths - 1) * size * share).astype(np.int64)
     draft_us = times.draft_round_us + lengths * times.draft_us[size]
-    step_us = np.maximum(times.verify_us[num_extra] + (lengths - 1) * times.column_us, draft_us) + times.lanes_us
+    step_us = np.maximum(times.verify_us[num_extra], draft_us) + times.lanes_us
     if size == 1:
         step_us = step_us + (1.0 - kept) * draft_us
     tokens = size * share * (kept.cumsum() + (1.0 - kept))
     best = int((tokens / step_us).argmax())
     accepted = size * float(share[best] * kept[: best + 1].sum())
-    return Score(
-        PipelineMode.RUN_AHEAD,
-        times.partition,
-        best + 1,
-        0.0,
-        float(num_extra[best]),
-        accepted,
-        float(tokens[best]),
-        float(step_us[best]),
-    )
-
-
-class _Rounds(NamedTuple):
-    """Rounds of at most 1..K draft tokens, [F, K]."""
-
-    verify_us: np.ndarray
-    draft_us: np.ndarray
-    num_rows: np.ndarray  # beside the anchors
-    num_accepted: np.ndarray
-
-
-def _rounds(times: BatchTimes, chains: Chains, ratios: Yield) -> _Rounds:
-    size = times.size
-    is_any = 1.0 - (1.0 - chains.drafting) ** size  # that a draft call is made at all
-    num_active = np.maximum(size * chains.drafting / np.maximum(is_any, 1e-9), 1.0)
-    counts = np.arange(size + 1)
-    call_us = np.interp(num_active, counts, times.draft_us)
-    call_us[1:] += np.interp(num_active[1:], counts, times.trim_us)
-    draft_us = times.draft_round_us + (is_any * call_us).cumsum(axis=1)
-    num_rows = size * chains.verified.cumsum(axis=1)
-    verify_us = np.interp(num_rows * ratios.rows, np.arange(times.verify_us.size), times.verify_us)
-    if times.column_us:
-        verify_us = verify_us + times.column_us * (1.0 - (1.0 - chains.verified) ** size).cumsum(axis=1)
-    return _Rounds(verify_us, draft_us, num_rows, size * chains.kept.cumsum(axis=1))
-
-
-def _best(
-    mode: PipelineMode, times: BatchTimes, num_accepted: np.ndarray, rounds: _Rounds, step_us: np.ndarray
-) -> Score:
-    """Returns the floor and the longest chain of most tokens per time; arrays are [F, K]."""
-    tokens = times.size + num_accepted
-    where = np.unravel_index(int((tokens / step_us).argmax()), tokens.shape)
-    return Score(
-        mode,
-        times.partition,
-        num_draft_tokens=int(where[1]) + 1,
-        floor=float(FLOORS[where[0]]),
-        num_rows=float(rounds.num_rows[where]),
-        num_accepted=float(rounds.num_accepted[where]),
-        num_tokens=float(tokens[where]),
-        step_us=float(step_us[where]),
-    )
-
-
-def longer(score: Score, times: BatchTimes, most: int) -> tuple[Score, float]:
-    """Returns the same with whole chains of twice the length, up to `most`, and the microseconds of a step."""
-    length = min(2 * score.num_draft_tokens, most)
-    lengths = np.full(times.size, length)
-    us = times.step_us(int(lengths.sum()), length) + times.chains_us(lengths, is_trimmed=False)
-    return score._replace(num_draft_tokens=length, floor=0.0), us
-
-
-def look_lengths(sequences: Sequence[RunningSequence], num_draft_tokens: int) -> list[int]:
-    """Returns the draft tokens [B] of a look among plain rounds: a few requests draft, those whose draft has the least
-    to catch up with, for a look at all of them could cost more than it tells."""
-    able = [index for index, each in enumerate(sequences) if each.request.max_draft_tokens != 0]
-    able.sort(key=lambda index: sequences[index].num_tokens - sequences[index].draft_len)
-    lengths = [0] * len(sequences)
-    for index in able[: max(len(sequences) // _LOOK_PART, 1)]:
-        lengths[index] = num_draft_tokens
-    return lengths
+    found = float(num_extra[best]), accepted, float(tokens[best]), float(step_us[best])
+    return Score(PipelineMode.RUN_AHEAD, times.partition, best + 1, 0.0, *found)

@@ -5,7 +5,8 @@ The time of a step belongs to all its requests, so the bandit weighs whole assig
 cost is the cost model's prediction, f a Gaussian process of prior mean 0 (the model's error, as the engine shows
 it), tokens the sum of chain survivals under each request's acceptance rate (Leviathan 2211.17192, eq. 1).
 Time and tokens are learned apart: time does not depend on what is accepted, nor acceptance on the load; and
-a test's law is known (Bernoulli), so that counts do for it, while that of time is not, which is what a GP is for.
+a test's distribution is known (Bernoulli), so that counts do for it, while that of time is not, which is what a GP is
+for.
 
 The lower confidence bound (Srinivas et al. 0912.3995) is taken on the difference to the lengths of late: what is
 uncertain for all alike (a machine that slows down) is no reason to explore, and what was just tried gains nothing.
@@ -15,7 +16,6 @@ The partition is always the whole device: its share is a constant, not an input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,20 @@ from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
-from faser_backend.policy.batch_times import BatchTimes, BatchTimesCache
 from faser_backend.policy.calibration import sigmoid
-from faser_backend.policy.gaussian_process import GridProcess, hats, smooth
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
+from faser_backend.policy.times import BatchTimes, BatchTimesCache
+
+
+def smooth(points: np.ndarray, length_scale: float) -> np.ndarray:
+    """[n, n] squared-exponential correlation of points [n]."""
+    return np.exp(-0.5 * ((points[:, None] - points) / length_scale) ** 2)
+
+
+def hats(knots: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """[n, k] weights of linear interpolation between ascending knots [k] at x [n]; constant beyond the ends."""
+    return np.stack([np.interp(x, knots, unit) for unit in np.eye(knots.size)], axis=1)
+
 
 # Candidates: each request drafts while its chain survives with more than this chance, up to a common cap.
 SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75])  # [P]
@@ -43,18 +53,43 @@ STEP_NOISE = 0.15  # standard deviation of the log of a step's time
 DRIFT = 0.003  # of f per step: half of the evidence is gone after 460 steps
 COMMON_ERROR = 0.6  # prior standard deviation of the part of f that is the same everywhere
 LOCAL_ERROR = {True: 0.3, False: 0.6}  # and of what differs between places, by whether the costs were measured
+OUTLIER_STDS = 3.0  # an observation that is further off than this counts as if it were not
 OPTIMISM, MEMORY_STEPS = 0.1, 400.0  # added to the log odds of acceptance; and once more after so many plain steps
 MAX_RATE = 0.98
 USUAL_STEPS = 10.0  # over which the lengths of late are averaged
 STAY_WITHIN = 0.01  # relative cost that is no reason to change the assignment
 
 
-class Expected(NamedTuple):
-    """What the cost model says of a decision, for the step that follows it."""
+class GridProcess:
+    """A Gaussian process on a grid that forgets: exact posterior, bounded memory, one small update per observation.
 
-    decision: Decision
-    round_us: float
-    place: np.ndarray  # [25] weights of the grid's lengths
+    The function is linear between G grid points, so its values there, jointly normal, are all there is to know: an
+    observation changes their mean and covariance by a rank-one step, and is never stored. Between observations the
+    function drifts, f' = sqrt(1 - e) f + sqrt(e) g with g a fresh draw of the prior (TV-GP-UCB, Bogunovic et al.
+    1601.06650): evidence of age t counts (1 - e)^(t/2), which is what a window that drops the oldest only imitates.
+    """
+
+    def __init__(self, prior: np.ndarray, noise_std: float, drift: float) -> None:
+        """prior: covariance [G, G] before the first observation; the mean is 0. noise_std: of one observation. drift:
+        e above, per observation."""
+        self.mean = np.zeros(prior.shape[0])  # [G]
+        self.covariance = prior.copy()  # [G, G]
+        self._noise_variance = noise_std**2
+        self._drift = drift
+        self._renewed = drift * prior
+
+    def observe(self, weights: np.ndarray, value: float) -> None:
+        """The function drifts, then weights [G] @ its values were measured as `value`."""
+        self.mean *= (1.0 - self._drift) ** 0.5
+        self.covariance *= 1.0 - self._drift
+        self.covariance += self._renewed
+        direction = self.covariance @ weights
+        variance = float(weights @ direction) + self._noise_variance
+        limit = OUTLIER_STDS * variance**0.5
+        surprise = min(max(value - float(weights @ self.mean), -limit), limit)
+        self.mean += direction * (surprise / variance)
+        direction /= variance**0.5
+        self.covariance -= direction[:, None] * direction
 
 
 class GpLcb:
@@ -70,10 +105,9 @@ class GpLcb:
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._num_plain = 0  # steps since something was drafted
         self._last_choice = 0
-        self._expected: Expected | None = None
         self._usual = _length_weights(np.zeros(1), np.zeros(1, np.int64))[0]  # [25] place of the lengths of late
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         size = len(sequences)
         survival = self._rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
         survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0
@@ -86,31 +120,30 @@ class GpLcb:
         tokens = np.einsum("bk,pbk->pk", survival, is_drafted).cumsum(axis=1)
         times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
         draft_us = (times.draft_us[num_deep] * is_deep).cumsum(axis=1) + times.draft_round_us * (longest > 0)
-        round_us = draft_us + times.verify_us[num_drafted] + longest * times.column_us
+        round_us = draft_us + times.verify_us[num_drafted]
         places = _length_weights((num_drafted / size).ravel(), longest.ravel())  # [P (K + 1), 25]
-        choice = self._choose(size, np.log(round_us / tokens).ravel(), places)
-        floor, cap = divmod(choice, DEPTHS.size)
-        decision = Decision(np.count_nonzero(is_drafted[floor, :, 1 : cap + 1], axis=1).tolist())
-        self._expected = Expected(decision, float(round_us[floor, cap]), places[choice])
-        return decision
+        floor, cap = divmod(self._choose(size, np.log(round_us / tokens).ravel(), places), DEPTHS.size)
+        return Decision(np.count_nonzero(is_drafted[floor, :, 1 : cap + 1], axis=1).tolist())
 
     def observe(self, record: StepRecord) -> None:
         self._acceptance.observe(record)
         self._num_plain = 0 if record.frontier.num_drafted.any() else self._num_plain + 1
         if record.frontier.is_client is not None:  # rows that no decision has chosen
             return
-        size, expected = len(record.plan.decodes), self._expected
-        if expected is None or not _is_as_decided(record, expected.decision):
-            expected = self._expect(record)
+        lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
+        size, num_drafted = lengths.size, int(lengths.sum())
+        times = self._times_of(size, record.num_tokens.tolist())
+        round_us = times.chains_us(lengths) + times.step_us(num_drafted)
         measured_us = record.step_us
         if record.plan.prefills:  # prompts are no matter of lengths
             phases_us = record.propose_us + record.verify_us - record.overlap_us
             num_rows = int(record.verification.num_kept.sum())
             measured_us = phases_us + float(self._costs.overhead.step(size, num_rows))
         if measured_us > 0.0:
-            weights = np.multiply.outer(_batch_hats(size), expected.place).ravel()
-            self._process.observe(weights, float(np.log(measured_us / expected.round_us)))
-            self._usual += (expected.place - self._usual) / USUAL_STEPS
+            place = _length_weights(np.array([num_drafted / size]), lengths.max(keepdims=True))[0]
+            weights = np.multiply.outer(_batch_hats(size), place).ravel()
+            self._process.observe(weights, float(np.log(measured_us / round_us)))
+            self._usual += (place - self._usual) / USUAL_STEPS
 
     def _rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the chance [B] that a draft token of each request is accepted, seen with optimism: what was not
@@ -120,26 +153,16 @@ class GpLcb:
         offsets = self._acceptance.offsets(sequences) + hope
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
 
-    def _expect(self, record: StepRecord) -> Expected:
-        """For a step that drafted other lengths than were decided: blocks were short, or the mode was forced."""
-        lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
-        num_drafted, longest = int(lengths.sum()), int(lengths.max())
-        times = self._times_of(lengths.size, record.num_tokens.tolist())
-        round_us = times.chains_us(lengths, is_trimmed=False) + times.step_us(num_drafted, longest)
-        place = _length_weights(np.array([num_drafted / lengths.size]), np.array([longest]))[0]
-        return Expected(record.plan.decision, round_us, place)
-
     def _choose(self, size: int, log_cost: np.ndarray, weights: np.ndarray) -> int:
         """Index of the candidate with the least bound, of log_cost [N] and weights [N, 25] of the grid's lengths;
         the last choice where it is as good."""
-        near, batch = _nearest_batches(size)
-        mean = self._process.mean[near].reshape(batch.size, -1)
-        covariance = self._process.covariance[near, near]  # of the points at one or two batch sizes, taken together:
-        covariance = (batch @ covariance.reshape(batch.size, -1)).reshape(-1, *mean.shape)
+        batch, num_places = _batch_hats(size), weights.shape[1]
+        mean = batch @ self._process.mean.reshape(batch.size, -1)  # [25] at this batch size, as all that follows
+        covariance = (batch @ self._process.covariance.reshape(batch.size, -1)).reshape(num_places, batch.size, -1)
         covariance = batch @ covariance  # [25, 25]
         contrasts = weights - self._usual
         variance = ((contrasts @ covariance) * contrasts).sum(axis=1)
-        bound = log_cost + weights @ (batch @ mean) - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
+        bound = log_cost + weights @ mean - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
         best = int(bound.argmin())
         if bound[self._last_choice] > bound[best] + STAY_WITHIN:
             self._last_choice = best
@@ -147,11 +170,6 @@ class GpLcb:
 
     def _times_of(self, size: int, num_tokens: list[int]) -> BatchTimes:
         return self._times.of(size, self._costs.batch_context(num_tokens), WHOLE)
-
-
-def _is_as_decided(record: StepRecord, decision: Decision) -> bool:
-    plan = record.plan
-    return plan.decision is decision and plan.num_draft_tokens == decision.num_draft_tokens and not plan.drafts
 
 
 def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
@@ -178,15 +196,6 @@ def _prior(local_error: float) -> np.ndarray:
 def _batch_hats(size: int) -> np.ndarray:
     """[5] weights of the batch sizes that are knots."""
     return _BATCH_HATS[min(size, len(_BATCH_HATS) - 1)]
-
-
-def _nearest_batches(size: int) -> tuple[slice, np.ndarray]:
-    """The grid's points at the knots on both sides of a batch size, and those knots' weights [1 or 2]."""
-    hats_of = _batch_hats(size)
-    first = int((hats_of > 0.0).argmax())
-    batch = hats_of[first : first + 2]
-    num_points = LENGTH_KNOTS.size**2
-    return slice(first * num_points, (first + batch.size) * num_points), batch
 
 
 def _length_weights(mean_length: np.ndarray, longest: np.ndarray) -> np.ndarray:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any, NamedTuple
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
@@ -14,7 +15,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.core.tree import MAX_TREE_TOKENS
 from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
-from faser_backend.policy.baselines import BestTree, FixedLength, Goodput, NoSpeculation
+from faser_backend.policy.baselines import FixedLength, Goodput
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.price_rule import PriceRule
@@ -30,6 +31,35 @@ LoadKnowledge = Callable[[], Knowledge]
 FILE = "file"  # file:PATH is a policy of the user's own
 
 
+class NamedPolicy(NamedTuple):
+    """How a policy is asked for, and made: of its argument where it has one, else of the function that loads what
+    `faser profile` learned."""
+
+    usage: str
+    make: Callable[[Any], SpeculationPolicy]
+    most: int = 0  # argument, a whole number from 1 on; 0: none
+
+
+POLICIES = {
+    "none": NamedPolicy("none", lambda _: FixedLength(0)),
+    "fixed": NamedPolicy("fixed:K", FixedLength, MAX_DRAFT_TOKENS),
+    "tree": NamedPolicy("tree:N", partial(FixedLength, trees=True), MAX_TREE_TOKENS),
+    "goodput": NamedPolicy("goodput", lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS)),
+    "survival": NamedPolicy("survival", lambda load: PriceRule(load(), MAX_ADAPTIVE_TOKENS, with_modes=False)),
+    "gp-lcb": NamedPolicy("gp-lcb", lambda load: GpLcb(load())),
+    "faser": NamedPolicy("faser", lambda load: PriceRule(load(), MAX_ADAPTIVE_TOKENS, with_modes=True)),
+}
+
+
+def policy_usages() -> dict[str, str]:
+    """How each policy is asked for, by its name; "name:..." where it takes an argument."""
+    return {name: policy.usage for name, policy in POLICIES.items()}
+
+
+def known_policies() -> str:
+    return ", ".join([*policy_usages().values(), f"{FILE}:PATH"])
+
+
 def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     """Builds the policy that `spec` names. Raises ConfigError.
 
@@ -37,11 +67,32 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     """
     name, _, argument = spec.partition(":")
     if name == FILE:
-        return _parse_file(spec, argument, load_knowledge)
-    if name not in _POLICIES:
+        return _load_file(spec, argument, load_knowledge)
+    if name not in POLICIES:
         raise ConfigError(f"policy = {spec!r}: unknown; known are {known_policies()}")
-    _, parse = _POLICIES[name]
-    return parse(spec, argument, load_knowledge)
+    usage, make, most = POLICIES[name]
+    if not most:
+        if argument:
+            raise ConfigError(f"policy = {spec!r}: takes no argument")
+        return make(load_knowledge)
+    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= most:
+        raise ConfigError(f"policy = {spec!r}: {usage} needs an integer {usage[-1]} in [1, {most}]")
+    return make(int(argument))
+
+
+def _load_file(spec: str, path: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
+    """A policy of the user's own: a Python file that defines make_policy(load_knowledge)."""
+    module_spec = spec_from_file_location("faser_user_policy", path) if path.endswith(".py") else None
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"policy = {spec!r}: file:PATH needs the path of a Python file")
+    module = module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        return module.make_policy(load_knowledge)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"policy = {spec!r}: {type(error).__name__}: {error}") from error
 
 
 def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str | None) -> SpeculationPolicy:
@@ -64,14 +115,9 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
         if knowledge().costs.is_measured:
             missing = "its profile calibrated no exit: too few draft tokens were accepted, or too few rejected"
         raise ConfigError(f"early_exit = 'on': {missing}")
-    if not policy.is_drafting:
+    if not policy.is_drafting or (config.early_exit == "auto" and config.pipeline == "auto"):
         return policy
-    if config.early_exit != "auto":
-        policy = ForcedExit(policy, knowledge(), is_on=config.early_exit == "on")
-    if config.pipeline != "auto":
-        mode = PipelineMode(config.pipeline) if split is not None else PipelineMode.SERIAL
-        policy = ForcedMode(policy, mode, split or WHOLE)
-    return policy
+    return ForcedPolicy(policy, config, knowledge, split)
 
 
 def _is_measured(knowledge: Knowledge, split: str) -> bool:
@@ -91,118 +137,37 @@ def _checked_trees(policy: SpeculationPolicy, config: EngineConfig) -> Speculati
     return policy
 
 
-def known_policies() -> str:
-    return ", ".join([*policy_usages().values(), f"{FILE}:PATH"])
+class ForcedPolicy:
+    """An ablation: a policy in one mode (`--pipeline`), with every calibrated exit or none (`--early-exit`)."""
 
+    is_drafting = True
 
-def policy_usages() -> dict[str, str]:
-    """How each policy is asked for, by its name; "name:..." where it takes an argument."""
-    return {name: usage for name, (usage, _) in _POLICIES.items()}
-
-
-def _parse_none(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
-    _refuse_argument(spec, argument)
-    return NoSpeculation()
-
-
-def _parse_fixed(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
-    return FixedLength(_checked_count(spec, argument, "fixed:K", MAX_DRAFT_TOKENS))
-
-
-def _parse_tree(spec: str, argument: str, _: LoadKnowledge) -> SpeculationPolicy:
-    return BestTree(_checked_count(spec, argument, "tree:N", MAX_TREE_TOKENS))
-
-
-def _checked_count(spec: str, argument: str, usage: str, most: int) -> int:
-    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= most:
-        raise ConfigError(f"policy = {spec!r}: {usage} needs an integer {usage[-1]} in [1, {most}]")
-    return int(argument)
-
-
-def _parse_goodput(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
-    _refuse_argument(spec, argument)
-    return Goodput(load_knowledge().costs, MAX_ADAPTIVE_TOKENS)
-
-
-def _parse_survival(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
-    _refuse_argument(spec, argument)
-    return PriceRule(load_knowledge(), MAX_ADAPTIVE_TOKENS, with_modes=False)
-
-
-def _parse_faser(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
-    _refuse_argument(spec, argument)
-    return PriceRule(load_knowledge(), MAX_ADAPTIVE_TOKENS, with_modes=True)
-
-
-def _parse_gp_lcb(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
-    _refuse_argument(spec, argument)
-    return GpLcb(load_knowledge())
-
-
-def _parse_file(spec: str, argument: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
-    """A policy of the user's own: a Python file that defines make_policy(load_knowledge)."""
-    module_spec = spec_from_file_location("faser_user_policy", argument) if argument.endswith(".py") else None
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"policy = {spec!r}: file:PATH needs the path of a Python file")
-    module = module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-        return module.make_policy(load_knowledge)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"policy = {spec!r}: {type(error).__name__}: {error}") from error
-
-
-def _refuse_argument(spec: str, argument: str) -> None:
-    if argument:
-        raise ConfigError(f"policy = {spec!r}: takes no argument")
-
-
-_POLICIES: dict[str, tuple[str, Callable[[str, str, LoadKnowledge], SpeculationPolicy]]] = {
-    "none": ("none", _parse_none),
-    "fixed": ("fixed:K", _parse_fixed),
-    "tree": ("tree:N", _parse_tree),
-    "goodput": ("goodput", _parse_goodput),
-    "survival": ("survival", _parse_survival),
-    "gp-lcb": ("gp-lcb", _parse_gp_lcb),
-    "faser": ("faser", _parse_faser),
-}
-
-
-class ForcedMode:
-    """An ablation: the policy's lengths, always in one mode. partition: where the overlapped modes run."""
-
-    def __init__(self, policy: SpeculationPolicy, mode: PipelineMode, partition: str) -> None:
+    def __init__(
+        self, policy: SpeculationPolicy, config: EngineConfig, load_knowledge: LoadKnowledge, split: str | None
+    ) -> None:
         self._policy = policy
-        self._mode = mode
-        self._partition = WHOLE if mode is PipelineMode.SERIAL else partition
-        self.is_drafting = policy.is_drafting
-        self.partitions = (WHOLE, self._partition)
-
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        return replace(self._policy.decide(sequences, num_coming), mode=self._mode, partition=self._partition)
-
-    def observe(self, record: StepRecord) -> None:
-        self._policy.observe(record)
-
-
-class ForcedExit:
-    """An ablation: the policy with every calibrated exit, or none, in every verification."""
-
-    def __init__(self, policy: SpeculationPolicy, knowledge: Knowledge, *, is_on: bool) -> None:
-        self._policy = policy
-        self._acceptance = AcceptanceModel(knowledge.margins)
-        self._exits = knowledge.exits if is_on else ()
-        self.is_drafting = policy.is_drafting
         self.partitions = policy.partitions
+        self._fields: dict[str, Any] = {}  # of a decision, that are always alike
+        self._exits = ()
+        if config.early_exit == "on":
+            self._exits = load_knowledge().exits
+            self._acceptance = AcceptanceModel(load_knowledge().margins)
+        elif config.early_exit == "off":
+            self._fields["pruner"] = None
+        if config.pipeline != "auto":
+            mode = PipelineMode.SERIAL if split is None else PipelineMode(config.pipeline)
+            partition = WHOLE if split is None or mode is PipelineMode.SERIAL else split
+            self._fields |= {"mode": mode, "partition": partition}
+            self.partitions = (WHOLE, partition)
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
-        decision = self._policy.decide(sequences, num_coming)
-        if not self._exits:
-            return replace(decision, pruner=None)
-        return replace(decision, pruner=EarlyExit(self._exits, self._acceptance.curve(sampled_share(sequences))))
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
+        fields = self._fields
+        if self._exits:
+            pruner = EarlyExit(self._exits, self._acceptance.curve(sampled_share(sequences)))
+            fields = fields | {"pruner": pruner}
+        return replace(self._policy.decide(sequences, num_prefilling), **fields)
 
     def observe(self, record: StepRecord) -> None:
-        self._acceptance.observe(record)
+        if self._exits:
+            self._acceptance.observe(record)
         self._policy.observe(record)

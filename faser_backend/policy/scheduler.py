@@ -58,7 +58,7 @@ class Scheduler:
     def schedule(self, in_flight: InFlight) -> StepPlan:
         """in_flight: what the step before drafted; sequences that have left are taken out of it."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
-        decision = self.policy.decide(ready, self._num_coming()) if ready else Decision([])
+        decision = self.policy.decide(ready, self._num_prefilling()) if ready else Decision([])
         plan = StepPlan(decision, in_flight)
         self._plan_decodes(plan, ready)
         if not plan.preempted:
@@ -77,16 +77,16 @@ class Scheduler:
             return False
         return blocks.grow(sequence.slot, num_tokens)
 
-    def _num_coming(self) -> int:
+    def _num_prefilling(self) -> int:
         """Sequences whose prompts will have been read within COMING_STEPS."""
-        num_coming, budget = 0, COMING_STEPS * self.max_prefill_tokens
+        num_prefilling, budget = 0, COMING_STEPS * self.max_prefill_tokens
         for sequence in self.running:
             missing = sequence.num_prefill_tokens
             budget -= missing
             if budget < 0:
                 break
-            num_coming += missing > 0
-        return num_coming
+            num_prefilling += missing > 0
+        return num_prefilling
 
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))

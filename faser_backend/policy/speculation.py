@@ -34,11 +34,11 @@ class SpeculationPolicy(Protocol):
         """All that it may ask for."""
         ...
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         """Decides for the sequences that are ready to decode, at least one.
 
-        num_coming: further ones whose prompts will soon have been read. The batch is about to grow by them, and what
-        is begun now should suit it then.
+        num_prefilling: further ones whose prompts will soon have been read. The batch is about to grow by them, and
+        what is begun now should suit it then.
         """
         ...
 

@@ -86,7 +86,7 @@ def admit(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
     num_active = np.count_nonzero(columns[:, None] < num_called, axis=1)  # [K] in each draft call
     calls_us = np.where(num_active > 0, _for_counts(rule.draft_us, num_active), 0.0)
     spent_us = rule.draft_round_us * bool(num_called.any()) + float(calls_us.sum())
-    round_us = rule.verify_us[num_extra] + (columns[:, None] + 1) * rule.column_us + spent_us
+    round_us = rule.verify_us[num_extra] + spent_us
     best = np.unravel_index(int((tokens / round_us).argmax()), tokens.shape)
     if size / (rule.verify_us[0] + spent_us) >= tokens[best] / round_us[best]:
         return np.ones(size, np.int64)
@@ -101,10 +101,9 @@ def _admit_alone(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.nd
     length = int(frontier.num_drafted[0])
     survival = np.cumprod(chances(rule, frontier.margins[:1, :length], slots, frontier.sources)[0])
     tokens = np.concatenate([[1.0], 1.0 + np.cumsum(survival)])  # [length + 1] of 1, 2, ... rows
-    num_extra = np.arange(length + 1)
     is_called = not frontier.is_look_up[0]
     spent_us = is_called * (rule.draft_round_us + length * float(rule.draft_us[1]))
-    verify_us = rule.verify_us[np.minimum(num_extra, rule.verify_us.size - 1)] + num_extra * rule.column_us
+    verify_us = rule.verify_us[np.minimum(np.arange(length + 1), rule.verify_us.size - 1)]
     return np.array([1 + (tokens / (verify_us + spent_us)).argmax()])
 
 

@@ -22,7 +22,7 @@ class Explainer:
         if not decision.scores or decision.scores is self._shown:
             return
         self._shown = decision.scores
-        why = "a look at" if decision.reason == "look" else "runs"
+        why = "explores" if decision.reason == "exploration" else "runs"
         mode = decision.mode.value if any(decision.num_draft_tokens) else "plain"
         size = record.num_tokens.size
         self._tell(f"-- step {self._num_steps}: {size} request(s), {why} {mode} on {decision.partition}")

@@ -26,10 +26,10 @@ class ReplayOracle(OraclePolicy):
         self._costs = costs
         self._outcomes: dict[Text, dict[int, bool]] = {}  # by text and position: whether the draft is accepted there
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         is_new = [each.num_tokens not in self._known(each) for each in sequences]
         if not any(is_new):
-            return super().decide(sequences, num_coming)
+            return super().decide(sequences, num_prefilling)
         known = zip(sequences, is_new, strict=True)
         return Decision([MAX_ADAPTIVE_TOKENS if new else self._num_accepted(each) for each, new in known])
 

@@ -87,7 +87,7 @@ class ProbePolicy:
         self._pruner = pruner
         self._trims = itertools.cycle(trims)
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         lengths = [self._num_draft_tokens] * len(sequences)
         return Decision(lengths, pruner=self._pruner, trim=next(self._trims))
 

@@ -50,7 +50,6 @@ STOPS_NOTHING = TrimRule(
     offsets=np.zeros(1),
     margin_shares=np.full(_KNOTS.size, 1.0 / _KNOTS.size),
     verify_us=np.ones(2),
-    column_us=0.0,
     draft_us=np.zeros(2),
     tokens_per_us=0.0,
     row_price=0.0,

@@ -190,7 +190,7 @@ class OraclePolicy:
         self._outcomes = outcomes
         self._costs = costs
 
-    def decide(self, sequences: Sequence[RunningSequence], num_coming: int = 0) -> Decision:
+    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         accepted = np.array([min(self._num_accepted(sequence), MAX_ADAPTIVE_TOKENS) for sequence in sequences])
         lengths = np.arange(int(accepted.max()) + 1)
         rows = np.minimum(accepted[:, None], lengths).sum(axis=0) + len(sequences)  # [L]: all emit a token
