@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # NVIDIA's perf_analyzer against a real server: streaming gRPC on `ensemble` at 1, 4 and 16 requests
-# in flight. Writes benchmarks/results/perf_analyzer.md. Options go to `faser serve`,
-# e.g. `bash scripts/perf_analyzer.sh --policy none`.
+# in flight, greedy completions of held-out prompts. Shows what perf_analyzer reports; its tables (CSV) and every moment
+# (JSON) lie in build/perf_analyzer. Options go to `faser serve`, e.g. `bash scripts/perf_analyzer.sh --policy none`.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
 MAX_TOKENS=${MAX_TOKENS:-100}
 CONCURRENCIES=${CONCURRENCIES:-1 4 16}
-NAME=${NAME:-perf_analyzer}
 PERF_ANALYZER="$ROOT/build/perf_analyzer"
 PERF_ANALYZER_VERSION=2.50.0 # the last tritonclient that has it
 
@@ -56,16 +55,21 @@ work="$(mktemp -d -t faser-perf.XXXXXX)"
 trap 'stop_server; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
-"$VENV/bin/python" -m lab.bench.perf_analyzer inputs "$work" --max-tokens "$MAX_TOKENS"
+# end_id -1 is no token, so lengths are fixed.
+"$VENV/bin/python" - "$MAX_TOKENS" >"$work/inputs.json" <<'PY'
+import json, sys
+
+fixed = {"max_tokens": [int(sys.argv[1])], "end_id": [-1], "stream": [True], "exclude_input_in_output": [True]}
+prompts = [json.loads(line)["prompt"] for line in open("models/demo/prompts.jsonl", encoding="utf-8")]
+print(json.dumps({"data": [{"text_input": [text], **fixed} for text in prompts if len(text) <= 1000]}))
+PY
 say "starting Triton"
 start_server "$work/server.log" "$@"
 for concurrency in $CONCURRENCIES; do
   say "$concurrency in flight"
   perf_analyzer -m ensemble -u "127.0.0.1:$GRPC_PORT" -i grpc --async --streaming \
-    --input-data "$work/perf_analyzer.json" --concurrency-range "$concurrency:$concurrency" \
+    --input-data "$work/inputs.json" --concurrency-range "$concurrency:$concurrency" \
     --measurement-interval 5000 --max-trials 5 --stability-percentage 25 \
-    --profile-export-file "$work/profile-$concurrency.json" |
-    grep -E 'Throughput|Avg latency|rror' || die "perf_analyzer failed at concurrency $concurrency"
+    --profile-export-file "$PERF_ANALYZER/profile-$concurrency.json" -f "$PERF_ANALYZER/profile-$concurrency.csv" |
+    grep -E 'hroughput|latency|rror' || die "perf_analyzer failed at concurrency $concurrency"
 done
-stop_server
-"$VENV/bin/python" -m lab.bench.perf_analyzer table "$work" --name "$NAME" --max-tokens "$MAX_TOKENS"

@@ -9,9 +9,6 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from lab import compare
-from lab.answers import Answer
-from lab.bench import perf_analyzer
-from lab.train_head.kept import kept
 from tests.serving_pair import build_pair
 
 
@@ -73,27 +70,3 @@ def test_engine_directories_are_compared_through_servers(tmp_path: Path, prompts
     rows = compared(tmp_path, prompts, *words)
     assert [(row["place"], row["policy"]) for row in rows] == [("Triton", f"{d.name} fixed:2") for d in (one, other)]
     assert rows[1]["num_different"] == 0 and rows[0]["mean_accepted"] > 0
-
-
-def test_perf_analyzers_profiles_are_read_though_they_are_not_json(tmp_path: Path) -> None:
-    """Each request is answered 10, 20 and 50 ms after it was sent; the third ends outside the measured window."""
-    ms = 1_000_000
-    requests = ",".join(
-        f'{{"timestamp":{start * ms},"response_timestamps":[{start * ms + 10 * ms},{start * ms + 20 * ms},'
-        f"{start * ms + 50 * ms}],"
-        '"response_outputs":[{"text_output":" "quoted" \\ "}]}'
-        for start in (0, 100, 900)
-    )
-    path = tmp_path / "profile-4.json"
-    path.write_text(f'{{"requests":[{requests}],"window_boundaries":[0,{500 * ms}]}}')
-    row = perf_analyzer.row_of(path, 5)
-    assert (row["num_clients"], row["num_requests"]) == (4, 2) and row["tokens_per_s"] == pytest.approx(2 * 5 / 0.5)
-    assert (row["ttft_ms_p50"], row["tpot_ms_p50"], row["e2e_ms_p50"]) == (10.0, 10.0, 50.0)
-    asked = perf_analyzer.make_inputs(5)["data"]
-    assert len(asked) > 50 and all(each["max_tokens"] == [5] and each["end_id"] == [-1] for each in asked)
-
-
-def test_what_a_verification_keeps() -> None:
-    """Of two answers of 9 tokens, the first by the prompt: 4 verifications keep 4, 8 keep none."""
-    answers = [Answer(0.0, [], 9, 12, 4, ""), Answer(0.0, [], 9, 4, 0, "")]
-    assert kept(answers) == {"answers": 2, "kept": 4 / 12, "share": 4 / 16}

@@ -23,8 +23,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import FileSpec, ModelEngine
 from lab.gpu.harness import Context
 from lab.shapes import Pair, stored_count
-from lab.train_head.begin import feature_layers, head_spec, new_head, read_target
-from lab.train_head.export import head_config, save_head
+from lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
 KV_BLOCK_SIZE = 16
@@ -106,6 +105,5 @@ def write_untrained_head(target_dir: Path, directory: Path, seed: int) -> Path:
     spec = head_spec(target.spec, target.spec.num_kv_heads, target.spec.intermediate_size)
     token_ids = np.arange(int(KNOWN_IDS * spec.vocab_size))
     head = new_head(target, spec, token_ids, seed)
-    config = head_config(spec, target.spec, feature_layers(target.spec), token_ids.size)
-    save_head(directory, config, dict(head.named_parameters()), token_ids)
+    save_head(directory, target.spec, spec, head.state_dict(), torch.from_numpy(token_ids))
     return directory

@@ -10,18 +10,13 @@ from typing import Annotated
 import typer
 
 from faser_backend.core.errors import ConfigError
+from lab.train_head.options import HeadOptions
 
 
 class Stage(StrEnum):
     WRITE = "write"
     TRAIN = "train"
     SAVE = "save"
-
-
-class WriterKind(StrEnum):
-    AUTO = "auto"
-    LLVM = "llvm"
-    TORCH = "torch"
 
 
 class Precision(StrEnum):
@@ -54,12 +49,7 @@ def train_head(
     matrix_rate: Annotated[float, typer.Option(help="Learning rate of the layer's matrices (Muon).")] = 2e-3,
     rate: Annotated[float, typer.Option(help="Learning rate of the rest (AdamW).")] = 5e-4,
     decay_share: Annotated[float, typer.Option(help="Share of the steps in which rates fall to zero.")] = 0.5,
-    writer: Annotated[
-        WriterKind, typer.Option(help="What runs the target: torch where its bfloat16 is fast, or runtime llvm.")
-    ] = WriterKind.AUTO,
-    num_slots: Annotated[
-        int, typer.Option(help="Conversations that are written side by side.", show_default="64 or 256")
-    ] = 0,
+    num_slots: Annotated[int, typer.Option(help="Conversations that are written side by side.")] = 64,
     num_threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
     processes: Annotated[
         int, typer.Option(min=1, help="Training processes, which share threads and batches and average weights.")
@@ -71,36 +61,29 @@ def train_head(
     """Train an EAGLE-3 head for a target, on conversations that the target writes itself."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("train-head needs torch: pip install 'faser-backend[train]'")
-    from lab.train_head.conversations import WritingOptions
-    from lab.train_head.run import HeadRun, RunOptions
-    from lab.train_head.training import TrainingOptions
+    from lab.train_head.run import save_trained, train, write
 
-    training = TrainingOptions(
-        passes=passes,
-        tokens_per_step=tokens_per_step,
-        chain_length=chain_length,
-        matrix_rate=matrix_rate,
-        rate=rate,
-        decay_share=decay_share,
-        seed=seed,
-    )
-    options = RunOptions(
+    options = HeadOptions(
         target=target,
         output=output,
         work=work or output.with_name(f"{output.name}.work"),
         num_tokens=tokens,
+        passes=passes,
         has_new_data_alone=new_data,
         num_ids=num_ids,
         num_kv_heads=num_kv_heads,
         intermediate_size=intermediate_size,
+        chain_length=chain_length,
+        tokens_per_step=tokens_per_step,
+        matrix_rate=matrix_rate,
+        rate=rate,
+        decay_share=decay_share,
+        num_slots=num_slots,
         num_threads=num_threads,
         num_processes=processes,
         device=device,
         precision=precision.value,
-        writer=writer.value,
-        training=training,
-        writing=WritingOptions(seed=seed, num_slots=num_slots, num_threads=num_threads),
+        seed=seed,
     )
-    run = HeadRun(options)
     for wanted in stage or list(Stage):
-        {Stage.WRITE: run.write, Stage.TRAIN: run.train, Stage.SAVE: run.save}[wanted]()
+        {Stage.WRITE: write, Stage.TRAIN: train, Stage.SAVE: save_trained}[wanted](options)

@@ -1,171 +1,247 @@
 """Training a head by test in training: each row drafts a short chain, and every step of it is compared with the target.
 
 Steps, not seconds, decide the plan, so that a run that was cut off goes on as if it had not been. A run that is done
-goes on with a plan of its own once there are more data, from the weights that it left.
+goes on with a plan of its own once there are more data, from the weights that it left. Processes that train one head
+together learn from a share of the batches each, and every few steps all go on from the average of their weights (local
+SGD, Stich 2019); optimizers keep what each has seen itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy, embedding, linear, pad, rms_norm
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import ModelSpec
-from lab.train_head.batches import Batch, load_batch, plan_batches
-from lab.train_head.begin import TargetParts, new_head
-from lab.train_head.crew import STEPS_APART, Crew
-from lab.train_head.measure import Agreement, agreement
-from lab.train_head.objective import Objective
-from lab.train_head.shards import Corpus
+from lab.train_head.checkpoint import TargetParts, head_spec, new_head
+from lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue
+from lab.train_head.head import Head
+from lab.train_head.options import HeadOptions
 
 STATE_FILE = "training.pt"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingOptions:
-    """chain_length: steps of a chain; step_decay: weight of each further one; num_columns: logits that a step compares,
-    those that the target gives most and others by chance, 0 for all (sampled softmax, Jean et al. 2015)."""
-
-    passes: int = 3
-    tokens_per_step: int = 2048
-    chain_length: int = 3
-    step_decay: float = 0.8
-    num_columns: int = 3072
-    matrix_rate: float = 1e-3  # of Muon, scaled as AdamW's
-    rate: float = 4e-4  # of AdamW, for norms and the head's rows
-    weight_decay: float = 0.01
-    warmup_steps: int = 40
-    decay_share: float = 0.5  # of the steps, at the end, in which rates fall to zero
-    max_gradient: float = 1.0
-    seed: int = 0
-    report_every: int = 20
-    check_every: int = 100  # steps between checkpoints and looks at held-out dialogues
-    num_checked: int = 32  # held-out dialogues of such a look; the last one takes all
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a run goes through: shards [first_shard, num_shards), held-out ones left out."""
-
-    num_shards: int
-    passes: int
-    seed: int
-    first_shard: int = 0
+DEFAULT_NUM_IDS = 8192
+STEPS_APART = 8  # between averages of weights
+STEP_DECAY = 0.8  # weight of each further step of a chain
+WEIGHT_DECAY, MAX_GRADIENT = 0.01, 1.0
+NUM_CHECKED = 32  # held-out dialogues of a check; the last one takes all
+DEPTHS = 5  # at which a check counts
+CHAIN = 4  # draft tokens of the chains that a check follows
+CHECKED_AT_ONCE = 8
 
 
 @dataclass(slots=True)
 class Progress:
-    """What is kept of a run beside weights. Curves hold (tokens learned from, value)."""
+    """A run over shards [first_shard, num_shards), and the curves of all runs: (rows learned from, value)."""
 
-    plan: Plan
+    first_shard: int
+    num_shards: int
+    passes: int
+    seed: int
     step: int = 0
-    num_tokens: int = 0  # rows learned from, in all runs; other processes' batches are taken to be as full
+    num_rows: int = 0  # learned from, in all runs; other processes' batches are taken to be as full
     losses: list[tuple[int, float]] = field(default_factory=list)
-    checks: list[tuple[int, list[float], float]] = field(default_factory=list)  # tokens, by depth, kept
+    checks: list[tuple[int, list[float], float]] = field(default_factory=list)  # rows, by depth, kept
+
+
+class Objective:
+    """The target's own probabilities over the ids that a head may draft, at every step of a chain.
+
+    token_ids [num_ids]: the target's ids of a head's logits.
+    """
+
+    def __init__(self, target: TargetParts, token_ids: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        """dtype: of products."""
+        self._device, self._dtype, self._eps = device, dtype, target.spec.rms_eps
+        self._norm, self._table = target.norm.to(device), target.embedding.to(device)
+        self._rows = target.lm_head[token_ids].to(device, dtype)  # [num_ids, hidden_size]
+        self.token_ids = token_ids.to(device)
+        self._index_of = torch.full((target.spec.vocab_size,), -1, device=device)  # of a target's id, -1: none
+        self._index_of[self.token_ids] = torch.arange(token_ids.numel(), device=device)
+
+    def losses(
+        self, head: Head, batch: Batch, *, chain_length: int, num_columns: int, seed: int
+    ) -> tuple[Tensor, float]:
+        """The sum over steps, step k weighing STEP_DECAY^(k-1), and the first step's alone, in nats per row.
+
+        num_columns, seed: see `_columns`; 0 compares all logits. Rows whose best token the head cannot draft are left
+        out, as published.
+        """
+        best = batch.best_ids.to(self._device)
+        is_known = (best >= 0) & (self._index_of[best.clamp(min=0)] >= 0)  # [B, n]
+        row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known one among the known
+        with self._autocast():
+            wanted = self._wanted(batch.hidden.to(self._device)[is_known])
+            chains = self._chains(head, batch, chain_length)
+        matrix, bias = head.lm_head.weight.to(self._dtype), None
+        if 0 < num_columns < matrix.shape[0]:
+            columns, bias = _columns(wanted, num_columns, seed)
+            matrix, wanted = matrix[columns], wanted[:, columns]
+            wanted = wanted / wanted.sum(-1, keepdim=True)
+        total, first, n = torch.zeros((), device=self._device), 0.0, best.shape[1]
+        for step, hidden in enumerate(chains, 1):
+            rows, positions = pad(is_known[:, step:], (0, min(step, n)), value=False).nonzero(as_tuple=True)
+            if rows.numel():
+                logits = linear(hidden[rows, positions].to(self._dtype), matrix).float()
+                shifted = logits if bias is None else logits + bias
+                loss = cross_entropy(shifted, wanted[row_of[rows, positions + step]])
+                total = total + STEP_DECAY ** (step - 1) * loss
+                first = first or float(loss.detach())
+        return total, first
+
+    @torch.no_grad()
+    def agreement(self, head: Head, dialogues: Sequence[Dialogue]) -> tuple[list[float], float]:
+        """Over answers that the head has not learned from: by depth of the chain the share of rows whose best token is
+        the target's, the true tokens being given; and how many of CHAIN tokens come before the first other one, over
+        greedy answers: what a verification accepts."""
+        ordered = sorted(dialogues, key=lambda dialogue: dialogue.num_tokens)
+        hits, rows = np.zeros(DEPTHS), np.zeros(DEPTHS)
+        num_kept = num_chains = 0
+        for first in range(0, len(ordered), CHECKED_AT_ONCE):
+            together = ordered[first : first + CHECKED_AT_ONCE]
+            batch = Batch.of(together, has_questions=False)
+            with self._autocast():
+                chains = self._chains(head, batch, DEPTHS)
+                guesses = [self.token_ids[linear(x, head.lm_head.weight).argmax(-1)].cpu() for x in chains]
+            n = batch.token_ids.shape[1]
+            best = [pad(batch.best_ids[:, k:], (0, min(k, n)), value=-1) for k in range(1, DEPTHS + 1)]
+            counts = torch.stack(best) >= 0  # [DEPTHS, B, n]
+            right = torch.stack(guesses) == torch.stack(best)
+            hits += (right & counts).sum((1, 2)).numpy()
+            rows += counts.sum((1, 2)).numpy()
+            whole = counts[CHAIN - 1] & torch.tensor([dialogue.is_greedy for dialogue in together])[:, None]
+            num_kept += int((right[:CHAIN].int().cumprod(0).sum(0) * whole).sum())
+            num_chains += int(whole.sum())
+        return (hits / np.maximum(rows, 1)).tolist(), num_kept / max(num_chains, 1)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
+
+    def _chains(self, head: Head, batch: Batch, num_steps: int) -> list[Tensor]:
+        embedded = embedding(batch.token_ids.to(self._device), self._table)
+        return head.chains(embedded, batch.features.to(self._device, embedded.dtype), num_steps)
+
+    @torch.no_grad()
+    def _wanted(self, hidden: Tensor) -> Tensor:
+        """The target's probabilities over the ids that the head knows, [R, num_ids], of hidden [R, hidden_size]."""
+        normed = rms_norm(hidden.float(), self._norm.shape, self._norm, self._eps)
+        return linear(normed.to(self._dtype), self._rows).float().softmax(-1)
+
+
+@torch.no_grad()
+def _columns(wanted: Tensor, num_columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Logits to compare [num_columns], and an addend of each: a column that stands for several that were not
+    drawn weighs as much as they would. Two thirds are those that the target gives most in wanted [R, num_ids]."""
+    num_best = num_columns * 2 // 3
+    order = wanted.sum(0).argsort(descending=True)
+    best, rest = order[:num_best], order[num_best:]
+    rng = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(rest.numel(), generator=rng)[: num_columns - num_best]
+    bias = torch.zeros(num_columns, device=wanted.device)
+    bias[num_best:] = math.log(rest.numel() / drawn.numel())
+    return torch.cat([best, rest[drawn.to(rest.device)]]), bias
 
 
 class Trainer:
-    """One head and its optimizers. `report` is told each line that a person may want to read."""
+    """One head and its optimizers, as the last checkpoint left them, or new. Of several processes, that of rank 0
+    leads: it keeps checkpoints and checks held-out dialogues."""
 
     def __init__(
-        self,
-        target: TargetParts,
-        spec: ModelSpec,
-        token_ids: np.ndarray,
-        corpus: Corpus,
-        *,
-        directory: Path,
-        options: TrainingOptions,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-        report: Callable[[str], None] = print,
-        crew: Crew | None = None,
+        self, target: TargetParts, options: HeadOptions, report: Callable[[str], None] = print, rank: int = 0
     ) -> None:
-        """token_ids [num_ids]: the target's ids that the head may draft. directory: of the checkpoint. crew: that it
-        belongs to; alone unless given."""
-        self._crew = crew or Crew()
-        self.options, self.corpus, self._report, self._dtype = options, corpus, report, dtype
-        self._path, self._device = directory / STATE_FILE, torch.device(device)
+        """report: called with each line that a person may want to read."""
+        self._target, self._options, self._report, self._rank = target, options, report, rank
+        self._path = options.work / STATE_FILE
+        self._corpus = Corpus(options.dialogues)
+        num_shards = len(self._corpus.shards)
+        if num_shards <= HELD_OUT_SHARDS:
+            raise ConfigError(f"{options.dialogues}: {num_shards} shards; the stage write has to make more first")
+        self._device = torch.device(device_of(options))
+        state = load_state(options) if self._path.exists() else None
+        self._shape = shape_of(target, options, None if state is None else state["shape"])
+        spec = head_spec(target.spec, self._shape["num_kv_heads"], self._shape["intermediate_size"])
+        if state is None:
+            token_ids = self._corpus.frequent_ids(target.spec.vocab_size, self._shape["num_ids"])
+        else:
+            token_ids = state["token_ids"].cpu().numpy()
+        dtype = torch.float32 if options.precision == "fp32" else torch.bfloat16
         self._objective = Objective(target, torch.from_numpy(token_ids), self._device, dtype)
         self.head = new_head(target, spec, token_ids, options.seed).to(self._device)
-        self.progress = Progress(Plan(len(corpus.shards), options.passes, options.seed))
-        self._optimizers = self._new_optimizers()
-        if self._path.exists():
-            self._load()
+        self.progress = Progress(0, num_shards, options.passes, options.seed)
+        parameters = dict(self.head.named_parameters())
+        matrices = [p for name, p in parameters.items() if p.ndim == 2 and name != "lm_head.weight"]
+        others = [p for name, p in parameters.items() if p.ndim == 1 or name == "lm_head.weight"]
+        self._optimizers = [
+            torch.optim.Muon(
+                matrices, lr=options.matrix_rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY),
+        ]
+        if state is not None:
+            self.head.load_state_dict(state["head"])
+            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.progress = Progress(**state["progress"])
 
-    def run(
-        self,
-        *,
-        max_steps: int | None = None,
-        on_step: Callable[[int, int], object] = lambda done, total: None,
-        on_check: Callable[[], object] = lambda: None,
-    ) -> Agreement:
-        """Learns, then looks at all held-out dialogues and keeps what was learned. Returns the agreement there."""
-        self.learn(max_steps=max_steps, on_step=on_step, on_check=on_check)
-        result = self._check(None)
-        self.save()
-        return result
-
-    def learn(
-        self,
-        *,
-        max_steps: int | None = None,
-        on_step: Callable[[int, int], object] = lambda done, total: None,
-        on_check: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Trains to the end of the plan, or max_steps of it.
-
-        on_step is told steps done and steps of the plan; on_check is called when a checkpoint has been written.
-        """
-        options, progress = self.options, self.progress
-        batches = self._batches()
-        last = len(batches) if max_steps is None else min(progress.step + max_steps, len(batches))
-        recent: list[float] = []
-        while progress.step < last:
-            batch = load_batch(self.corpus, batches[progress.step])
-            recent.append(self._learn(batch, len(batches)))
-            progress.step += 1
-            progress.num_tokens += int((batch.best_ids >= 0).sum()) * self._crew.size
-            if progress.step % STEPS_APART == 0 or progress.step == last:
-                self._crew.average(self.head.parameters())
-            on_step(progress.step, len(batches))
-            if progress.step % options.report_every == 0 or progress.step == len(batches):
-                progress.losses.append((progress.num_tokens, float(np.mean(recent))))
-                self._report(f"step {progress.step}/{len(batches)}, loss {np.mean(recent):.4f}")
-                recent = []
-            if progress.step % options.check_every == 0 and self._crew.leads:
-                self._check(options.num_checked)
-                self.save()
-                on_check()
+    @property
+    def num_steps(self) -> int:
+        """Of the plan."""
+        return len(self._batches())
 
     @property
     def is_done(self) -> bool:
-        return self.progress.step >= len(self._batches())
+        return self.progress.step >= self.num_steps
 
-    def go_on(self, token_ids: np.ndarray | None = None, *, new_alone: bool = False) -> None:
+    def go_on(self) -> None:
         """Begins another run from the weights as they are, over all data that there are now, or over the new alone.
 
-        token_ids: the head drafts these from now on, as many as before; ids that it knew keep their rows, and others
-        begin as the target's. Raises ConfigError where there are no new data.
+        Raises ConfigError where there are no new data.
         """
-        old = self.progress.plan
-        if new_alone and len(self.corpus.shards) <= old.num_shards:
+        old, num_shards = self.progress, len(self._corpus.shards)
+        if self._options.has_new_data_alone and num_shards <= old.num_shards:
             raise ConfigError(f"no data were written since training ended: {old.num_shards} shards, all learned from")
-        first = old.num_shards if new_alone else 0
-        self.progress.plan = Plan(len(self.corpus.shards), self.options.passes, old.seed + 1, first)
-        self.progress.step = 0
-        if token_ids is not None:
-            self._change_ids(torch.from_numpy(token_ids))
+        old.first_shard = old.num_shards if self._options.has_new_data_alone else 0
+        old.num_shards, old.passes, old.seed, old.step = num_shards, self._options.passes, old.seed + 1, 0
+
+    def run(
+        self, on_step: Callable[[int], object] = lambda done: None, on_check: Callable[[], object] = lambda: None
+    ) -> None:
+        """Trains to the end of the plan; then the leader checks all held-out dialogues and saves the head.
+
+        on_step: called with the steps done; on_check: when a checkpoint has been written.
+        """
+        options, progress = self._options, self.progress
+        batches = self._batches()
+        recent: list[float] = []
+        while progress.step < len(batches):
+            found = [self._corpus.shards[shard][dialogue] for shard, dialogue in batches[progress.step]]
+            batch = Batch.of(found, has_questions=True)
+            recent.append(self._learn(batch, len(batches)))
+            progress.step += 1
+            progress.num_rows += int((batch.best_ids >= 0).sum()) * options.num_processes
+            is_last = progress.step == len(batches)
+            if options.num_processes > 1 and (is_last or progress.step % STEPS_APART == 0):
+                self._average()
+            if is_last or progress.step % options.report_every == 0:
+                progress.losses.append((progress.num_rows, float(np.mean(recent))))
+                self._report(f"step {progress.step}/{len(batches)}, loss {np.mean(recent):.4f}")
+                recent = []
+            on_step(progress.step)
+            if self._rank == 0 and (is_last or progress.step % options.check_every == 0):
+                self._check(None if is_last else NUM_CHECKED)
+                self.save()
+                on_check()
 
     def save(self) -> None:
         """Writes the checkpoint, whole or not at all."""
         state = {
+            "shape": self._shape,
             "head": self.head.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "token_ids": self._objective.token_ids.cpu(),
@@ -175,47 +251,29 @@ class Trainer:
         torch.save(state, partial)
         partial.replace(self._path)
 
-    def _load(self) -> None:
-        state: dict[str, Any] = torch.load(self._path, map_location=self._device, weights_only=True)
-        self._objective.use_ids(state["token_ids"])
-        self.head.load_state_dict(state["head"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        saved = state["progress"]
-        self.progress = Progress(**{**saved, "plan": Plan(**saved["plan"])})
+    def _batches(self) -> list[list[tuple[int, int]]]:
+        """This process's: as many for each; fewer than there are processes are left over, and left out."""
+        run, size = self.progress, self._options.num_processes
+        every = [
+            batch
+            for i in range(run.passes)
+            for batch in self._corpus.plan(
+                run.first_shard, run.num_shards, self._options.tokens_per_step, run.seed * 1000 + i
+            )
+        ]
+        return every[self._rank : len(every) // size * size : size]
 
     @torch.no_grad()
-    def _change_ids(self, token_ids: Tensor) -> None:
-        """Moves rows of the head, and what AdamW knows of them, to the places of the new ids."""
-        place = self._objective.place[token_ids.to(self._device)]  # [num_ids], -1 for an id that the head did not know
-        self._objective.use_ids(token_ids)
-        weight, is_known = self.head.lm_head.weight, (place >= 0)[:, None]
-        weight.copy_(torch.where(is_known, weight[place.clamp(min=0)], self._objective.rows))
-        for value in self._optimizers[-1].state[weight].values():
-            if value.shape == weight.shape:
-                value.copy_(torch.where(is_known, value[place.clamp(min=0)], 0.0))
-
-    def _batches(self) -> list[list[tuple[int, int]]]:
-        plan = self.progress.plan
-        index = self.corpus.training_index(plan.first_shard, plan.num_shards)
-        size = self.options.tokens_per_step
-        every = [batch for i in range(plan.passes) for batch in plan_batches(index, size, plan.seed * 1000 + i)]
-        return self._crew.share(every)
-
-    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        options = self.options
-        matrices = [p for name, p in self.head.named_parameters() if p.ndim == 2 and name != "lm_head.weight"]
-        others = [p for name, p in self.head.named_parameters() if p.ndim == 1 or name == "lm_head.weight"]
-        decay = options.weight_decay
-        return [
-            torch.optim.Muon(matrices, lr=options.matrix_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.95), weight_decay=decay),
-        ]
+    def _average(self) -> None:
+        for parameter in self.head.parameters():
+            dist.all_reduce(parameter)
+            parameter.div_(self._options.num_processes)
 
     def _learn(self, batch: Batch, num_steps: int) -> float:
         """One step; returns the loss of the chains' first tokens, nats per row."""
-        options = self.options
-        share = self._rate_share(num_steps)
+        options, step = self._options, self.progress.step
+        left = (num_steps - step) / max(num_steps * options.decay_share, 1)
+        share = min(1.0, (step + 1) / options.warmup_steps, left)
         for optimizer, rate in zip(self._optimizers, (options.matrix_rate, options.rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
@@ -224,25 +282,57 @@ class Trainer:
             self.head,
             batch,
             chain_length=options.chain_length,
-            step_decay=options.step_decay,
             num_columns=options.num_columns,
-            seed=options.seed * 1_000_003 + self.progress.num_tokens,
+            seed=options.seed * 1_000_003 + self.progress.num_rows,
         )
         total.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), options.max_gradient)
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT)
         for optimizer in self._optimizers:
             optimizer.step()
         return first
 
-    def _rate_share(self, num_steps: int) -> float:
-        warm = (self.progress.step + 1) / self.options.warmup_steps
-        left = (num_steps - self.progress.step) / max(num_steps * self.options.decay_share, 1)
-        return min(1.0, warm, left)
+    def _check(self, num_dialogues: int | None) -> None:
+        shares, kept = self._objective.agreement(self.head, self._corpus.held_out()[:num_dialogues])
+        self.progress.checks.append((self.progress.num_rows, shares, kept))
+        shown = " / ".join(f"{share:.3f}" for share in shares)
+        self._report(f"held-out agreement at depth 1 to {DEPTHS}: {shown}, chains of {CHAIN} keep {kept:.2f}")
 
-    def _check(self, num_dialogues: int | None) -> Agreement:
-        dialogues = list(self.corpus.held_out())[:num_dialogues]
-        objective = self._objective
-        found = agreement(self.head, objective.table, objective.token_ids, dialogues, self._dtype)
-        self.progress.checks.append((self.progress.num_tokens, list(found.by_depth), found.kept))
-        self._report(f"held-out agreement at depth 1 to {len(found.by_depth)}: {found}")
-        return found
+
+def device_of(options: HeadOptions) -> str:
+    if options.device != "auto":
+        return options.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_state(options: HeadOptions) -> dict[str, Any]:
+    """The last checkpoint. Raises ConfigError where there is none, or one of an earlier layout."""
+    path = options.work / STATE_FILE
+    if not path.exists():
+        raise ConfigError(f"{path}: missing; run the stage train first")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if "shape" not in state:
+        raise ConfigError(f"{path}: of another version; remove it to begin anew")
+    return state
+
+
+def shape_of(target: TargetParts, options: HeadOptions, begun: dict[str, int] | None) -> dict[str, int]:
+    """num_ids, num_kv_heads and intermediate_size as training began, or as it is to begin.
+
+    Raises ConfigError where an option asks for others than it began with, or for what cannot be.
+    """
+    spec = target.spec
+    defaults = {
+        "num_ids": min(DEFAULT_NUM_IDS, spec.vocab_size),
+        "num_kv_heads": spec.num_kv_heads,
+        "intermediate_size": spec.intermediate_size,
+    }
+    asked = {name: value for name in defaults if (value := getattr(options, name)) is not None}
+    shape = begun or defaults | asked
+    for name, value in asked.items():
+        if value != shape[name]:
+            raise ConfigError(f"{name} = {value}: training in {options.work} began with {shape[name]}")
+    if spec.num_heads % shape["num_kv_heads"]:
+        raise ConfigError(f"num_kv_heads = {shape['num_kv_heads']}: must divide {spec.num_heads} heads")
+    if not 0 < shape["num_ids"] <= spec.vocab_size:
+        raise ConfigError(f"num_ids = {shape['num_ids']}: must lie in [1, {spec.vocab_size}]")
+    return shape

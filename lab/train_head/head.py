@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in torch (arXiv 2503.01840): one decoder layer over [embedding, what was made of the token before].
+"""An EAGLE-3 head in torch (arXiv 2503.01840): one decoder layer over [embedding, states of the token before].
 
 Parameters have the published names, so that a state dict is a checkpoint. Knows no data, files or optimizers.
 """
@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import pad, silu
 
 from faser_backend.core.model import ModelSpec, rotary_tables
 
-STRIP = 512  # rows whose logits are at hand at once
 
-
-class Norm(nn.Module):
+class Norm(nn.RMSNorm):
     """Root-mean-square norm, computed in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
-
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self.weight
+        return super().forward(x.float())
 
 
 class Attention(nn.Module):
@@ -100,69 +92,36 @@ class MidLayer(nn.Module):
 class Head(nn.Module):
     """spec: of the head as a Llama of one layer; num_features: layers of the target that are joined."""
 
-    def __init__(self, spec: ModelSpec, num_features: int, target_hidden_size: int, num_ids: int) -> None:
+    cos: Tensor  # [max_context, head_dim / 2]
+    sin: Tensor
+
+    def __init__(self, spec: ModelSpec, num_features: int, num_ids: int) -> None:
         super().__init__()
-        self.spec = spec
-        self.fc = nn.Linear(num_features * target_hidden_size, spec.hidden_size, bias=False)
+        self.fc = nn.Linear(num_features * spec.hidden_size, spec.hidden_size, bias=False)
         self.midlayer = MidLayer(spec)
         self.norm = Norm(spec.hidden_size, spec.rms_eps)
         self.lm_head = nn.Linear(spec.hidden_size, num_ids, bias=False)
-        self._tables: tuple[Tensor, Tensor] | None = None
+        for name, table in zip(("cos", "sin"), rotary_tables(spec), strict=True):
+            self.register_buffer(name, torch.from_numpy(table), persistent=False)
 
     def chains(self, embedded: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
         """Hidden states [B, n, d] of each step, normed for the logits.
 
-        embedded [B, n, d] of tokens, features [B, n, num_features * d] of what the target made of them. Row i of step
+        embedded [B, n, d] of tokens, features [B, n, num_features * d] of the target behind them. Row i of step
         k reads token i + k and gives the logits of token i + k + 1; rows whose tokens end before are of no use.
-        In step 1 it reads features, later its own output of the step before: what drafting does.
+        In step 1 it reads features, later its own output of the step before, as in drafting.
         """
         n = embedded.shape[1]
-        cos, sin = self._rotary(n + num_steps, embedded.device)
         hidden, earlier, results = self.fc(features), [], []
         for step in range(num_steps):
             shifted = pad(embedded[:, step + 1 :], (0, 0, 0, min(step + 1, n)))
             own = slice(step, step + n)
-            hidden = self.midlayer(shifted, hidden, cos[own], sin[own], earlier)
+            hidden = self.midlayer(shifted, hidden, self.cos[own], self.sin[own], earlier)
             results.append(self.norm(hidden))
         return results
-
-    def _rotary(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._tables is None or self._tables[0].shape[0] < num_positions or self._tables[0].device != device:
-            cos, sin = rotary_tables(self.spec)
-            self._tables = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
-        return self._tables
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, heads, n, head_dim] turned by tables [n, head_dim / 2]; halves are paired, as Llama has it."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-class SoftCrossEntropy(torch.autograd.Function):
-    """Mean over rows of the cross-entropy between wanted probabilities and a head's, in strips of rows.
-
-    Logits of all rows would take more memory than everything else; a strip's gradient is made while it is at hand.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, matrix: Tensor, wanted: Tensor, bias: Tensor | None = None) -> Tensor:
-        """hidden [R, d], matrix [V, d], wanted [R, V], in one dtype; bias [V] is added to logits; R at least 1."""
-        grad_hidden, grad_matrix = torch.empty_like(hidden), torch.zeros_like(matrix, dtype=torch.float32)
-        total = torch.zeros((), device=hidden.device)
-        for first in range(0, hidden.shape[0], STRIP):
-            own = slice(first, first + STRIP)
-            logits = linear(hidden[own], matrix).float()
-            log_probs = (logits if bias is None else logits.add_(bias)).log_softmax(-1)
-            total -= (wanted[own] * log_probs).sum()
-            grad = log_probs.exp_().sub_(wanted[own]).to(hidden.dtype)
-            grad_hidden[own] = grad @ matrix
-            grad_matrix += grad.T @ hidden[own]
-        ctx.save_for_backward(grad_hidden, grad_matrix)
-        return total / hidden.shape[0]
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_matrix = ctx.saved_tensors
-        share = grads[0] / grad_hidden.shape[0]
-        return share * grad_hidden, (share * grad_matrix).to(grad_hidden.dtype), None, None
