@@ -143,35 +143,46 @@ def generate(
     explain: Annotated[bool, typer.Option(help="Print to stderr what the policy weighed, and when.")] = False,
 ) -> None:
     """Complete one prompt without a server; prints the text as it comes, then speed and acceptance."""
-    from faser_backend.api.one_shot import OneShotOptions, generate_once, report_line
+    from faser_backend.api.one_shot import generate_once, read_prompt, report_line
+    from faser_backend.api.params import SamplingParams
     from faser_backend.serving.explain import Explainer
     from faser_backend.serving.loading import shown_phases
 
-    options = OneShotOptions(
-        engine_dir=engine_dir,
-        prompt=prompt,
-        prompt_ids=None if prompt_ids is None else parse_integers("--prompt-ids", prompt_ids),
+    asked = read_prompt(
+        prompt,
+        None if prompt_ids is None else parse_integers("--prompt-ids", prompt_ids),
         is_chat=is_chat,
         system=system,
         messages_file=messages,
-        chat_template_file=chat_template,
+        chat_template=chat_template,
+    )
+    params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop_strings=tuple(stop or ()),
-        policy=policy,
-        draft=draft.value,
-        acceptance=acceptance.value,
-        early_exit=early_exit.value,
-        pipeline=pipeline.value,
-        num_threads=num_threads,
+        stop=stop or [],
+        include_stop_str_in_output=True,
     )
-    on_step = Explainer(partial(print, file=sys.stderr)).observe if explain else None
-    on_text = _ignore if is_json else _print_text
+    on_step = {"on_step": Explainer(partial(print, file=sys.stderr)).observe} if explain else {}
     with shown_phases(in_pipes=False) as phases:
-        result = generate_once(options, on_text=on_text, progress=print_steps(), on_step=on_step, on_loaded=phases.end)
+        result = generate_once(
+            asked,
+            params,
+            engine_dir=engine_dir,
+            on_text=_ignore if is_json else _print_text,
+            on_loaded=phases.end,
+            **on_step,
+            chat_template=chat_template,
+            progress=print_steps(),
+            policy=policy,
+            draft=draft.value,
+            acceptance=acceptance.value,
+            early_exit=early_exit.value,
+            pipeline=pipeline.value,
+            num_threads=num_threads,
+        )
     if is_json:
         print(json.dumps(result))
     else:

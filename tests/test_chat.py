@@ -25,6 +25,7 @@ from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.chat_templates import CHATML, CONVERSATIONS, HERMES, LLAMA_3, MISTRAL, TEMPLATES, USER
 from tests.openai_cases import WEATHER
+from tests.processes import kill_children
 from tests.serving_pair import byte_level_tokenizer
 from tests.test_contract import HELLO as SMALL_HELLO
 from tests.test_contract import number, parse, parse_requests, text
@@ -241,8 +242,6 @@ def test_an_endless_template_costs_its_request_alone():
 def test_a_renderer_whose_process_was_killed_starts_another():
     renderer = ChatRenderer(CHATML, {})
     first = renderer.render("messages", USER)
-    assert renderer._worker is not None
-    renderer._worker.kill()
-    renderer._worker.wait()
+    kill_children("chat_worker.py")
     assert renderer.render("messages", USER) == first
     renderer.close()

@@ -11,7 +11,7 @@ import torch
 
 from engines.build import build_engines
 from engines.checkpoint import CheckpointError
-from faser_backend.api.one_shot import OneShotOptions, generate_once
+from faser_backend import LLM, SamplingParams
 from faser_backend.manifest import EngineManifest
 from tests.family_models import random_model, write_model
 from tests.serving_pair import byte_level_tokenizer
@@ -70,11 +70,10 @@ def test_ids_without_a_token_are_never_drawn_and_speculation_stays_lossless(tmp_
     build_engines(tmp_path / "target", tmp_path / "draft", tmp_path / "engine")
     answers = {}
     for policy in ("none", "fixed:4"):
-        for temperature in (0.0, 5.0):
-            options = OneShotOptions(
-                tmp_path / "engine", None, (5, 6, 7), max_tokens=40, temperature=temperature, seed=3, policy=policy
-            )
-            answers[policy, temperature] = generate_once(options, on_text=lambda text: None)["token_ids"]
+        with LLM(tmp_path / "engine", policy=policy) as llm:
+            for temperature in (0.0, 5.0):
+                params = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+                answers[policy, temperature] = llm.generate([5, 6, 7], params)[0].token_ids
     for temperature in (0.0, 5.0):
         assert answers["none", temperature] == answers["fixed:4", temperature]
         assert max(answers["none", temperature]) < num_tokens

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engines.build import build_engines
 from engines.gguf_checkpoint import GGUFCheckpoint
-from faser_backend.api.one_shot import OneShotOptions, generate_once
+from faser_backend import LLM
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.prompts import PromptFormat
@@ -55,9 +55,9 @@ def reference(file: Path) -> LlamaForCausalLM:
 
 
 def test_it_answers_a_question(engine_dir: Path):
-    options = OneShotOptions(engine_dir, QUESTION, None, is_chat=True, draft="ngram", num_threads=1)
-    result = generate_once(options, on_text=lambda text: None)
-    assert (result["text"], result["finish_reason"]) == ("The capital of France is Paris.", "end_id")
+    with LLM(engine_dir, draft="ngram", num_threads=1) as llm:
+        (output,) = llm.chat([{"role": "user", "content": QUESTION}])
+    assert (output.text, output.outputs[0].finish_reason) == ("The capital of France is Paris.", "stop")
 
 
 def test_its_logits_equal_those_of_transformers(file: Path, engine_dir: Path):

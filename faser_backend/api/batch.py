@@ -27,6 +27,10 @@ from faser_backend.serving.tokenizer import TextTokenizer
 Conversation = list[dict[str, Any]]  # [{"role": ..., "content": ...}]
 Prompt = str | list[int] | Conversation
 AnyParams = SamplingParams | Sequence[SamplingParams] | None
+_SAME_NAMES = (  # of params.SamplingParams and the engine's
+    *("temperature", "top_p", "min_p", "min_tokens", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 _KINDS = "must be text, token ids or a conversation, or a list of these"
 
 
@@ -220,16 +224,5 @@ def _sampling(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = (
     seed = params.seed
     if seed is None:
         seed = secrets.randbits(64) if params.temperature > 0 else 0
-    return EngineSampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        min_tokens=params.min_tokens,
-        seed=seed,
-        logit_bias=params.logit_bias,
-        bad_words=bad_words,
-    )
+    same = {name: getattr(params, name) for name in _SAME_NAMES}
+    return EngineSampling(**same, top_k=max(params.top_k, 0), seed=seed, bad_words=bad_words)

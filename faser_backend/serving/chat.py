@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import RequestError
+from faser_backend.serving.worker import Worker, WorkerError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_TEMPLATE = (
     "these engines came without a chat template: send a plain prompt, give a template with --chat-template FILE, "
     "or build again from a checkpoint that has one"
 )
-_WORKER = Path(__file__).with_name("chat_worker.py")
 
 Message = dict[str, Any]  # what templates read: role and content, and of OpenAI's API tool_calls and the like
 
@@ -46,8 +43,8 @@ class ChatRenderer:
     def __init__(self, template: str | None, special_tokens: Mapping[str, str]) -> None:
         self._template = template
         self._special_tokens = dict(special_tokens)
-        self._lock = threading.Lock()
-        self._worker: subprocess.Popen[bytes] | None = None
+        # -P: the worker's own folder must not hide modules of the standard library behind files of ours
+        self._worker = Worker("-P", str(Path(__file__).with_name("chat_worker.py")))
 
     def render(self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """The prompt, ending where the assistant's answer begins. tools: functions that the template shows the model.
@@ -60,55 +57,25 @@ class ChatRenderer:
         reply = self._call(messages, tools)
         if "refusal" in reply:
             raise RequestError(field, messages, f"the chat template refuses them: {reply['refusal']}")
-        return self._text_of(reply)
+        return reply["text"]
 
     def compile(self) -> None:
         """Raises RequestError naming chat_template where it is not a template."""
-        self._text_of(self._call(None))
+        self._call(None)
 
     def close(self) -> None:
         """Ends the process; a later call starts another."""
-        with self._lock:
-            self._end_worker()
-
-    def _text_of(self, reply: dict[str, str]) -> str:
-        if "error" in reply:
-            raise RequestError("chat_template", self._template, f"cannot be rendered: {reply['error']}")
-        return reply["text"]
+        self._worker.close()
 
     def _call(self, messages: list[Message] | None, tools: list[dict[str, Any]] | None = None) -> dict[str, str]:
-        call = {
-            "template": self._template,
-            "special_tokens": self._special_tokens,
-            "messages": messages,
-            "tools": tools,
-        }
-        line = json.dumps(call).encode() + b"\n"
-        with self._lock:
-            if self._worker is None or self._worker.poll() is not None:
-                self._end_worker()
-                self._worker = _start_worker()
-            assert self._worker.stdin is not None and self._worker.stdout is not None
-            try:
-                self._worker.stdin.write(line)
-                self._worker.stdin.flush()
-                reply = self._worker.stdout.readline()
-            except BrokenPipeError:
-                reply = b""
-            if not reply.endswith(b"\n"):
-                return {"error": self._end_worker()}
-        return json.loads(reply)
-
-    def _end_worker(self) -> str:
-        """Ends what may be left of the process; says why it ended before it could answer."""
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return ""
-        _, errors = worker.communicate()
-        if worker.returncode == -signal.SIGPROF:
-            return "it takes too long"
-        last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"its process ended with status {worker.returncode}: {last_line}"
+        call = {"template": self._template, "special_tokens": self._special_tokens}
+        try:
+            reply = json.loads(self._worker.call(json.dumps(call | {"messages": messages, "tools": tools}).encode()))
+        except WorkerError as error:
+            reply = {"error": "it takes too long" if error.status == -signal.SIGPROF else str(error)}
+        if "error" in reply:
+            raise RequestError("chat_template", self._template, f"cannot be rendered: {reply['error']}")
+        return reply
 
 
 def check_template(template: str) -> None:
@@ -118,13 +85,6 @@ def check_template(template: str) -> None:
         renderer.compile()
     finally:
         renderer.close()
-
-
-def _start_worker() -> subprocess.Popen[bytes]:
-    # -P: the worker's own folder must not hide modules of the standard library behind files of ours
-    return subprocess.Popen(
-        [sys.executable, "-P", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
 
 
 def _check_message(name: str, message: object) -> None:

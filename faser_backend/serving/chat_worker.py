@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own: one JSON line in, one JSON line out, until stdin ends.
+"""Renders chat templates in a process of its own (worker.Worker): JSON in, JSON out, until its socket is closed.
 
 A template is a program that came with a checkpoint. The sandbox keeps it from files and attributes; the process
 keeps what a sandbox cannot: its memory is limited, and the kernel ends it when a call takes too much processor
@@ -7,12 +7,14 @@ time, whatever it does. Imports the standard library and jinja2 alone, so that i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
 import sys
 from datetime import datetime
 from functools import cache, lru_cache
+from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 import jinja2
@@ -114,12 +116,14 @@ def main() -> None:
     _limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a starter may have blocked it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        reply = json.dumps(answer(json.loads(line)))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(reply + "\n")
-        sys.stdout.flush()
+    connection = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError):
+        while True:
+            call = connection.recv_bytes()
+            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+            reply = json.dumps(answer(json.loads(call))).encode()
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(reply)
 
 
 def _limit_memory() -> None:
