@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,14 @@ def _signals_stay_as_they_are() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair of random weights, which nobody writes to."""
+    from tests.serving_pair import build_pair  # what most tests need not load
+
+    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

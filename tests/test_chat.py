@@ -102,7 +102,7 @@ def test_plain_prompts_begin_as_the_checkpoint_says(adds_special_tokens, adds_be
     assert ours.encode_prompt("<|begin|>the fox") == [BEGIN_ID, *fox]
 
 
-def test_both_contracts_take_messages(chat_tokenizer: TextTokenizer):
+def test_all_contracts_take_messages(chat_tokenizer: TextTokenizer):
     conversation = json.dumps(CONVERSATIONS["turns"])
     prompt, token_ids = chat_tokenizer.encode_chat("messages", conversation)
     given = {"messages": text(conversation), "max_tokens": number(8)}
@@ -116,12 +116,9 @@ def test_both_contracts_take_messages(chat_tokenizer: TextTokenizer):
         [len(token_ids)],
         [len(chat_tokenizer.encode_chat("m", json.dumps(USER))[1])],
     ]
-
-
-def test_the_llmapi_takes_messages_too(chat_tokenizer: TextTokenizer):
-    given = {"messages": np.array([json.dumps(USER).encode()], dtype=object)}
+    given = {"messages": np.array([conversation.encode()], dtype=object)}
     (parsed,) = LlmApiWire().parse(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
-    assert parsed.prompt_text == render(LLAMA_3)
+    assert parsed.prompt_text == prompt
 
 
 @pytest.mark.parametrize("template", [CHATML, MISTRAL])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,16 +18,10 @@ from pathlib import Path
 import pytest
 
 from faser_backend import LLM, SamplingParams
-from tests.serving_pair import build_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = re.compile(r"== (\d+) tokens, [\d.e+]+ tokens/s; accepted (\d+) of (\d+) drafted tokens \(\d+%\)")
 OPTIONS = ("--max-tokens", 12, "--policy", "fixed:3", "--num-threads", 1)
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture
@@ -84,9 +80,13 @@ def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_pa
     assert refused[0] == 0 and "the chat template refuses them: no" in refused[1]
 
 
-def test_an_engine_without_a_template_says_so(run, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_without_a_template_says_so(run, engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = shutil.copytree(engine_dir, tmp_path / "old")
+    fields = json.loads((directory / "manifest.json").read_text())
+    del fields["prompts"]
+    (directory / "manifest.json").write_text(json.dumps(fields))
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
-    status, _, err = run("chat")
+    status, _, err = run("chat", "--engine-dir", directory)
     assert status == 1 and "came without a chat template" in err.splitlines()[-1]
 
 

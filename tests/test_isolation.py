@@ -208,7 +208,7 @@ MODES: dict[str, Callable[[bool], FakeEngine]] = {
     },
     "trees": lambda _: open_fake("tree:4"),
 }
-CASES = [(mode, by) for mode in MODES for by in ("match", "rejection") if (mode, by) != ("trees", "rejection")]
+CASES = [*((mode, "match") for mode in MODES), ("plain", "rejection"), (PipelineMode.RUN_AHEAD.value, "rejection")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

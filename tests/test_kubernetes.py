@@ -13,8 +13,9 @@ from typer.main import get_command
 from faser_backend.cli import app
 from faser_backend.serving import server
 from faser_backend.serving.metrics import GAUGES
-from faser_backend.serving.openai import door
 from faser_backend.serving.openai.app import make_app
+from faser_backend.serving.openai.callers import Callers
+from faser_backend.serving.openai.server import DRAIN_S
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "kubernetes"
 SCHEMA_VERSION = "1.33"
@@ -93,7 +94,7 @@ def test_probes_ask_doors_that_there_are():
     assert (ports["triton-http"], ports["metrics"]) == (defaults.http_port, defaults.metrics_port)
     probes = [container()[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert [probe["port"] for probe in probes] == ["openai", "openai", "triton-http"]
-    routes = {route.path for route in make_app(None, "").routes}  # pyright: ignore
+    routes = {route.path for route in make_app(None, "", Callers()).routes}  # pyright: ignore
     assert {probe["path"] for probe in probes if probe["port"] == "openai"} <= routes
     metadata = manifests()["deployment.yaml"]["spec"]["template"]["metadata"]
     assert metadata["annotations"]["prometheus.io/port"] == str(ports["metrics"])
@@ -104,7 +105,7 @@ def test_probes_ask_doors_that_there_are():
 
 def test_a_pod_has_the_time_that_draining_takes():
     sleep = int(container()["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert deployment()["terminationGracePeriodSeconds"] >= sleep + door.DRAIN_S + server.DRAIN_S + server.UNLOAD_S
+    assert deployment()["terminationGracePeriodSeconds"] >= sleep + DRAIN_S + server.DRAIN_S + server.UNLOAD_S
 
 
 def test_a_pod_may_write_where_the_server_must_and_nowhere_else():

@@ -8,31 +8,12 @@ import pytest
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
 from faser_backend.serving.converters import postprocess, preprocess
+from faser_backend.serving.tensors import TEXT_OUTPUTS
 from faser_backend.serving.triton_io import Reply
 from tests.serving_pair import END_ID
 from tests.test_contract import HELLO, TOKENIZER, VOCAB, number, parse, text
 
-ALL_OUTPUTS = [
-    "output_ids",
-    "sequence_length",
-    "text_output",
-    "cum_log_probs",
-    "output_log_probs",
-    "batch_index",
-    "sequence_index",
-    "num_input_tokens",
-    "num_output_tokens",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-    "acceptance_rate",
-    "total_accepted_draft_tokens",
-    "total_draft_tokens",
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-]
+ALL_OUTPUTS = ["output_ids", "sequence_length", *(spec.name for spec in TEXT_OUTPUTS if "logits" not in spec.name)]
 FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 
 

@@ -1,9 +1,9 @@
-"""Logits that requests ask for: the rows of plain decoding, each once, and nothing where nobody asks."""
+"""Logits and counters that requests ask for: the rows of plain decoding, each once, and nothing where nobody asks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import NUM_CONTEXT_TOP, FinishReason, Request, RequestOutput, SamplingParams
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline import prefill
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.registry import policy_usages
 from faser_backend.serving.compose import build_engine
-from lab.simulation.ports import SimSampler
 from tests.fakes import HashRunner
 from tests.forced_engine import open_forced
 from tests.forcing import ADMITS_NOTHING, always, by_parity, forced, random_everything
@@ -32,8 +29,6 @@ from tests.test_engine import alone, random_requests
 from tests.tiny_models import VOCAB_SIZE, reference_logits, reference_model, write_checkpoint, write_draft
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
-# Trees run in turn alone.
-POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages() if name != "tree"]
 MODEL = HashRunner(8, BLOCK, VOCAB)
 
 
@@ -108,8 +103,9 @@ def check_engine(engine: Engine, case: tuple[list[Request], dict[str, list[int]]
 # -- rows ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", PipelineMode)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("none", SERIAL), *(("fixed:4", mode) for mode in PipelineMode), ("faser", RUN_AHEAD)]
+)
 def test_rows_are_those_of_plain_decoding(cases, policy: str, mode: PipelineMode):
     for seed, num_blocks in enumerate([200, 26]):
         fake = open_forced(policy, forced(mode), num_blocks=num_blocks)
@@ -117,18 +113,19 @@ def test_rows_are_those_of_plain_decoding(cases, policy: str, mode: PipelineMode
         assert (fake.engine.metrics().num_preemptions > 0) == (num_blocks < 200)
 
 
-@pytest.mark.parametrize("pruner", [None, always(), by_parity()])
-@pytest.mark.parametrize("trim", [None, ADMITS_NOTHING])
-def test_rows_of_trimmed_and_pruned_chains(cases, pruner, trim):
-    check_engine(open_forced("fixed:4", forced(SERIAL, pruner=pruner, trim=trim)).engine, cases[0], 1)
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        forced(SERIAL, pruner=always()),
+        forced(SERIAL, pruner=by_parity(), trim=ADMITS_NOTHING),
+        *(random_everything(seed) for seed in range(2)),
+    ],
+)
+def test_rows_whatever_is_decided(cases, decisions):
+    check_engine(open_forced("fixed:4", decisions, num_blocks=30).engine, cases[0], 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_whatever_is_decided(cases, seed: int):
-    check_engine(open_forced("fixed:4", random_everything(seed), num_blocks=30).engine, cases[seed % 2], seed)
-
-
-@pytest.mark.parametrize("most", [1, 3, 64])
+@pytest.mark.parametrize("most", [1, 64])
 def test_prompts_are_run_in_calls_of_bounded_logits(cases, monkeypatch: pytest.MonkeyPatch, most: int):
     """A small engine bounds them further, and chunks of a prompt in turn bound them, too."""
     monkeypatch.setattr(prefill, "MAX_LOGIT_ROWS", most)
@@ -202,45 +199,36 @@ def test_who_is_cancelled_before_a_token_gets_no_logits():
     assert output.is_final and output.context_logits is None and output.generation_logits is None
 
 
-# -- nobody else pays ------------------------------------------------------------------------------------
-
-
-class CountingSampler(NumpySampler):
-    num_copied = 0
-
-    def to_host(self, logits: np.ndarray) -> np.ndarray:
-        self.num_copied += len(logits)
-        return super().to_host(logits)
-
-
-def prompt_calls(calls: list[RowBatch]) -> list[tuple]:
-    return [
-        (rows.token_ids.tolist(), rows.cu_rows.tolist(), rows.context_lens.tolist(), rows.logit_rows.tolist())
-        for rows in calls
-    ]
-
-
-def test_calls_are_the_same_where_nobody_asks():
-    """Also beside who asks: only that prompt is run by itself, with logits of every row but the anchor's."""
+def test_a_prompt_whose_logits_are_wanted_is_run_by_itself_and_those_of_others_as_ever():
     others = [request(f"r{i}", [i] * (9 + i), 6) for i in range(3)]
     asks = request("asks", [7] * 11, 6, wants_context_logits=True, wants_generation_logits=True)
-    calls_of, copied = {}, {}
+    calls_of = {}
     for name, requests in (("alone", others), ("beside", [*others, asks])):
         fake = open_fake("none", max_prefill_tokens=200)
-        sampler = CountingSampler(VOCAB, 8)
-        stepper = fake.stepper
-        stepper.sampler = stepper.verifier._sampler = stepper.prefiller._sampler = sampler
         calls = watch_calls(fake.targets[0])
         outputs_of(fake.engine, requests)
-        calls_of[name], copied[name] = prompt_calls(calls), sampler.num_copied
-    assert copied == {"alone": 0, "beside": 10 + 6}
-    first, *_ = calls_of["alone"]
-    assert first == calls_of["beside"][0] and first[3] == [], "the others' prompts, without logits"
-    assert calls_of["beside"][1] == ([7] * 10, [0, 10], [0], list(range(10)))
+        calls_of[name] = [(rows.token_ids.tolist(), rows.logit_rows.tolist()) for rows in calls]
+    assert calls_of["alone"][0] == calls_of["beside"][0] and calls_of["alone"][0][1] == [], "no logits of these"
+    assert calls_of["beside"][1] == ([7] * 10, list(range(10)))
     assert len(calls_of["beside"]) == len(calls_of["alone"]) + 1
 
 
-# -- devices ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", PipelineMode)
+def test_counters_come_with_every_output_of_who_asks(mode: PipelineMode):
+    requests = [replace(r, wants_stats=index % 2 == 0) for index, r in enumerate(random_requests(3, 8))]
+    outputs = outputs_of(open_forced("fixed:4", forced(mode), num_blocks=40).engine, requests, seed=0)
+    for r in requests:
+        *earlier, last = outputs[r.request_id]
+        assert last.stats is not None
+        assert all((output.stats is not None) == r.wants_stats for output in earlier)
+        num_tokens, before = r.prompt_ids.size, None
+        for number, output in enumerate([*earlier, last] if r.wants_stats else [], 1):
+            assert output.stats is not None and output.stats is not before and output.stats.num_steps == number
+            num_tokens += len(output.token_ids)
+            assert output.stats.num_allocated_blocks * BLOCK >= num_tokens - 1
+            falls = {} if before is None else {n for n, v in asdict(before).items() if v > asdict(output.stats)[n]}
+            assert set(falls) <= {"num_allocated_blocks"}
+            before = output.stats
 
 
 @pytest.mark.parametrize("sampler", [NumpySampler(7, 1), TorchSampler(7, 1, torch.device("cpu"))])
@@ -250,11 +238,6 @@ def test_copies_outlive_the_buffer(sampler):
     copied = sampler.to_host(buffer)
     buffer[:] = 0
     assert copied.dtype == np.float32 and (copied == logits).all()
-
-
-def test_simulated_models_have_no_logits():
-    with pytest.raises(ConfigError, match="logits: are not simulated"):
-        SimSampler.to_host(SimSampler.__new__(SimSampler), np.zeros((1, 1)))
 
 
 @pytest.fixture(scope="module", params=["onnxruntime", "torch"])
@@ -267,8 +250,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return root / "engine"
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed:4", "faser"])
-def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path, policy: str):
+def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path):
     rng = np.random.default_rng(0)
     model = reference_model(built.parent / "source")
     requests = [
@@ -283,7 +265,7 @@ def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path, policy: s
         )
         for i in range(7)
     ]
-    config = EngineConfig.from_options(policy=policy, max_num_seqs=4, max_prefill_tokens=48, num_threads=1)
+    config = EngineConfig.from_options(policy="fixed:4", max_num_seqs=4, max_prefill_tokens=48, num_threads=1)
     engine = build_engine(built, config)
     outputs = outputs_of(engine, requests, seed=1)
     engine.close()

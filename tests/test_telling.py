@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
-from faser_backend.serving.log_format import JsonFormatter, about, line_teller, log_request
+from faser_backend.serving.log_format import JsonFormatter, about, log_request
 from faser_backend.serving.request_life import MAX_ROUNDS, RequestLife, SequenceLife
 from faser_backend.serving.tracing import Tracing, check_endpoint, context_of
 
@@ -45,6 +45,8 @@ def spans_of(life: RequestLife) -> list[Any]:
 def test_phases_of_each_sequence_lie_within_the_request():
     *phases, whole = spans_of(life_of(2))
     assert [span.name for span in phases] == ["queue", "prefill", "decode"] * 2
+    assert [event.attributes["faser.output_tokens"] for event in phases[2].events] == [2, 2, 2, 1]
+    assert len(spans_of(life_of(num_rounds=MAX_ROUNDS + 30))[2].events) == MAX_ROUNDS
     assert [span.attributes["faser.sequence"] for span in phases] == [0, 0, 0, 1, 1, 1]
     lengths_ms = [(span.end_time - span.start_time) / MS for span in (*phases[:3], whole)]
     assert lengths_ms == [3, 6, 80, 100]
@@ -53,13 +55,6 @@ def test_phases_of_each_sequence_lie_within_the_request():
     assert whole.attributes["gen_ai.usage.output_tokens"] == 14 and whole.attributes["gen_ai.request.choice.count"] == 2
     assert whole.attributes["faser.drafted_tokens"] == 16 and whole.attributes["faser.preemptions"] == 2
     assert whole.attributes["gen_ai.response.finish_reasons"] == ("end_id", "end_id") and whole.status.is_unset
-
-
-def test_rounds_are_told_one_by_one_up_to_a_bound():
-    for num_rounds in (2, MAX_ROUNDS + 30):
-        decode = spans_of(life_of(num_rounds=num_rounds))[2]
-        assert len(decode.events) == min(num_rounds + 1, MAX_ROUNDS)
-        assert [event.attributes["faser.output_tokens"] for event in decode.events[:2]] == [2, 2]
 
 
 def test_a_request_that_ended_early_has_the_phases_that_it_had():
@@ -82,14 +77,11 @@ def test_the_clients_trace_goes_on_unless_it_makes_no_sense():
     assert whole.parent is None
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://x:1", "http://", "http://x:1?a=b", ""])
-def test_an_endpoint_that_is_none_is_refused(url: str):
-    with pytest.raises(ConfigError, match=r"^--otlp-endpoint = .*must be http://HOST:PORT"):
-        check_endpoint(url)
+def test_an_endpoint_that_is_none_and_a_missing_extra_are_told_by_the_option(monkeypatch: pytest.MonkeyPatch):
+    for url in ("127.0.0.1:4318", "ftp://x:1", "http://", "http://x:1?a=b", ""):
+        with pytest.raises(ConfigError, match=r"^--otlp-endpoint = .*must be http://HOST:PORT"):
+            check_endpoint(url)
     assert check_endpoint("http://127.0.0.1:4318/") == "http://127.0.0.1:4318"
-
-
-def test_without_the_extra_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install 'faser-backend\[tracing\]'"):
         check_endpoint("http://127.0.0.1:4318")
@@ -122,13 +114,3 @@ def test_lines_are_objects_with_the_id_of_their_request(caplog: pytest.LogCaptur
     assert failed["request_id"] == "7-1" and failed["error"] == "no" and failed["level"] == "WARNING"
     assert error["message"] == "a response failed" and "größe\nin two lines" in error["traceback"]
     assert "request_id" not in other and other["process"] == "ensemble"
-
-
-def test_lines_of_the_command_are_as_they_were_unless_json_is_wanted(capsys: pytest.CaptureFixture[str]):
-    for log_format in ("text", "json"):
-        tell = line_teller(log_format, "serve")
-        tell("INFO", "draining")
-        tell("ERROR", "gone")
-    first, second, third, fourth = capsys.readouterr().err.splitlines()
-    assert (first, second) == ("draining", "error: gone")
-    assert json.loads(third)["message"] == "draining" and json.loads(fourth)["level"] == "ERROR"

@@ -24,7 +24,6 @@ from faser_backend.places import MODEL_REPO, data_folder
 from faser_backend.serving import server
 from faser_backend.serving.model_configs import write_repositories
 from lab.bench.servers import free_ports
-from tests.serving_pair import build_pair
 from tests.strict_clients import ids_of, infer_grpc, stream_grpc, text_of, text_request, token_request
 
 # What guides to TensorRT-LLM's backend fill in, by model.
@@ -84,11 +83,6 @@ def tritonserver(folder: Path) -> Iterator[tuple[int, int]]:
         process.wait(40)
 
 
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("templates"))
-
-
 def test_shipped_configurations_are_those_of_the_tables(tmp_path):
     for written in write_repositories(tmp_path):
         shipped = data_folder() / written.relative_to(tmp_path)
@@ -127,13 +121,3 @@ def test_accumulated_tokens_and_shipped_files_as_they_are(engine_dir: Path, tmp_
         whole = [text_of(each) for each in stream_grpc(grpc, "tensorrt_llm_bls", arrays, ["text_output"])]
         assert len(deltas) > 1 and whole[-1] == "".join(deltas)
         assert all(later.startswith(earlier) for earlier, later in pairwise(whole))
-
-
-def test_a_batching_strategy_that_is_not_in_flight_is_refused_at_load(engine_dir: Path):
-    parameters = {"engine_dir": str(engine_dir), "batching_strategy": "V1"}
-    options = server.LaunchOptions(*free_ports(3), parameters=parameters)
-    with (
-        server.TritonServer(options) as running,
-        pytest.raises(server.ConfigError, match="Invalid gpt_model_type 'V1'"),
-    ):
-        running.wait_ready()

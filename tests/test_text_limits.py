@@ -6,29 +6,25 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 
-from faser_backend.core.errors import Failure, QueueFullError, RequestError, UnavailableError
+from faser_backend.core.errors import QueueFullError, RequestError, UnavailableError
 from faser_backend.serving.converters import preprocess
-from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.guides import MAX_GUIDE_BYTES, read_guide
-from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts
+from faser_backend.serving.long_texts import LONG_TEXT_BYTES, LongTexts, SeparateTokenizer
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody
 from faser_backend.serving.openai.requests import ServedModel, completions, conversation_ids
 from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.separate_tokenizer import SeparateTokenizer
 from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.processes import children, kill_children, wait_until_gone
 from tests.serving_pair import byte_level_tokenizer
-from tests.test_contract import HELLO, number, parse, parse_ids, text
+from tests.test_contract import HELLO, number, parse, text
 
 HUGE = "x" * 5_000_000
 LIMITED = replace(HELLO, max_text_bytes=1000)
@@ -63,6 +59,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"guided_decoding_guide": text(HUGE), "guided_decoding_guide_type": text("regex")},
     ),
     ("guided_decoding_guide_type length = 5000000", {"guided_decoding_guide_type": text(HUGE)}),
+    ("bad_words_list length = 8193: at most 8192 tokens", {"bad_words_list": np.zeros((1, 2, 8193), np.int32)}),
+    ("stop_words_list length = 4097: at most 4096 tokens", {"stop_words_list": np.zeros((1, 2, 4097), np.int32)}),
+    ("draft_input_ids length = 129: must be at most", {"draft_input_ids": np.zeros((1, 129), np.int32)}),
 ]
 
 
@@ -84,19 +83,6 @@ def test_texts_at_the_limit_are_taken():
 @pytest.mark.parametrize(
     ("error", "given"),
     [
-        ("bad_words_list length = 8193: at most 8192 tokens", {"bad_words_list": np.zeros((1, 2, 8193), np.int32)}),
-        ("stop_words_list length = 4097: at most 4096 tokens", {"stop_words_list": np.zeros((1, 2, 4097), np.int32)}),
-        ("draft_input_ids length = 129: must be at most", {"draft_input_ids": np.zeros((1, 129), np.int32)}),
-    ],
-)
-def test_ids_are_counted_before_they_are_read(error: str, given: dict[str, Any]):
-    with pytest.raises(RequestError, match=error):
-        parse_ids([1], **given)
-
-
-@pytest.mark.parametrize(
-    ("error", "given"),
-    [
         ("QUERY length = 5000000", {"QUERY": text(HUGE)}),
         ("MESSAGES length = 5000000", {"MESSAGES": text(HUGE)}),
         ("BAD_WORDS_DICT length", {"QUERY": text("x"), "BAD_WORDS_DICT": text(HUGE)}),
@@ -109,11 +95,11 @@ def test_preprocessing_has_the_same_limits(error: str, given: dict[str, Any]):
         preprocess({"REQUEST_OUTPUT_LEN": number(4), **given}, LIMITED, NoTokenizer(byte_level_tokenizer()))
 
 
-def test_what_a_template_writes_is_measured_too(monkeypatch: pytest.MonkeyPatch):
-    tokenizer = NoTokenizer(byte_level_tokenizer())
-    monkeypatch.setattr(tokenizer._chat, "render", lambda *_: HUGE)
+def test_what_a_template_writes_is_measured_too():
+    tokenizer = NoTokenizer(byte_level_tokenizer(), PromptFormat("{{ 'x' * 5000000 }}"))
     with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes, rendered"):
         tokenizer.encode_chat("messages", json.dumps([{"role": "user", "content": "x"}]), 1000)
+    tokenizer.close()
 
 
 def test_the_limit_follows_the_context():
@@ -140,6 +126,10 @@ def test_a_long_text_is_read_beside_and_a_short_one_at_once():
     texts.run(long, lambda: read.append("long"))
     texts.close()
     assert read == ["short", "long"]
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            texts.run(long, wait)
+    texts.drain()
 
 
 CHAIN = "".join(f'r{index} ::= "a" r{index + 1}\n' for index in range(400)) + 'r400 ::= "x"\nroot ::= r0'
@@ -177,11 +167,11 @@ def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(
     assert separate.encode_prompt("fox") == list(*separate.encode_words("stop", ["fox"])) == here.encode("fox").ids
     for sent in ("", "naïve 🙂 x", "the quick brown fox " * 2000):
         assert separate.encode(sent) == here.encode(sent).ids
-    assert len(children("separate_tokenizer")) == 2, "one of them for the long text"
-    kill_children("separate_tokenizer")
+    assert len(children("serving.long_texts")) == 2, "one of them for the long text"
+    kill_children("serving.long_texts")
     assert separate.encode("fox") == here.encode("fox").ids, "another process took its place"
     separate.close()
-    assert not children("separate_tokenizer")
+    assert not children("serving.long_texts")
 
 
 def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_path: Path):
@@ -189,71 +179,20 @@ def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_pat
     code = (
         "import sys, time; from pathlib import Path\n"
         "from faser_backend.serving.prompts import PromptFormat\n"
-        "from faser_backend.serving.separate_tokenizer import SeparateTokenizer\n"
+        "from faser_backend.serving.long_texts import SeparateTokenizer\n"
         "tokenizer = SeparateTokenizer(Path(sys.argv[1]), PromptFormat()); tokenizer.encode('x')\n"
         "print('ready', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "tokenizer.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        workers = children("-m faser_backend.serving.separate_tokenizer", parent.pid)
+        workers = children("-m faser_backend.serving.long_texts", parent.pid)
         parent.kill()
     assert len(workers) == 1
     wait_until_gone(workers)
 
 
-class Answers:
-    """wire.Responder."""
-
-    def __init__(self) -> None:
-        self.requested_outputs: Iterable[str] = ()
-        self.failures: SimpleQueue[str] = SimpleQueue()
-
-    def send(self, arrays: list[Any], *, is_final: bool) -> None:
-        raise AssertionError("nothing should be answered")
-
-    def fail(self, failure: Failure) -> None:
-        self.failures.put(failure.message)
-
-    def is_cancelled(self) -> bool:
-        return False
-
-
-class NoLink:
-    """link.EngineLink without an engine."""
-
-    def __init__(self) -> None:
-        self.outputs: SimpleQueue[Any] = SimpleQueue()
-
-    def submit(self, request: Any, client_id: str) -> None:
-        raise AssertionError("refused requests do not get this far")
-
-    def cancel(self, request_id: str) -> None: ...
-    def stop(self, request_id: str) -> None: ...
-    def stop_client(self, client_id: str) -> None: ...
-
-    def close(self) -> None:
-        self.outputs.put(None)
-
-
-def test_a_long_text_that_is_refused_is_answered():
-    frontend, answers = Frontend(NoLink(), HELLO, NoTokenizer(byte_level_tokenizer()), is_decoupled=True), Answers()
-    frontend.handle({"text_input": text(HUGE), "max_tokens": number(8)}, "", answers)
-    assert answers.failures.get(timeout=10).startswith("text_input length = 5000000: must be at most 65536 bytes")
-    frontend.drain()
-    frontend.close()
-
-
-def test_a_long_text_that_comes_while_the_server_stops_is_told_so():
-    long_texts = LongTexts(1)
-    long_texts.close()
-    for _ in range(2):
-        with pytest.raises(UnavailableError):
-            long_texts.run({"text_input": text(HUGE)}, lambda: None)
-    long_texts.drain()
-
-
-def test_the_openai_door_has_the_same_limit():
+def test_the_openai_server_has_the_same_limit():
     tokenizer = NoTokenizer(byte_level_tokenizer())
     model = ServedModel("m", tokenizer, (), HELLO.limits, 16, 1000)
     with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,7 @@ import tritonclient.grpc as triton
 
 from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
-from tests.serving_pair import build_pair
-from tests.triton_clients import Stream, inputs_of
+from tests.triton_clients import Stream
 
 MODELS = ["ensemble", "tensorrt_llm_bls"]
 PROMPT = "def größe(x):\n"
@@ -27,8 +27,7 @@ ECHO = "exclude_input_in_output"  # it looks for this input, and sends it with c
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[TritonServer]:
-    engine_dir = build_pair(tmp_path_factory.mktemp("triton_openai"))
+def server(engine_dir: Path) -> Iterator[TritonServer]:
     http, grpc, metrics = free_ports(3)
     parameters = {"engine_dir": str(engine_dir), "num_threads": "1", "policy": "fixed:3", ECHO: "true"}
     with TritonServer(LaunchOptions(http, grpc, metrics, parameters=parameters)) as running:
@@ -102,10 +101,8 @@ def test_a_completion_is_one_response_and_the_same_streamed(server: TritonServer
 
 
 def test_echo(server: TritonServer):
+    """A chat has no field for the prompt, and relies on the parameter of the model."""
     assert ask(server, "ensemble", stream=False, **{ECHO: False}).texts[0].startswith(PROMPT)
-
-
-def test_a_chat_has_no_field_for_the_prompt_and_relies_on_the_parameter(server: TritonServer):
     chat = ask(server, "ensemble", stream=False)
     assert chat.texts[0] == ask(server, "ensemble", stream=False, **{ECHO: True}).texts[0]
 
@@ -131,13 +128,3 @@ def test_a_required_tool_is_a_guide(server: TritonServer):
     guide = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": schema}
     said = ask(server, "ensemble", stream=False, max_tokens=60, temperature=0.0, **guide)
     assert json.loads(said.texts[0])["n"] in (1, 2)
-
-
-def test_types_and_shapes_are_those_that_it_makes():
-    tensors = inputs_of(text_input="x", stop_words=["a", "b"], stream=True, seed=1, **DEFAULTS)
-    made = {tensor.name(): (tensor.datatype(), tensor.shape()) for tensor in tensors}
-    floats = {name: ("FP32", [1, 1]) for name in ("top_p", "frequency_penalty", "presence_penalty", "temperature")}
-    assert made == floats | {
-        "text_input": ("BYTES", [1, 1]), "stop_words": ("BYTES", [1, 2]), "stream": ("BOOL", [1, 1]),
-        "seed": ("UINT64", [1, 1]), "max_tokens": ("INT32", [1, 1]),
-    }  # fmt: skip

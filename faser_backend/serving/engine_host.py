@@ -11,10 +11,10 @@ from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import GuideCompiler
 from faser_backend.serving.link import Hello
+from faser_backend.serving.long_texts import SeparateTokenizer
 from faser_backend.serving.metrics import MetricReporter
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.separate_tokenizer import SeparateTokenizer
 from faser_backend.serving.tensor_values import default_text_bytes
 
 
