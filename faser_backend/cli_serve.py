@@ -165,19 +165,19 @@ def serve(
         grpc_tls=tls,
         has_model_control=admin_key_file is not None,
     )
-    door = None
+    command = None
     if openai_port is not None:
-        door = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
-        door += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
-        door += ["--draft", draft.value, "--log-format", log_format.value]
-        door += ["--triton-metrics", f"{host}:{metrics_port}", *["--speculation-metrics"] * speculation_metrics]
+        command = [sys.executable, "-m", "faser_backend.cli", "openai", "--engine-dir", str(directory)]
+        command += ["--triton", f"{host}:{grpc_port}", "--port", str(openai_port), "--host", openai_host]
+        command += ["--draft", draft.value, "--log-format", log_format.value]
+        command += ["--triton-metrics", f"{host}:{metrics_port}", *["--speculation-metrics"] * speculation_metrics]
         files = {"api-key-file": api_key_file, "tls-cert": tls_cert, "tls-key": tls_key, "chat-template": template_file}
         given = {"model-name": model_name or (None if engine_dir else DEMO_NAME), "max-text-bytes": max_text_bytes}
         given |= files
-        door += [f"--{name}={value}" for name, value in given.items() if value is not None]
-        door += [f"--allow-origin={origin}" for origin in allow_origin or ()]
+        command += [f"--{name}={value}" for name, value in given.items() if value is not None]
+        command += [f"--allow-origin={origin}" for origin in allow_origin or ()]
     status = serve_until_signalled(
-        options, shows_log=verbose, log_format=log_format.value, door=door, hang_timeout_s=hang_timeout
+        options, shows_log=verbose, log_format=log_format.value, openai=command, hang_timeout_s=hang_timeout
     )
     raise typer.Exit(status)
 

@@ -181,7 +181,7 @@ def _longest(manifest: EngineManifest, limits: PromptLimits) -> tuple[int, str]:
 
 def _tokenised(prompt: Prompt, tokenizer: TextTokenizer, *, is_chat: bool) -> Prompt:
     if is_chat:
-        _, token_ids = tokenizer.encode_chat("--prompts", json.dumps([{"role": "user", "content": prompt.text}]))
+        _, token_ids = tokenizer.encode_chat("--prompts", [{"role": "user", "content": prompt.text}])
     else:
         token_ids = tokenizer.encode_prompt(prompt.text)
     if not token_ids:

@@ -171,18 +171,24 @@ def test_padding_is_the_checkpoints():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("", r"messages = '': must be JSON"),
-        ("[" * 100_000, "must be JSON"),
-        ("[]", r"messages = \[\]: must list at least one message"),
-        ('{"role": "user"}', "must list at least one message"),
-        ('["hello"]', r"messages\[0\] = 'hello': must be an object"),
-        ('[{"role": "robot", "content": ""}]', r"messages\[0\].role = 'robot': must be one of system, developer, user"),
-        ('[{"role": ["user"], "content": ""}]', r"messages\[0\].role = \['user'\]: must be one of"),
-        ('[{"content": ""}]', r"messages\[0\].role = None: must be one of"),
-        ('[{"role": "user", "content": "a"}, {"role": "user"}]', r"messages\[1\].content = None: must be text"),
-        ('[{"role": "user", "content": [{"type": "text"}]}]', r"messages\[0\].content = .*: must be text"),
-        ('[{"role": "user", "content": "", "name": "x"}]', r"messages\[0\].name = 'x': not supported"),
-        ('[{"role": "user", "content": "\\ud800"}]', r"messages\[0\].content = .*: must be valid Unicode"),
+        ("", r"messages = '': invalid JSON"),
+        ("[" * 100_000, "invalid JSON: recursion limit"),
+        ("[]", r"messages = \[\]: list should have at least 1 item"),
+        ('{"role": "user"}', "messages = .*: input should be a valid "),
+        ('["hello"]', r"messages\[0\] = 'hello': input should be an object"),
+        (
+            '[{"role": "robot", "content": ""}]',
+            r"messages\[0\].role = 'robot': input should be 'system', 'developer', ",
+        ),
+        ('[{"role": ["user"], "content": ""}]', r"messages\[0\].role = \['user'\]: input should be"),
+        ('[{"content": ""}]', r"messages\[0\].role = None: is required"),
+        ('[{"role": "user", "content": "a"}, {"role": "user"}]', r"messages\[1\].content = None: is required"),
+        (
+            '[{"role": "user", "content": [{"type": "text"}]}]',
+            r"messages\[0\].content = .*: input should be a valid str",
+        ),
+        ('[{"role": "user", "content": "", "name": "x"}]', r"messages\[0\].name = 'x': .* has no such field"),
+        ('[{"role": "user", "content": "\\ud800"}]', r"messages = .*: invalid JSON: unexpected end of hex escape"),
     ],
 )
 def test_bad_messages_are_named(messages: str, message: str):

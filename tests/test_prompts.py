@@ -164,7 +164,7 @@ def test_without_a_template_generate_says_what_to_do(run, without_template: Path
         (["--chat", "--prompt-ids", "1"], "--prompt-ids = [1]: cannot be a message"),
         (["--chat", "--messages", "m.json", "--system", "s"], "--system = 's': write it into the file"),
         (["--chat", "--messages", "none.json"], "--messages = 'none.json': not readable as text"),
-        (["--chat", "--messages", __file__], "must be JSON: "),
+        (["--chat", "--messages", __file__], "invalid JSON: "),
         (["--chat", "--prompt", "x", "--chat-template", "none"], "chat_template = none: not readable"),
     ],
 )

@@ -246,8 +246,8 @@ def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptio
         ({"num_return_sequences": 5000}, "num_return_sequences = 5000: must lie in"),
         ({"unknown_tensor": 1.0}, "unknown_tensor"),
         ({"text_input": None}, "a prompt is needed: send text_input, messages or input_ids"),
-        ({"text_input": None, "messages": "[{"}, "messages = '[{': must be JSON"),
-        ({"text_input": None, "messages": '[{"role": "robot"}]'}, "messages[0].role = 'robot': must be one of"),
+        ({"text_input": None, "messages": "[{"}, "messages = '[{': invalid JSON"),
+        ({"text_input": None, "messages": '[{"role": "robot"}]'}, "messages[0].role = 'robot': input should be"),
         ({"messages": "[]"}, "messages = 'given with text_input': send one of the two"),
     ],
 )

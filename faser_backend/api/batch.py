@@ -5,7 +5,6 @@ Everything is checked before a request starts, so that a bad field leaves nothin
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -168,11 +167,7 @@ def _read(prompt: object, tokenizer: TextTokenizer) -> tuple[str | None, list[in
     if isinstance(prompt, str):
         return prompt, tokenizer.encode_prompt(prompt)
     if is_conversation(prompt):
-        try:
-            messages = json.dumps(prompt)
-        except (TypeError, ValueError) as error:
-            raise RequestError("messages", prompt, f"must be plain data: {error}") from None
-        return tokenizer.encode_chat("messages", messages)
+        return tokenizer.encode_chat("messages", prompt)
     if isinstance(prompt, list | tuple) and all(type(each) is int for each in prompt):
         return None, list(prompt)
     raise RequestError("prompt", prompt, "must be text, token ids or a conversation")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
 from faser_backend.serving.guides import read_guide
+from faser_backend.serving.validation import refusal_of
 
 MAX_SEQUENCES = 1024  # answers to one prompt
 MAX_LOGPROBS = 20
@@ -30,16 +31,7 @@ class _Fields(BaseModel):
             try:
                 super().__init__(**fields)
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                unknown = f"{type(self).__name__} has no such field"
-                limit = unknown if first["type"] == "extra_forbidden" else _lowered(first["msg"])
-                raise RequestError(where or type(self).__name__, first["input"], limit) from None
-
-
-def _lowered(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
+                raise refusal_of(error) from None
 
 
 class GuidedDecodingParams(_Fields):

@@ -10,12 +10,14 @@ import json
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from faser_backend.core.errors import RequestError
+from faser_backend.serving.validation import refusal_of
 from faser_backend.serving.worker import Worker, WorkerError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_TEMPLATE = (
     "these engines came without a chat template: send a plain prompt, give a template with --chat-template FILE, "
     "or build again from a checkpoint that has one"
@@ -24,17 +26,25 @@ NO_TEMPLATE = (
 Message = dict[str, Any]  # what templates read: role and content, and of OpenAI's API tool_calls and the like
 
 
-def read_messages(field: str, text: str) -> list[Message]:
-    """The conversation in a JSON text. Raises RequestError naming the field, the part of it and its value."""
+class PlainMessage(BaseModel):
+    """A message is its role and its content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+
+
+_MESSAGES = TypeAdapter(Annotated[list[PlainMessage], Field(min_length=1)])
+
+
+def read_messages(field: str, given: str | list[Any]) -> list[Message]:
+    """The conversation, or the one in a JSON text. Raises RequestError naming the part that is wrong and its value."""
     try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(field, text, f"must be JSON: {error}") from None
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(field, messages, 'must list at least one message {"role": ..., "content": ...}')
-    for index, message in enumerate(messages):
-        _check_message(f"{field}[{index}]", message)
-    return messages
+        messages = _MESSAGES.validate_json(given) if isinstance(given, str) else _MESSAGES.validate_python(given)
+    except ValidationError as error:
+        raise refusal_of(error, field) from None
+    return [message.model_dump() for message in messages]
 
 
 class ChatRenderer:
@@ -85,20 +95,3 @@ def check_template(template: str) -> None:
         renderer.compile()
     finally:
         renderer.close()
-
-
-def _check_message(name: str, message: object) -> None:
-    if not isinstance(message, dict):
-        raise RequestError(name, message, 'must be an object {"role": ..., "content": ...}')
-    for key in message:
-        if key not in ("role", "content"):
-            raise RequestError(f"{name}.{key}", message[key], "not supported: a message is its role and its content")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise RequestError(f"{name}.role", role, f"must be one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise RequestError(f"{name}.content", content, "must be text")
-    try:
-        content.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
-        raise RequestError(f"{name}.content", content, "must be valid Unicode") from None

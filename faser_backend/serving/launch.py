@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -13,19 +15,21 @@ from pathlib import Path
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.chat import check_template
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.door_process import DoorProcess
 from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
 from faser_backend.serving.heartbeat import HangWatch
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_teller
 from faser_backend.serving.model_configs import CONTRACTS
+from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.prompts import read_template
-from faser_backend.serving.server import TELL_S, LaunchOptions, TritonServer
+from faser_backend.serving.server import DRAIN_S, TELL_S, LaunchOptions, TritonServer
 
+OPENAI_START_S = 30.0
 WATCH_S = 0.5  # between two looks at the processes
 
 
@@ -56,14 +60,14 @@ def serve_until_signalled(
     *,
     shows_log: bool,
     log_format: str = "text",
-    door: list[str] | None = None,
+    openai: list[str] | None = None,
     hang_timeout_s: float,
 ) -> int:
     """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
 
     hang_timeout_s: after which a process that makes no progress is killed; 0: never.
     log_format: of what it says on stderr.
-    door: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
+    openai: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
     """
     tell = line_teller(log_format, "serve")
     is_signalled = threading.Event()
@@ -86,9 +90,9 @@ def serve_until_signalled(
 
         server.wait_ready(should_stop=is_over)
         front = None
-        if door is not None and not is_signalled.is_set():
+        if openai is not None and not is_signalled.is_set():
             phases.begin("starting OpenAI's API")
-            front = stack.enter_context(DoorProcess(door))
+            front = stack.enter_context(OpenAIProcess(openai))
             front.wait_ready(should_stop=is_signalled.is_set)
         phases.end()
         if not is_signalled.is_set():
@@ -125,7 +129,7 @@ def serve_until_signalled(
 
 
 def _kill_what_hangs(
-    watch: HangWatch, server: TritonServer, front: DoorProcess | None, tell: Callable[[str, str], None]
+    watch: HangWatch, server: TritonServer, front: OpenAIProcess | None, tell: Callable[[str, str], None]
 ) -> None:
     """A process that is killed is one that has died: that is noticed, its requests are answered, the server ends."""
     names = {pid: f"model {model!r}" for pid, model in server.model_processes().items()}
@@ -136,3 +140,45 @@ def _kill_what_hangs(
         tell("ERROR", f"the process of {names[pid]} has made no progress for {seconds:.0f} s; it is killed")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+class OpenAIProcess:
+    """One `faser openai`, a context manager. Its errors go to our stderr; with its first line it is ready."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches `faser serve`, which then drains it once
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+        )
+        self.first_line = ""
+
+    def wait_ready(self, *, should_stop: Callable[[], bool]) -> None:
+        """Raises ConfigError where it ends or says nothing; what was wrong stands on stderr."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + OPENAI_START_S
+        while not should_stop() and time.monotonic() < deadline_s:
+            if select.select([self.process.stdout], [], [], 0.2)[0]:
+                self.first_line = self.process.stdout.readline().strip()
+                break
+        if not self.first_line and not should_stop():
+            raise ConfigError("the OpenAI front end did not start; its error is above")
+
+    def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Takes no new requests and lets those in flight end; kills it after DRAIN_S, or once is_hurried."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            deadline_s = time.monotonic() + DRAIN_S
+            while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
+                time.sleep(0.05)
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> OpenAIProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -61,7 +61,7 @@ class LaunchOptions:
     parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
     exposes_triton: bool = False  # host may be an address that others reach
     admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
-    also_restricted: tuple[str, ...] = ()  # what else needs that key, see doors.restriction_options
+    also_restricted: tuple[str, ...] = ()  # what else needs that key, see access.restriction_options
     grpc_tls: GrpcTls | None = None
     # Models can be loaded and unloaded with the key. Whoever has it may then run code of theirs as this user; and users
     # of the same machine can read it on Triton's command line: so only where an operator chose a key.

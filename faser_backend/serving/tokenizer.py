@@ -72,9 +72,9 @@ class TextTokenizer:
             return token_ids[1:]
         return token_ids
 
-    def encode_chat(self, field: str, messages: str, max_bytes: int | None = None) -> tuple[str, list[int]]:
-        """JSON [{role, content}] -> the prompt and its ids, which hold the special tokens that the template writes
-        and no others. Raises RequestError naming the field, where the template writes more than max_bytes too.
+    def encode_chat(self, field: str, messages: str | list[Any], max_bytes: int | None = None) -> tuple[str, list[int]]:
+        """[{role, content}], or its JSON -> the prompt and its ids, which hold the special tokens that the template
+        writes and no others. Raises RequestError naming the field, where the template writes more than max_bytes too.
         """
         return self.encode_conversation(field, read_messages(field, messages), max_bytes=max_bytes)
 

@@ -7,7 +7,6 @@ values: these are counted first, by searches that take milliseconds. A large bod
 from __future__ import annotations
 
 import asyncio
-import reprlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,8 +15,10 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from faser_backend.core.errors import RequestError
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.fields import NOTHING, REFUSED, AnyBody, CompletionBody
+from faser_backend.serving.validation import Brief, refusal_of
 
 MAX_BODY_BYTES = 4 << 20
 MAX_HELD_BYTES = 128 << 20  # of all bodies beyond SMALL_BYTES that are on their way
@@ -27,12 +28,10 @@ MAX_VALUES = 64 << 10  # of a body: entries of its lists, keys and values of its
 MAX_IDS = 256 << 10  # values where prompts may be token ids
 MAX_CONTAINERS = 32 << 10  # lists and objects
 _READER = ThreadPoolExecutor(1, "large-bodies")
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = 60
 
 
 async def read_body(kind: type[AnyBody], request: Request) -> AnyBody:
-    """Raises ApiError naming the first field that is wrong, its value and the limit."""
+    """Raises as check_body."""
     with _Held() as held:
         raw = await _receive(request, held)
         if len(raw) <= SMALL_BYTES:
@@ -112,32 +111,13 @@ def _counts(raw: bytes, max_values: int) -> tuple[int, int]:
 
 
 def check_body(kind: type[AnyBody], content: object) -> AnyBody:
-    """Raises ApiError naming the first field that is wrong, its value and the limit."""
+    """Raises ApiError or RequestError naming the first field that is wrong, its value and the limit."""
     if not isinstance(content, Mapping):
         raise ApiError(f"the body must be a JSON object, not {type(content).__name__}")
     for name, meaning in REFUSED[kind].items():
         if name in content and content[name] not in NOTHING:
-            raise ApiError(f"{name} = {_shown(content[name])}: not supported: {meaning}", param=name)
+            raise RequestError(name, Brief(content[name]), f"not supported: {meaning}")
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise _of_validation(error) from None
-
-
-def _of_validation(error: ValidationError) -> ApiError:
-    # Of a union's branches the one that got furthest.
-    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    if first["type"] == "rule":
-        return ApiError(first["msg"], param=first.get("ctx", {}).get("param"))
-    path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-    if first["type"] == "missing":
-        return ApiError(f"{name}: is required", param=name)
-    if first["type"] == "value_error":  # a validator of ours, which shows the value where it helps
-        return ApiError(f"{name}: {first.get('ctx', {})['error']}", param=name)
-    return ApiError(f"{name} = {_shown(first['input'])}: {first['msg']}", param=name)
-
-
-def _shown(value: object) -> str:
-    shown = _BRIEF.repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+        raise refusal_of(error) from None

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
+from faser_backend.core.errors import RequestError
 from faser_backend.core.request import NUM_CONTEXT_TOP
 
 MAX_CHOICES = 128
@@ -31,17 +31,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(max_length=64)]
 
 
-def rule_error(param: str, message: str) -> PydanticCustomError:
-    """A request breaks a rule that a validator of ours knows; param: the field to blame."""
-    return PydanticCustomError("rule", "{message}", {"message": message, "param": param})
-
-
 def _at_most(limit: int) -> BeforeValidator:
     """Counts an object's entries before any of them is checked."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
-            raise ValueError(f"has {len(value)} entries: at most {limit} are allowed")
+            raise ValueError(f"at most {limit} entries are allowed, not {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -115,10 +110,10 @@ class CompletionBody(ChoicesBody):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if isinstance(self.prompt, list) and not self.prompt:
-            raise rule_error("prompt", "prompt: must hold at least one prompt")
+            raise RequestError("prompt", self.prompt, "must hold at least one prompt")
         if self.best_of is not None and self.best_of != self.num_choices:
             limit = f"must equal n = {self.num_choices}: all candidates are returned"
-            raise rule_error("best_of", f"best_of = {self.best_of}: {limit}")
+            raise RequestError("best_of", self.best_of, limit)
         return self
 
     @property
@@ -221,9 +216,9 @@ class ConversationBody(Body):
     def _chooses_of_its_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or []]
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise rule_error("tool_choice", f"tool_choice = {self.tool_choice.function.name!r}: no tool has this name")
+            raise RequestError("tool_choice", self.tool_choice.function.name, "no tool has this name")
         if self.tool_choice == "required" and not self.tools:
-            raise rule_error("tool_choice", f"tool_choice = {self.tool_choice!r}: needs tools")
+            raise RequestError("tool_choice", self.tool_choice, "needs tools")
         return self
 
 
@@ -243,7 +238,7 @@ class ChatBody(ChoicesBody, ConversationBody):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise rule_error("top_logprobs", f"top_logprobs = {self.top_logprobs}: needs logprobs = true")
+            raise RequestError("top_logprobs", self.top_logprobs, "needs logprobs = true")
         return self
 
     @property

@@ -64,12 +64,12 @@ class Generation:
 
 
 def completions(body: CompletionBody, model: ServedModel) -> Iterator[Generation]:
-    """The answers to every prompt, tokenised as they are asked for. Raises ApiError and RequestError."""
+    """The answers to every prompt, tokenised as they are asked for. Raises RequestError."""
     given: Any = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     if len(prompts) * body.num_choices > MAX_PROMPTS:
         limit = f"at most {MAX_PROMPTS} answers to a request (prompts times n)"
-        raise ApiError(f"prompt: {len(prompts)} prompts with n = {body.num_choices}: {limit}", param="prompt")
+        raise RequestError("prompt", f"{len(prompts)} prompts with n = {body.num_choices}", limit)
     for prompt in prompts:
         check_length("prompt", prompt, model.max_text_bytes)
     for prompt in prompts:
@@ -80,10 +80,10 @@ def completions(body: CompletionBody, model: ServedModel) -> Iterator[Generation
 def conversation(
     body: ChatBody | ResponsesBody, model: ServedModel, form: type[ToolForm] | None
 ) -> Iterator[Generation]:
-    """The answers to a conversation as the chat template writes it. Raises ApiError and RequestError."""
+    """The answers to a conversation as the chat template writes it. Raises RequestError."""
     guide = answer_guide(body, form)
     if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # the engine would say so, of a larger message
-        raise ApiError(f"{GUIDE}: {len(guide.text)} bytes: must be at most {MAX_GUIDE_BYTES}", param=GUIDE)
+        raise RequestError(f"{GUIDE} length", len(guide.text), f"must be at most {MAX_GUIDE_BYTES} bytes")
     ids = conversation_ids(body, model.tokenizer, model.max_text_bytes)
     draft_ids: tuple[int, ...] = ()
     if isinstance(body, ChatBody) and body.prediction is not None:
@@ -95,7 +95,7 @@ def conversation(
 
 
 def conversation_ids(body: ChatBody | ResponsesBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
-    """The prompt. max_bytes: of its text. Raises ApiError and RequestError."""
+    """The prompt. max_bytes: of its text. Raises RequestError."""
     calls = [call.function for message in body.messages for call in message.tool_calls or ()]
     texts = [text_of(message.content) for message in body.messages] + [call.arguments for call in calls]
     check_length("messages", "".join(texts), max_bytes)
@@ -109,7 +109,7 @@ def conversation_ids(body: ChatBody | ResponsesBody, tokenizer: TextTokenizer, m
 def _for_template(name: str, message: Message) -> dict[str, Any]:
     """Content is text, as templates expect, and the arguments of calls are objects."""
     if message.content is None and not message.tool_calls:
-        raise ApiError(f"{name}.content: is required", param=f"{name}.content")
+        raise RequestError(f"{name}.content", None, "is required")
     shown: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     shown |= message.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
     for call in shown.get("tool_calls", ()):
@@ -117,8 +117,7 @@ def _for_template(name: str, message: Message) -> dict[str, Any]:
         try:
             call["function"]["arguments"] = parse(text.encode() or b"{}")
         except ApiError:
-            where = f"{name}.tool_calls.function.arguments"
-            raise ApiError(f"{where} = {text[:60]!r}: must be JSON", param=where) from None
+            raise RequestError(f"{name}.tool_calls.function.arguments", text[:60], "must be JSON") from None
     return shown
 
 
