@@ -254,8 +254,10 @@ def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
     from faser_backend.device.cuda.streams import open_menu
 
     torch.cuda.init()
-    opened = open_menu(torch.cuda, torch.cuda.current_device(), load_driver, kinds=("green_contexts",))
+    opened = open_menu(torch.cuda, torch.cuda.current_device(), load_driver)
     handles.callback(opened.close)
+    if opened.choice.kind != "green_contexts":
+        return {}
     return {
         split_name(draft, target): SplitStreams(draft.stream.cuda_stream, target.stream.cuda_stream)
         for draft, target in opened.menu.splits

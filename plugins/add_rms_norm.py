@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import decoder_reference
+from plugins import reference
 from plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 MAX_HIDDEN_SIZE = 16_384  # a program holds a row in registers
@@ -66,7 +66,7 @@ def add_rms_norm(
         if tensor is not None:
             check_tensor(name, tensor, (num_rows, hidden_size), hidden.dtype)
     if not runs_kernel(add_rms_norm_kernel, hidden):
-        decoder_reference.add_rms_norm(hidden, delta, weight, eps, summed, out)
+        reference.add_rms_norm(hidden, delta, weight, eps, summed, out)
     elif num_rows:
         block_d = 1 << (hidden_size - 1).bit_length()
         on_grid(add_rms_norm_kernel, num_rows)(

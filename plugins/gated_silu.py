@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import decoder_reference
+from plugins import reference
 from plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
 
 BLOCK = 1024
@@ -42,6 +42,6 @@ def gated_silu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     check_tensor("gate_up", gate_up, (num_rows, 2 * size), *FLOAT_DTYPES)
     check_tensor("out", out, (num_rows, size), gate_up.dtype)
     if not runs_kernel(gated_silu_kernel, gate_up):
-        decoder_reference.gated_silu(gate_up, out)
+        reference.gated_silu(gate_up, out)
     elif num_rows:
         on_grid(gated_silu_kernel, num_rows, cdiv(size, BLOCK))(gate_up, size, out, BLOCK=BLOCK, num_warps=NUM_WARPS)

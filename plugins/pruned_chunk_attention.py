@@ -20,7 +20,7 @@ from plugins import reference
 from plugins.attention_config import launch_config, num_tiles, padded_head_dim
 from plugins.attention_tiles import attend_chunk, attend_context, write_rows
 from plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
-from plugins.split_combine import combine_splits, split_workspace
+from plugins.split_combine import combine_splits, empty_parts
 
 LOG2_E = math.log2(math.e)
 
@@ -182,8 +182,6 @@ def pruned_chunk_attention(
     num_splits: int = 1,
     min_part_tokens: int = 0,
     table_width: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    scale: float | None = None,
 ) -> None:
     """Queues the call on the current stream; writes `out` and the pools in place.
 
@@ -192,19 +190,17 @@ def pruned_chunk_attention(
     B and num_splits all that a captured graph fixes. num_splits: into how many parts a context is cut at most;
     min_part_tokens: the fewest tokens of a part. table_width: [1] int32, where block_table holds its rows without gaps,
     each as wide as this says when the call runs. A slot lies at or above its sequence's context_lens, and no two rows
-    share one. workspace: float32, at least workspace_numel(...) values; allocated where None. scale: default
-    head_dim ** -0.5. Raises ValueError where shapes or types do not fit together.
+    share one. Raises ValueError where shapes or types do not fit together.
     """
     tensors = (q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping)
     check_attention(*tensors, out)
     if table_width is not None:
         check_tensor("table_width", table_width, (1,), torch.int32)
     num_kv_heads, num_blocks, kv_block_size, head_dim = k_pool.shape
-    softmax_scale = head_dim**-0.5 if scale is None else scale
     if max_rows < 1 or num_splits < 1:
         raise ValueError(f"max_rows = {max_rows}, num_splits = {num_splits}: both must be at least 1")
     if not runs_kernel(pruned_chunk_attention_kernel, q):
-        reference.pruned_chunk_attention(*tensors, out, softmax_scale, table_width)
+        reference.pruned_chunk_attention(*tensors, out, table_width)
         return
     if q.shape[0] == 0 or context_lens.shape[0] == 0:
         return
@@ -212,7 +208,7 @@ def pruned_chunk_attention(
     config = launch_config(q.element_size(), head_dim, group, max_rows, compute_capability(q))
     mixed_parts = stat_parts = None
     if num_splits > 1:
-        mixed_parts, stat_parts = split_workspace(workspace, q, num_splits)
+        mixed_parts, stat_parts = empty_parts(q, num_splits)
     tiles = num_tiles(q.shape[0], context_lens.shape[0], config.block_m // group)
     run = on_grid(pruned_chunk_attention_kernel, tiles * num_splits, num_kv_heads)
     run(
@@ -232,7 +228,7 @@ def pruned_chunk_attention(
         HEAD_DIM=head_dim,
         GROUP=group,
         KV_BLOCK_SIZE=kv_block_size,
-        SCALE_LOG2=softmax_scale * LOG2_E,
+        SCALE_LOG2=head_dim**-0.5 * LOG2_E,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_C=config.block_c,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 
 def pruned_chunk_attention(
-    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, scale, table_width=None,
+    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, table_width=None,
 ) -> None:  # fmt: skip
     """Row r of a sequence attends to the sequence's context in the pool and to its chunk's rows up to r."""
     if table_width is not None:  # rows of the table lie without gaps
@@ -27,7 +28,7 @@ def pruned_chunk_attention(
         keys = torch.cat([k_pool[:, block, offset], k_new[chunk].transpose(0, 1)], 1).float()  # [Hkv, S, hd]
         values = torch.cat([v_pool[:, block, offset], v_new[chunk].transpose(0, 1)], 1).float()
         queries = q[chunk].float().unflatten(1, (keys.shape[0], -1))  # [rows, Hkv, G, hd]
-        scores = torch.einsum("rkgd,ksd->rkgs", queries, keys) * scale
+        scores = torch.einsum("rkgd,ksd->rkgs", queries, keys) * q.shape[2] ** -0.5
         hidden = torch.ones(num_rows, context + num_rows, dtype=torch.bool, device=q.device).triu(context + 1)
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
         out[chunk] = torch.einsum("rkgs,ksd->rkgd", weights, values).flatten(1, 2).to(out.dtype)
@@ -51,3 +52,28 @@ def exit_scores(hidden, head, candidates, out) -> None:
 def compact_rows(hidden, kept, out) -> None:
     """out[i] = hidden[kept[i]]."""
     torch.index_select(hidden, 0, kept, out=out)
+
+
+# Row kernels of a decoder layer: all arithmetic is float32, rounded once to the type of `out`.
+def add_rms_norm(hidden, delta, weight, eps, summed, out) -> None:
+    """summed = hidden + delta in hidden's type, where there is a delta; out = the RMS norm of that."""
+    if delta is not None:
+        hidden = torch.add(hidden, delta, out=summed)
+    out.copy_(functional.rms_norm(hidden.float(), weight.shape, weight, eps))
+
+
+def rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out) -> None:
+    """Queries and keys of qkv [T, H + 2 * Hkv, hd], normed per head where there are weights, turned by position."""
+    heads = qkv[:, : out.shape[1]].float()
+    if q_norm is not None:
+        weight = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(out.shape[1] - num_heads, -1)))
+        heads = functional.rms_norm(heads, q_norm.shape, None, eps) * weight
+    first, second = heads.chunk(2, dim=2)
+    cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, hd / 2]
+    out.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2))
+
+
+def gated_silu(gate_up, out) -> None:
+    """out [T, I] = silu of the first half of gate_up [T, 2 * I] times the second."""
+    gate, up = gate_up.float().chunk(2, dim=1)
+    out.copy_(functional.silu(gate) * up)

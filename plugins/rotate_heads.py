@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import decoder_reference
+from plugins import reference
 from plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 NUM_WARPS = 1  # a program turns one head of one row
@@ -84,7 +84,7 @@ def rotate_heads(
         check_tensor("q_norm", q_norm, (head_dim,), torch.float32)
         check_tensor("k_norm", k_norm, (head_dim,), torch.float32)
     if not runs_kernel(rotate_heads_kernel, qkv):
-        decoder_reference.rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out)
+        reference.rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out)
     elif num_rows:
         on_grid(rotate_heads_kernel, num_rows, num_rotated)(
             qkv,

@@ -60,20 +60,8 @@ def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows:
     )
 
 
-def workspace_numel(num_rows: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Float32 values of the workspace of a call whose context is split; 0 where it is not."""
-    return num_rows * num_heads * num_splits * (head_dim + 2) if num_splits > 1 else 0
-
-
-def split_workspace(
-    workspace: torch.Tensor | None, q: torch.Tensor, num_splits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two areas of a workspace: mixes [T, H, num_splits, hd] and statistics [T, H, num_splits, 2]."""
+def empty_parts(q: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for mixed_parts and stat_parts of a call's queries q [T, H, hd]."""
     num_rows, num_heads, head_dim = q.shape
-    numel = workspace_numel(num_rows, num_heads, head_dim, num_splits)
-    if workspace is None:
-        workspace = torch.empty(numel, dtype=torch.float32, device=q.device)
-    if workspace.dtype != torch.float32 or workspace.numel() < numel:
-        raise ValueError(f"workspace: {workspace.numel()} values of {workspace.dtype}, needs {numel} of float32")
-    mixed, stats = workspace.flatten()[:numel].split([numel // (head_dim + 2) * head_dim, numel // (head_dim + 2) * 2])
-    return mixed.view(num_rows, num_heads, num_splits, head_dim), stats.view(num_rows, num_heads, num_splits, 2)
+    mixed = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
+    return mixed, mixed.new_empty(num_rows, num_heads, num_splits, 2)

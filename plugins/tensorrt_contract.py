@@ -33,8 +33,6 @@ ATTENTION_INPUTS = (
 ATTENTION_OUTPUTS = ("attended", "k_pool_out", "v_pool_out")  # [T, num_heads, head_dim]; the pools
 ATTEND_OUTPUTS = ("mixed_parts", "stat_parts", "k_pool_out", "v_pool_out")  # [P, num_heads, head_dim | 2] float32
 COMBINE_INPUTS = ("mixed_parts", "stat_parts", "q", "block_table", "cu_rows")  # q and block_table for their shapes
-COMBINE_OUTPUTS = ("attended",)
-POOL_ALIASES = {"k_pool_out": "k_pool", "v_pool_out": "v_pool"}
 INDEX_INPUTS = ATTENTION_INPUTS[5:]  # int32
 FLOAT_DTYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}  # TensorRT's name: Triton-language's
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -100,34 +98,6 @@ class Geometry:
 
 
 GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
-
-
-def attention_output_dtypes(input_dtypes: Sequence[Any]) -> list[Any]:
-    """Of attended and the pools, given the types of all inputs."""
-    by_name = dict(zip(ATTENTION_INPUTS, input_dtypes, strict=True))
-    return [by_name["q"], by_name["k_pool"], by_name["v_pool"]]
-
-
-def attention_output_sources() -> list[int]:
-    """The input whose shape each output of the op has."""
-    return [ATTENTION_INPUTS.index(name) for name in ("q", "k_pool", "v_pool")]
-
-
-def aliased_input(output: int, outputs: Sequence[str] = ATTENTION_OUTPUTS) -> int:
-    """The input that an output shares its memory with, -1 for none."""
-    source = POOL_ALIASES.get(outputs[output])
-    return -1 if source is None else ATTENTION_INPUTS.index(source)
-
-
-def is_supported(position: int, dtypes: Sequence[str], is_linear: Sequence[bool]) -> bool:
-    """Whether tensor `position` of inputs and outputs may be as it is, given those before it. Types by TensorRT's
-    names: one float type for queries, keys, values and pools; whole numbers for the rest; everything row by row."""
-    name = (*ATTENTION_INPUTS, *ATTENTION_OUTPUTS)[position]
-    if not is_linear[position]:
-        return False
-    if name in INDEX_INPUTS:
-        return dtypes[position] == "INT32"
-    return dtypes[position] in FLOAT_DTYPES and dtypes[position] == dtypes[0]
 
 
 def check_shapes(geometry: Geometry, shapes: Sequence[Sequence[int]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.cubin import LoadedKernel
+from plugins.compile import LoadedKernel
 from plugins.tensorrt_contract import (
     ATTENTION_INPUTS,
     ATTENTION_OP,
@@ -24,19 +24,18 @@ from plugins.tensorrt_contract import (
     VERSION,
     WHOLE_NUMBERS,
     Geometry,
-    aliased_input,
     attend_launch,
-    attention_output_dtypes,
-    attention_output_sources,
     check_shapes,
     combine_launch,
-    is_supported,
     workspace_bytes,
 )
 from plugins.tensorrt_kernels import compile_attend, compile_combine
 
-Q, K_POOL, BLOCK_TABLE = (ATTENTION_INPUTS.index(name) for name in ("q", "k_pool", "block_table"))
-CU_ROWS = ATTENTION_INPUTS.index("cu_rows")
+Q, K_POOL, V_POOL, BLOCK_TABLE, CU_ROWS = map(
+    ATTENTION_INPUTS.index, ("q", "k_pool", "v_pool", "block_table", "cu_rows")
+)
+OUTPUT_SOURCES = (Q, K_POOL, V_POOL)  # inputs whose shapes and types the outputs have
+ALIASES = (-1, K_POOL, V_POOL)  # inputs whose memory the outputs share
 
 
 class AttentionKernels:
@@ -117,18 +116,22 @@ class AttentionMethods:
         return self.clone()
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        return attention_output_dtypes(input_types)
+        return [input_types[source] for source in OUTPUT_SOURCES]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], exprs: Any) -> list[Any]:
-        return [self.module.DimsExprs(inputs[source]) for source in attention_output_sources()]
+        return [self.module.DimsExprs(inputs[source]) for source in OUTPUT_SOURCES]
 
     def get_aliased_input(self, output_index: int) -> int:
-        return aliased_input(output_index)
+        return ALIASES[output_index]
 
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-        described = [tensor.desc for tensor in in_out[: pos + 1]]
-        is_linear = [tensor.format == self.module.TensorFormat.LINEAR for tensor in described]
-        return is_supported(pos, [tensor.type.name for tensor in described], is_linear)
+        """One float type for queries, keys, values and pools; whole numbers for the rest; everything row by row."""
+        tensor, dtype = in_out[pos].desc, in_out[pos].desc.type.name
+        if tensor.format != self.module.TensorFormat.LINEAR:
+            return False
+        if BLOCK_TABLE <= pos < num_inputs:
+            return dtype == "INT32"
+        return dtype in FLOAT_DTYPES and dtype == in_out[Q].desc.type.name
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         check_shapes(self.geometry, [tuple(tensor.desc.dims) for tensor in inputs])

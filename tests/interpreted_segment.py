@@ -1,7 +1,6 @@
 """Runtime torch with every kernel of ours interpreted: the launches of a GPU, on the CPU, against transformers.
 
-The interpreter is chosen when a kernel is defined, so these run in a process of their own, which
-test_torch_segment.py starts with TRITON_INTERPRET=1.
+Started by test_kernels.py, as interpreted_kernels.py is.
 """
 
 from __future__ import annotations

@@ -30,10 +30,9 @@ from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_
 from engines.tensorrt_build import TensorRtCompiler
 from engines.weights import ModelWeights
 from faser_backend.config import EngineConfig
-from faser_backend.device.cuda.programs import TensorRtPrograms
 from faser_backend.device.cuda.runtime import CudaRuntime, open_on_device
-from faser_backend.device.cuda.tensorrt_engine import EngineFile
-from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
+from faser_backend.device.cuda.tensorrt_engine import EngineFile, ProfileRange
+from faser_backend.device.cuda.tensorrt_segment import TensorRtPrograms
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec
 from plugins.tensorrt_import import ErrorLog, import_tensorrt

@@ -21,10 +21,10 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.errors import FaserError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.device.cuda.graphs import CallCache, RepeatedLaunch
-from faser_backend.device.cuda.programs import TorchPrograms
 from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.cuda.segment import Launch
 from faser_backend.device.cuda.streams import open_menu
+from faser_backend.device.cuda.torch_programs import TorchPrograms
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine

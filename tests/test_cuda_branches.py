@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from faser_backend.device.cuda import choice, torch_segment, transfer
-from faser_backend.device.cuda.buffers import LogitsBuffer
 from faser_backend.device.cuda.noise import TorchNoise
+from faser_backend.device.cuda.pool import LogitsBuffer
 from faser_backend.device.cuda.runtime import first_products
 from plugins import perturb_logits as noise_kernel
 from tests.fake_cuda import FakeDriver

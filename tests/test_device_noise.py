@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from faser_backend.device import noise
-from faser_backend.device.cuda import noise as cuda_noise
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.noise import GumbelNoise, seed_keys
 
@@ -41,20 +40,6 @@ def sums_by_numpy(vocab_size: int, keys: np.ndarray, positions: np.ndarray) -> n
     return np.stack([table[int(a) + columns] + table[int(b) + columns] for a, b in zip(first, second, strict=True)])
 
 
-def test_counters_are_equal_bit_for_bit() -> None:
-    keys, positions = random_rows(0, 100_000)
-    device_keys, device_positions = tensors(keys, positions)
-    words = cuda_noise._mixed(device_positions * cuda_noise._INCREMENT + device_keys)
-    assert np.array_equal(words.numpy().view(np.uint64), noise._counters(keys, positions))
-
-
-@pytest.mark.parametrize("count", [1, 30, 31, 44, 63])
-def test_shifts_bring_in_zeros(count: int) -> None:
-    words = np.array([0, 1, WORD, 2**63, 2**63 - 1, 0x9E3779B97F4A7C15], np.uint64)
-    shifted = cuda_noise._shifted(torch.from_numpy(words.view(np.int64)), count)
-    assert np.array_equal(shifted.numpy().view(np.uint64), words >> np.uint64(count))
-
-
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_sums_are_equal_bit_for_bit(vocab_size: int) -> None:
     keys, positions = random_rows(vocab_size, 8)
@@ -70,15 +55,6 @@ def test_values_agree_to_the_last_bits(vocab_size: int) -> None:
     values = TorchNoise(vocab_size, CPU).log_exponentials(*tensors(keys, positions))
     assert values.dtype == torch.float32 and torch.isfinite(values).all()
     np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=4e-7)
-
-
-def test_uniforms_are_exact_in_float32() -> None:
-    """Every sum is of the form (2 C + 1) 2^8, so that halving it 32 times loses nothing."""
-    keys, positions = random_rows(3, 64)
-    sums = TorchNoise(4096, CPU).sums(*tensors(keys, positions))
-    assert ((sums & 0x1FF) == 0x100).all()
-    odd = ((sums >> 8) & 0xFFFFFF).to(torch.float32).numpy()
-    assert np.array_equal(odd.astype(np.float64) * 256, sums_by_numpy(4096, keys, positions).astype(np.float64))
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:

@@ -22,7 +22,6 @@ from lab.environment import parse_gpu, without_places
 from lab.gpu import first_contact, kernels, ladder, parity, speed
 from lab.gpu.command import PARTS
 from lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
-from lab.gpu.kernels import DTYPES, GEOMETRIES, random_call
 from lab.gpu.pairs import model_pair, random_tensors
 from lab.gpu.report import Report, default_path
 from lab.gpu.sms import check_split, histogram, overlap_of
@@ -165,22 +164,6 @@ def test_the_parts_of_tensorrt_end_with_a_head(is_wrong: bool, monkeypatch: pyte
         assert [(row["policy"], row["temperature"]) for row in each["answers"]] == list(parity.RUNS)
         assert all(row["num_equal"] == row["num_answers"] == 2 for row in each["answers"])
     assert pair["target"]["num_different"] == pair["draft"]["num_different"] == head["target"]["num_different"] == 0
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_random_calls_are_such_as_runners_make(name: str):
-    rng = np.random.default_rng(3)
-    for geometry in GEOMETRIES[name] * 5:
-        call = random_call(geometry, DTYPES[name], "cpu", rng)
-        table, cu_rows, contexts, slots = (tensor.numpy() for tensor in call.tensors[5:])
-        written = slots[slots >= 0]
-        assert np.unique(written).size == written.size, "no two rows share a slot"
-        assert (slots[cu_rows[-1] :] == -1).all(), "rows of nobody write nothing"
-        sequence = np.repeat(np.arange(contexts.size), np.diff(cu_rows))
-        for row in np.flatnonzero(slots[: cu_rows[-1]] >= 0):
-            owner = sequence[row]
-            position = contexts[owner] + row - cu_rows[owner]
-            assert slots[row] // geometry.kv_block_size == table[owner, position // geometry.kv_block_size]
 
 
 def test_synthetic_weights_keep_hidden_states_near_one():

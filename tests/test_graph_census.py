@@ -15,13 +15,18 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.cuda.call_shapes import RowMenu
+from faser_backend.device.cuda.call_shapes import (
+    MAX_GRAPH_ROWS,
+    PROMPT_ROWS,
+    ROW_COUNTS,
+    UNLIMITED,
+    Buckets,
+    CallBounds,
+    RowMenu,
+)
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.graphs import CallCache
-from faser_backend.device.cuda.head_runner import CudaHeadRunner
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
-from faser_backend.device.cuda.runner import CudaRunner
-from faser_backend.device.cuda.segment import CallBounds, call_bounds
+from faser_backend.device.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.warm_up import capture_menus
@@ -60,8 +65,7 @@ def mixed_requests(seed: int, count: int = 6) -> list[Request]:
 def runners_of(each: Opened) -> Iterator[tuple[str, CudaRunner]]:
     for name, partition in each.engine.stepper.partitions.items():
         for role in ("target", "draft"):
-            shared: Any = getattr(partition, role)
-            yield f"{name} {role}", shared.runner
+            yield f"{name} {role}", getattr(partition, role)
 
 
 def on_some_split(seed: int):
@@ -92,8 +96,8 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
             assert each.counts.num_graphs == before and each.counts.num_failed_captures == 0, policy
         assert not each.machine.broken and each.machine.num_first_under_capture == 0
         for name, partition in each.engine.stepper.partitions.items():
-            runner, loop = cast(Any, partition.target), cast(Any, partition.draft_loop)._loop
-            for index, calls in enumerate(runner.runner._calls):
+            runner, loop = cast(Any, partition.target), cast(Any, partition.draft_loop)
+            for index, calls in enumerate(runner._calls):
                 has_scores = index in runner.exits
                 assert len(calls) == 20 + 15 * has_scores and not calls._eager, f"{name}, segment {index}"
             assert isinstance(loop, TorchDraftLoop) and not loop._chains._eager
@@ -118,7 +122,7 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
         assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
         assert not each.machine.broken
         (partition,) = each.engine.stepper.partitions.values()
-        runner, loop = cast(Any, partition.draft).runner, cast(Any, partition.draft_loop)._loop
+        runner, loop = cast(Any, partition.draft), cast(Any, partition.draft_loop)
         assert isinstance(runner, CudaHeadRunner)
         if is_known:
             assert each.machine.num_first_under_capture == 0
@@ -130,29 +134,6 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
 def capture_all(each: Opened) -> None:
     each.engine.bind_thread()
     capture_menus(each.engine.stepper.partitions.values(), CONFIG.max_num_seqs)
-
-
-def random_batches(seed: int, count: int) -> Iterator[RowBatch]:
-    """Rows as steps make them, of any lengths."""
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        counts = rng.integers(1, 9, int(rng.integers(1, 33)))
-        if rng.random() < 0.2:
-            counts = rng.integers(1, 257, int(rng.integers(1, 3)))
-        contexts = rng.integers(0, 4000, counts.size)
-        cu_rows = np.append(0, counts.cumsum())
-        logit_rows = np.arange(cu_rows[-1]) if rng.random() < 0.7 else np.zeros(0, np.int64)
-        tables = np.zeros((counts.size, 300), np.int64)
-        yield RowBatch(np.zeros(cu_rows[-1], np.int64), cu_rows, contexts, tables, logit_rows)
-
-
-def test_shapes_before_and_now() -> None:
-    """Of a target on one share, under the same thousand batches: keyed by every dimension, and by rows alone."""
-    menu = RowMenu(300)
-    batches = list(random_batches(0, 1000))
-    now, before = {menu.of(rows, 0) for rows in batches}, {call_bounds(rows, 16, 0) for rows in batches}
-    assert len(now) <= 20 and len(before) > 100
-    assert now <= set(menu.menu(0))
 
 
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:
@@ -180,7 +161,9 @@ def test_a_menu_holds_every_call_up_to_its_largest() -> None:
 
 def test_the_census_sees_a_shape_that_depends_on_lengths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were calls keyed by more than rows, live traffic would capture."""
-    monkeypatch.setattr(RowMenu, "of", lambda self, rows, num_candidates: call_bounds(rows, 4, num_candidates))
+    monkeypatch.setattr(
+        RowMenu, "of", lambda self, rows, num_candidates: Buckets(4, UNLIMITED).of(rows, num_candidates)
+    )
     with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(3), config=CONFIG) as each:
         capture_all(each)
         before = each.counts.num_graphs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from ctypes.util import find_library
 from typing import Any
 
@@ -19,7 +18,7 @@ from faser_backend.device.cuda.green_contexts import (
     draft_groups,
     sm_kind,
 )
-from faser_backend.device.cuda.streams import KINDS, Kind, SmMenu, open_menu
+from faser_backend.device.cuda.streams import SmMenu, open_menu
 from faser_backend.device.partition import split_name
 from tests.fake_cuda import FakeCuda, FakeDriver, Status
 
@@ -46,10 +45,8 @@ def names_of(green: GreenSplits) -> list[str]:
     return [f"{draft.num_sms}/{target.num_sms}" for draft, target in green.splits]
 
 
-def open_faked(
-    driver: FakeDriver, kinds: Collection[Kind] = KINDS, cuda: FakeCuda | None = None, **options: Any
-) -> SmMenu:
-    return open_menu(cuda or FakeCuda(len(driver.device.sms), **options), 0, lambda: driver, kinds)
+def open_faked(driver: FakeDriver, cuda: FakeCuda | None = None, **options: Any) -> SmMenu:
+    return open_menu(cuda or FakeCuda(len(driver.device.sms), **options), 0, lambda: driver)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +182,6 @@ class TestChoice:
 
         menu = open_menu(FakeCuda(), 0, missing)
         assert menu.choice.kind == "priority_streams" and "No module named 'cuda'" in menu.choice.reason
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_one_kind_can_be_asked_for(self, kind: Kind) -> None:
-        driver = FakeDriver()
-        menu = open_faked(driver, (kind,))
-        assert menu.choice.kind == kind and bool(driver.contexts) == (kind == "green_contexts")
-        menu.close()
 
 
 def test_a_share_binds_threads_and_lends_itself() -> None:

@@ -1,4 +1,4 @@
-"""Kernels of verification: numerics in the interpreter (processes of their own), launchers without a GPU, configs."""
+"""Kernels: numerics in the interpreter (processes of their own), launchers without a GPU, and how they are cut."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from faser_backend.device.noise import GumbelNoise, seed_keys
+from lab.gpu.kernel_cases import Call, Shape, make_call
 from plugins import reference
+from plugins.add_rms_norm import add_rms_norm
 from plugins.attention_config import (
     FLOAT_TILES,
     HALF_TILES,
@@ -24,34 +28,35 @@ from plugins.attention_config import (
     shared_limit,
 )
 from plugins.exit_scores import exit_scores
+from plugins.gated_silu import gated_silu
 from plugins.kv_write import write_kv
 from plugins.launch import runs_kernel
+from plugins.perturb_logits import perturb_logits
 from plugins.pruned_chunk_attention import pruned_chunk_attention, pruned_chunk_attention_kernel
+from plugins.rotate_heads import rotate_heads
 from plugins.row_compaction import compact_rows
-from tests.kernel_cases import Call, Shape, check, make_call
+from tests.kernel_cases import check
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
-    "selection",
-    ["random_ragged_calls and fp32", "random_ragged_calls and not fp32", "not random_ragged_calls"],
-)
-def test_interpreted_kernels_match_their_references(selection):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-W", "ignore", "tests/interpreted_kernels.py", "-k", selection]
+IN_FLOATS, IN_HALVES = (f"ragged_calls and {types}" for types in ("fp32", "(fp16 or bf16)"))
+
+
+@pytest.mark.parametrize("selection", [IN_FLOATS, IN_HALVES, f"not ({IN_FLOATS}) and not ({IN_HALVES})"])
+def test_interpreted_kernels_match_their_references(selection: str):
+    files = [f"tests/interpreted_{name}.py" for name in ("kernels", "plugin_kernels", "segment")]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", *files, "-k", selection],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
         timeout=280,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
 
 
 def run(call: Call, **options) -> None:
@@ -125,6 +130,62 @@ def test_bad_tensors_are_named(field, replace, message):
         pruned_chunk_attention(*call._replace(**{field: replace(getattr(call, field))}), max_rows=2)
     with pytest.raises(ValueError, match="max_rows = 0"):
         pruned_chunk_attention(*call, max_rows=0)
+
+
+def test_rows_whose_shapes_and_types_do_not_fit_are_refused():
+    rows, weight = torch.zeros(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match="weight: dtype"):
+        add_rms_norm(rows, None, weight.half(), 1e-5, None, rows.clone())
+    with pytest.raises(ValueError, match="delta and summed: both or neither"):
+        add_rms_norm(rows, rows, weight, 1e-5, None, rows.clone())
+    with pytest.raises(ValueError, match="hidden_size = 20000: must be at most 16384"):
+        add_rms_norm(torch.zeros(1, 20_000), None, weight, 1e-5, None, rows)
+    with pytest.raises(ValueError, match=r"gate_up: shape \[2, 8\], expected \[2, 6\]"):
+        gated_silu(rows, torch.zeros(2, 3))
+    qkv, table, positions = torch.zeros(2, 4, 8), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="q_norm and k_norm"):
+        rotate_heads(qkv, positions, table, table, torch.zeros(2, 3, 8), num_heads=2, q_norm=weight)
+    with pytest.raises(ValueError, match=r"out: shape \[2, 4, 8\], expected \[2, 3, 8\]"):
+        rotate_heads(qkv, positions, table, table, qkv, num_heads=2)
+    with pytest.raises(ValueError, match="positions: dtype"):
+        rotate_heads(qkv, positions.int(), table, table, torch.zeros(2, 3, 8), num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("keys", torch.zeros(3, dtype=torch.int64)),
+        ("scale", torch.zeros(4, 2)[:, 0]),
+        ("table", torch.zeros(9, dtype=torch.int32)),
+        ("out", torch.zeros(4, 8, dtype=torch.float16)),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name: str, broken: torch.Tensor) -> None:
+    words, column, logits = torch.zeros(4, dtype=torch.int64), torch.zeros(4), torch.zeros(4, 8)
+    tensors = {"keys": words, "positions": words, "scale": column, "is_random": column, "out": logits}
+    tensors["table"] = torch.zeros((1 << 20) + 8, dtype=torch.int32)
+    tensors[name] = broken
+    with pytest.raises(ValueError, match=f"{name}: "):
+        perturb_logits(logits, log2_size=20, **tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
+@pytest.mark.parametrize("vocab_size", [97, 2048, 151_936])
+def test_on_a_gpu_noise_is_the_hosts(vocab_size: int) -> None:
+    from faser_backend.device.cuda.noise import TorchNoise
+
+    rng, device = np.random.default_rng(vocab_size), torch.device("cuda", torch.cuda.current_device())
+    keys, positions = seed_keys(rng.integers(0, 2**63, 9).astype(np.uint64)), rng.integers(0, 10**6, 9)
+    column = torch.ones(9, device=device)
+    scores = TorchNoise(vocab_size, device).perturbed(
+        torch.zeros((9, vocab_size), device=device),
+        torch.from_numpy(keys.view(np.int64)).to(device),
+        torch.from_numpy(positions).to(device),
+        column,
+        column,
+    )
+    expected = -GumbelNoise(vocab_size).log_exponentials(keys, positions)
+    np.testing.assert_allclose(scores.cpu().numpy(), expected, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMITS)

@@ -7,8 +7,8 @@ import pytest
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
-from faser_backend.device.cuda.programs import bucket_limits, profiles_of_split
-from faser_backend.device.cuda.segment import CallBounds
+from faser_backend.device.cuda.call_shapes import CallBounds
+from faser_backend.device.cuda.tensorrt_segment import bucket_limits, profiles_of_split
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
 from faser_backend.serving.compose import check_call_limits

@@ -1,11 +1,13 @@
 """Streams do not wait for each other by themselves: every use of a KV pool, and of a result, must be ordered.
 
-The real engine, lanes and share runners on streams that only remember their order, under random decisions.
+The real engine and lanes, and runners on their shares, over streams that only remember their order, under random
+decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,7 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Lanes
-from faser_backend.device.cuda.lanes import StreamLanes
-from faser_backend.device.cuda.share_runner import ShareDraftLoop, ShareRunner
-from faser_backend.device.cuda.streams import SmPartition, open_menu
+from faser_backend.device.cuda.streams import SmPartition, StreamLanes, on_share, open_menu
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import PartitionMenu
 from faser_backend.pipeline.phases import Partition
@@ -32,7 +32,8 @@ from tests.test_engine import alone, random_requests
 class Recorded:
     """A runner whose calls write its model's pool and a result, and read the hidden states that they are given."""
 
-    def __init__(self, runner: HashRunner, cuda: FakeCuda, model: str, name: str) -> None:
+    def __init__(self, runner: HashRunner, cuda: FakeCuda, model: str, name: str, share: SmPartition | None) -> None:
+        self.on_share = nullcontext if share is None else share.current
         self.num_segments = runner.num_segments
         self.num_layers = runner.num_layers
         self.exits = runner.exits
@@ -43,14 +44,17 @@ class Recorded:
         self._model = model
         self._name = name
 
+    @on_share
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         self._touch(hidden)
         return self._runner.run_segment(segment, rows, hidden)
 
+    @on_share
     def run_segment_with_scores(self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray):
         self._touch(hidden)
         return self._runner.run_segment_with_scores(segment, rows, hidden, candidates)
 
+    @on_share
     def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
         self._touch(hidden)
         return self._runner.take_rows(hidden, kept)
@@ -94,8 +98,7 @@ def open_recorded(
     record_sampler(fake.stepper.sampler, cuda)
 
     def on(share: SmPartition, runner: HashRunner, model: str, name: str) -> Any:
-        recorded: Any = Recorded(runner, cuda, model, name)
-        return ShareRunner(recorded, share) if hops else recorded
+        return Recorded(runner, cuda, model, name, share if hops else None)
 
     for index, (name, shares) in enumerate({WHOLE: (menu.whole, menu.whole), SPLIT: (draft, target)}.items()):
         fake.stepper.partitions[name] = Partition(  # type: ignore[index]
@@ -185,29 +188,3 @@ class TestLanes:
         monkeypatch.setattr(cuda, "set_stream", fails)
         with pytest.raises(ConfigError, match=r"partition draft: .*out of memory"):
             StreamLanes(*menu.splits[0])
-
-
-def test_a_draft_loop_computes_on_its_share() -> None:
-    cuda = FakeCuda()
-    menu = open_menu(cuda, 0, FakeDriver).menu
-    share = menu.splits[0][0]
-
-    class Loop:
-        def can_draft(self, slots: np.ndarray) -> bool:
-            return bool(slots.size)
-
-        def draft(self, *arguments: Any) -> Any:
-            cuda.touch("draft pool")
-            return arguments
-
-    loop: Any = Loop()
-    menu.whole.bind_current_thread()
-    cuda.touch("draft pool")
-    on_share = ShareDraftLoop(loop, share)
-    given: Any = ("rows", np.arange(2), np.ones(2), 3)
-    answered: Any = on_share.draft(*given)
-    assert answered == given
-    assert on_share.can_draft(np.arange(1)) and not on_share.can_draft(np.arange(0))
-    cuda.touch("draft pool")
-    cuda.check_order()
-    assert [use.stream == share.stream.cuda_stream for use in cuda.uses["draft pool"]] == [False, True, False]

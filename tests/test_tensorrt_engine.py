@@ -13,10 +13,9 @@ import torch
 from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.programs import bucket_limits
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.tensorrt_engine import EngineFile, EngineStore, cache_path
-from faser_backend.device.cuda.tensorrt_segment import open_segments
+from faser_backend.device.cuda.tensorrt_segment import bucket_limits, open_segments
 from plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests.ort_engines import OrtContext, OrtEngine
 from tests.tiny_models import make_rows, reference_logits, reference_model, write_checkpoint

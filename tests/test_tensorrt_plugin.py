@@ -6,27 +6,31 @@ other one subclasses the real plugin classes, which the bindings of TensorRT-RTX
 
 from __future__ import annotations
 
+import ctypes
+import re
+from dataclasses import replace
 from inspect import signature
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from plugins.attention_config import MAX_SPLITS, choose_num_splits
-from plugins.compile import Compiled
+from plugins.compile import Compiled, CudaError, LoadedKernel
 from plugins.tensorrt_aot import MAX_SHARED_BYTES, register_aot_plugins
 from plugins.tensorrt_contract import (
+    ATTEND_OUTPUTS,
     ATTENTION_INPUTS,
     ATTENTION_OP,
     ATTENTION_OUTPUTS,
+    COMBINE_INPUTS,
     GEOMETRY_FIELDS,
     NAMESPACE,
     VERSION,
     WHOLE_NUMBERS,
     Geometry,
-    aliased_input,
     attend_launch,
     check_shapes,
-    is_supported,
     num_splits,
     part_rows,
     workspace_bytes,
@@ -53,26 +57,6 @@ def test_attributes_go_round_and_are_checked() -> None:
         Geometry.from_fields({**GEOMETRY.as_fields(), "num_kv_heads": 3})
     with pytest.raises(ValueError, match=r"\.head_dim = 0: must be a whole number of at least 1"):
         Geometry.from_fields({**GEOMETRY.as_fields(), "head_dim": 0})
-
-
-def test_only_the_pools_share_memory() -> None:
-    aliases = [aliased_input(output) for output in range(len(ATTENTION_OUTPUTS))]
-    assert [ATTENTION_INPUTS[alias] if alias >= 0 else None for alias in aliases] == [None, "k_pool", "v_pool"]
-
-
-@pytest.mark.parametrize("dtype", ["FLOAT", "HALF", "BF16"])
-def test_one_float_type_and_row_by_row(dtype: str) -> None:
-    fine = [dtype] * 5 + INTS + [dtype] * 3
-    linear = [True] * 12
-    assert all(is_supported(position, fine, linear) for position in range(12))
-    other = "HALF" if dtype != "HALF" else "BF16"
-    for position in range(12):
-        wrong = [*fine]
-        wrong[position] = "INT64" if 5 <= position < 9 else other
-        refuses = position > 0 or dtype == other  # position 0 sets the type
-        assert is_supported(position, wrong, linear) is not refuses
-        assert not is_supported(position, fine, [index != position for index in range(12)])
-    assert not is_supported(0, ["INT8"], [True])
 
 
 def test_shapes_have_to_be_those_of_the_attributes() -> None:
@@ -220,12 +204,28 @@ def test_the_python_plugin_describes_itself(trt) -> None:
     assert plugin.get_output_data_types([tensor.desc.type for tensor in inputs]) == [trt.bfloat16] * 3
     plugin.configure_plugin(inputs, [])
     assert plugin.get_workspace_size(inputs, []) == sum(workspace_bytes(GEOMETRY, 20)) == 532 * 8 * (64 + 2) * 4
-    in_out = [*inputs, inputs[0], inputs[3], inputs[4]]
-    assert all(plugin.supports_format_combination(position, in_out, 9) for position in range(12))
-    in_out[5].desc.type = trt.int64
-    assert not plugin.supports_format_combination(5, in_out, 9)
     shapes = plugin.get_output_shapes([trt.DimsExprs(len(shape)) for shape in SHAPES], [], None)
     assert [len(shape) for shape in shapes] == [3, 4, 4]
+    aliases = [plugin.get_aliased_input(output) for output in range(3)]
+    assert [ATTENTION_INPUTS[alias] if alias >= 0 else None for alias in aliases] == [None, "k_pool", "v_pool"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_float_type_and_row_by_row(trt, dtype: str) -> None:
+    plugin, linear = plugin_classes(trt)[0](GEOMETRY, True), trt.TensorFormat.LINEAR
+    fine = [getattr(trt, dtype)] * 5 + [trt.int32] * 4 + [getattr(trt, dtype)] * 3
+    other = trt.float16 if dtype != "float16" else trt.bfloat16
+
+    def is_supported(position: int, *, dtype=None, layout=linear) -> bool:
+        described = [SimpleNamespace(desc=SimpleNamespace(type=each, format=linear)) for each in fine]
+        described[position].desc = SimpleNamespace(type=dtype or fine[position], format=layout)
+        return plugin.supports_format_combination(position, described, 9)
+
+    for position in range(12):
+        assert is_supported(position) and not is_supported(position, layout=trt.TensorFormat.CHW4)
+        wrong = trt.int64 if 5 <= position < 9 else other
+        assert is_supported(position, dtype=wrong) is (position == 0), "position 0 sets the type"
+    assert not is_supported(0, dtype=trt.int8)
 
 
 class RecordingKernel:
@@ -268,3 +268,107 @@ def test_nothing_is_loaded_or_launched_while_an_engine_is_built(trt) -> None:
     plugin.on_shape_change(described, [])
     plugin.enqueue(described, [], [0] * 9, [0] * 3, 0, 0)
     assert loaded_kernels.cache_info().currsize == 0
+
+
+# -- the kernels, compiled and loaded ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (90, "fp16"), (90, "fp32"), (120, "bf16")]
+)
+def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> None:
+    compiled = compile_attend(replace(GEOMETRY, capability=capability), dtype)
+    names = [name for name, _ in compiled.parameters]
+    numbers = ["num_rows", "num_blocks", "num_columns", "num_splits"]
+    assert names == [*ATTENTION_INPUTS, *numbers, *ATTEND_OUTPUTS]
+    floats = f"*{dtype}"
+    types = [*[floats] * 5, *["*i32"] * 4, *["i32"] * 4, "*fp32", "*fp32", floats, floats]
+    assert [kind for _, kind in compiled.parameters] == types
+    assert compiled.cubin[:4] == b"\x7fELF" and entry_parameters(compiled.ptx) == [width_of(kind) for kind in types]
+
+    combine = compile_combine(replace(GEOMETRY, capability=capability), dtype)
+    assert [name for name, _ in combine.parameters] == [
+        *COMBINE_INPUTS,
+        "num_sequences",
+        "num_splits",
+        "attended",
+    ]
+    assert entry_parameters(combine.ptx) == [width_of(kind) for _, kind in combine.parameters]
+
+
+def entry_parameters(ptx: str) -> list[str]:
+    """Widths of what the kernel's entry point takes, in order."""
+    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
+    assert entry is not None
+    return re.findall(r"\.param \.(\w+)", entry[1])
+
+
+def width_of(kind: str) -> str:
+    return "u64" if kind.startswith("*") else "u32"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_limit_of_shared_memory_is_kept(dtype: str) -> None:
+    large = replace(GEOMETRY, head_dim=128)
+    assert compile_attend(large, "bf16").shared_bytes > MAX_SHARED_BYTES
+    assert compile_attend(large, dtype, MAX_SHARED_BYTES).shared_bytes <= MAX_SHARED_BYTES
+
+
+def test_a_head_that_no_tile_of_the_limit_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim = 64: needs more shared memory than 512 bytes"):
+        compile_attend(GEOMETRY, "bf16", 512)
+
+
+def compiled(shared_bytes: int = 1000) -> Compiled:
+    return Compiled(
+        name="kernel",
+        parameters=(("x", "*bf16"), ("count", "i32"), ("y", "*fp32")),
+        ptx="",
+        cubin=b"\x7fELF",
+        shared_bytes=shared_bytes,
+        num_warps=4,
+        capability=90,
+        num_registers=32,
+        spill_bytes=0,
+    )
+
+
+class RecordingDriver:
+    """Answers every call with success, but for the one named `failing`."""
+
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
+
+    def __init__(self, failing: str = "") -> None:
+        self.calls: list[tuple] = []
+        self.failing = failing
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            self.calls.append((name, *arguments))
+            return (int(name == self.failing), f"result of {name}")
+
+        return call
+
+
+def test_a_kernel_is_loaded_once_and_launched_on_the_given_stream() -> None:
+    driver = RecordingDriver()
+    kernel = LoadedKernel(compiled(), driver)
+    assert [call[0] for call in driver.calls] == ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"]
+    assert driver.calls[0][1] == b"\x7fELF" and driver.calls[1][2] == b"kernel"
+    driver.calls.clear()
+    kernel.launch((5, 2, 3), 99, (4096, 7, 8192))
+    arguments = ((4096, 7, 8192), (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p))
+    function = "result of cuKernelGetFunction"
+    assert driver.calls == [("cuLaunchKernel", function, 5, 2, 3, 128, 1, 1, 1000, 99, arguments, 0)]
+    with pytest.raises(ValueError, match="kernel: 2 arguments, its parameters are 3"):
+        kernel.launch((1, 1, 1), 0, (1, 2))
+
+
+def test_more_shared_memory_than_usual_is_asked_for() -> None:
+    driver = RecordingDriver()
+    LoadedKernel(compiled(shared_bytes=90_000), driver)
+    assert driver.calls[-1] == ("cuFuncSetAttribute", "result of cuKernelGetFunction", "shared", 90_000)
+
+
+@pytest.mark.parametrize("failing", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"])
+def test_a_refusal_names_the_call_and_the_kernel(failing: str) -> None:
+    with pytest.raises(CudaError, match=f"{failing} of kernel: 1"):
+        LoadedKernel(compiled(), RecordingDriver(failing))

@@ -14,13 +14,11 @@ import torch
 
 from engines.tensorrt_buckets import MAX_VERIFY_ROWS
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.device.cuda.call_shapes import CallBounds
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.programs import bucket_limits
 from faser_backend.device.cuda.runner import CudaRunner
-from faser_backend.device.cuda.segment import CallBounds
-from faser_backend.device.cuda.tensorrt_engine import NO_DEVICE, EngineStore, cache_path
-from faser_backend.device.cuda.tensorrt_profiles import ProfileRange, choose_profile, profiles_of_share
-from faser_backend.device.cuda.tensorrt_segment import TensorRtSegment, open_segments
+from faser_backend.device.cuda.tensorrt_engine import NO_DEVICE, EngineStore, ProfileRange, cache_path
+from faser_backend.device.cuda.tensorrt_segment import TensorRtSegment, bucket_limits, choose_profile, open_segments
 from plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests.ort_engines import OrtStore, write_rtx_model
 from tests.tiny_models import make_rows, reference_logits, reference_model, write_checkpoint
@@ -223,11 +221,6 @@ def test_a_call_that_no_profile_takes_is_refused_by_the_closest() -> None:
         choose_profile(PROFILES, {"x": (65, 4), "pool": (7,)}, "e")
     with pytest.raises(ConfigError, match=r"pool \[100\]: \[1\] to \[99\]"):
         choose_profile(PROFILES, {"x": (4, 4), "pool": (100,)}, "e")
-
-
-def test_a_share_has_the_profiles_that_were_compiled_for_it() -> None:
-    assert [p.index for p in profiles_of_share(PROFILES, [2, 0])] == [0, 2]
-    assert profiles_of_share(PROFILES, None) == profiles_of_share(PROFILES, []) == PROFILES
 
 
 @pytest.fixture(scope="module")

@@ -8,23 +8,16 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.buffers import (
-    ALIGNMENT,
-    NUM_AREAS,
-    InputBlock,
-    StagingRing,
-    TensorStore,
-    fill_inputs,
-    input_shape,
-)
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
-from faser_backend.device.cuda.segment import (
+from faser_backend.device.cuda.buffers import ALIGNMENT, InputBlock, TensorStore, fill_inputs, input_shape
+from faser_backend.device.cuda.call_shapes import (
+    MAX_GRAPH_ROWS,
+    UNLIMITED,
+    Buckets,
     CallBounds,
     bucketed_rows,
-    call_bounds,
-    clipped,
     power_of_two,
 )
+from faser_backend.device.cuda.transfer import upload
 from faser_backend.manifest import TensorSpec
 from tests.tiny_models import make_rows
 
@@ -54,7 +47,7 @@ def filled(rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None = N
         area[:] = 0xA5
         fill_inputs(block.views(area), rows, bounds, BLOCK_SIZE, candidates)
 
-    StagingRing(CPU).upload(block.block, fill)
+    upload(block.block, fill)
     return {name: tensor.numpy() for name, tensor in block.tensors.items()}
 
 
@@ -91,7 +84,7 @@ def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
     rows = random_rows(rng)
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     candidates = rng.integers(0, 97, (num_rows, 3))
-    exact = call_bounds(rows, BLOCK_SIZE, 3)
+    exact = Buckets(BLOCK_SIZE, UNLIMITED).of(rows, 3)
     bounds = CallBounds._make(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0), strict=True))
     inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
     for name, values in inputs.items():
@@ -129,23 +122,6 @@ def test_inputs_that_nobody_fills_are_refused() -> None:
         InputBlock([TensorSpec("mask", "int64", ("T",))], CallBounds(1, 1, 1, 1, 1, 0), CPU)
 
 
-def test_staging_areas_take_turns_and_grow() -> None:
-    ring, seen = StagingRing(CPU), []
-    blocks = [torch.zeros(size, dtype=torch.uint8) for size in (8, 8, 8, 8, 8, 1 << 20, 8)]
-    for index, block in enumerate(blocks):
-
-        def fill(area: np.ndarray, index: int = index) -> None:
-            seen.append(area.__array_interface__["data"][0])
-            area[:] = index + 1
-
-        ring.upload(block, fill)
-    assert len(set(seen[:NUM_AREAS])) == NUM_AREAS, "an area rests while the others are used"
-    assert seen[NUM_AREAS] == seen[0]
-    assert [int(block[0]) for block in blocks] == [1, 2, 3, 4, 5, 6, 7]
-    assert all((block == block[0]).all() for block in blocks)
-    np.testing.assert_array_equal(ring.upload_array(np.array([3, 1, 2])).numpy(), [3, 1, 2])
-
-
 def test_stored_tensors_are_made_once_per_shape() -> None:
     store = TensorStore(CPU)
     first = store.get("logits", (2, 3), torch.float32)
@@ -166,8 +142,7 @@ def test_buckets_hold_their_calls_and_are_few() -> None:
 
 def test_bounds_of_a_call_and_their_limits() -> None:
     rows = make_rows([np.arange(40)] * 3, [30, 8, 0], [5, 1, 3], np.arange(30).reshape(3, 10), np.array([0, 8]))
-    assert call_bounds(rows, BLOCK_SIZE, 4) == CallBounds(16, 4, 8, 16, 2, 4)
-    limits = CallBounds(12, 3, 5, 10, 12, 8)
-    assert call_bounds(rows, BLOCK_SIZE, 4, limits) == CallBounds(12, 3, 5, 10, 2, 4)
-    needed = CallBounds(13, 1, 1, 1, 0, 0)
-    assert clipped(needed, needed, limits).num_rows == 13, "the program refuses it, not the rounding"
+    assert Buckets(BLOCK_SIZE, UNLIMITED).of(rows, 4) == CallBounds(16, 4, 8, 16, 2, 4)
+    assert Buckets(BLOCK_SIZE, CallBounds(12, 3, 5, 10, 12, 8)).of(rows, 4) == CallBounds(12, 3, 5, 10, 2, 4)
+    small = Buckets(BLOCK_SIZE, CallBounds(8, 3, 5, 10, 12, 8))
+    assert small.of(rows, 4).num_rows == rows.num_rows, "the program refuses it, not the rounding"

@@ -13,9 +13,9 @@ from faser_backend.core.decision import PipelineMode
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.core.request import Request
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
-from faser_backend.device.cuda.programs import TorchPrograms
 from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.cuda.sampler import TorchSampler
+from faser_backend.device.cuda.torch_programs import TorchPrograms
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest
@@ -82,7 +82,9 @@ def expected(requests: list[Request]) -> dict[str, list[int]]:
     return tokens
 
 
-def run(demo, requests: list[Request], policy: str, change: Change, split: str) -> tuple[dict[str, list[int]], list]:
+def run(
+    demo, requests: list[Request], policy: str, change: Change, split: str, *, has_exits: bool
+) -> tuple[dict[str, list[int]], list]:
     """Tokens and frontiers. A clock that counts its readings, and lanes in turn: no decision is a matter of time."""
     runtime, models = demo
     forced = Forced(parse_policy(policy, both_partitions), change)
@@ -96,6 +98,7 @@ def run(demo, requests: list[Request], policy: str, change: Change, split: str) 
         stepper.partitions[split] = replace(stepper.partitions[split], lanes=lanes)
     frontiers = recorded_frontiers(stepper)
     tokens = drive(engine, requests).tokens
+    assert engine.metrics().num_pruned > 0 or not has_exits
     engine.close()
     return tokens, frontiers
 
@@ -119,16 +122,12 @@ def test_engines_with_and_without_loops(demo, requests, expected, case: tuple[st
         if has_trim:
             fields["trim"] = random_rule(np.random.default_rng(4))
             fields["pruner"] = at_random(np.random.default_rng(0), exits=(0,))
-        tokens, frontiers = run(demo, requests, policy, lambda decision: replace(decision, **fields), split)
+        tokens, frontiers = run(
+            demo, requests, policy, lambda decision: replace(decision, **fields), split, has_exits=has_trim
+        )
         assert tokens == expected
         seen.append(frontiers)
     for without, with_loops in zip(*seen, strict=True):
         drafted, num_drafted, num_rows, _, candidates = zip(without, with_loops, strict=True)
         assert np.array_equal(*num_drafted) and np.array_equal(*num_rows)
         assert np.array_equal(*drafted) and (candidates[0] is None or np.array_equal(*candidates))
-
-
-def tokens_of(frontier: tuple) -> list[list[int]]:
-    """The draft tokens of each sequence, in order."""
-    drafted, num_drafted, *_ = frontier
-    return [tokens[:count] for tokens, count in zip(drafted.tolist(), num_drafted.tolist(), strict=True)]

@@ -14,10 +14,11 @@ from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import SamplingParams
+from faser_backend.device.cuda.call_shapes import CallBounds
 from faser_backend.device.cuda.draft_loop import MAX_STEPS, TorchDraftLoop
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
-from faser_backend.device.cuda.segment import CallBounds, PreparedCall
+from faser_backend.device.cuda.segment import PreparedCall
 from faser_backend.manifest import ModelEngine
 from tests.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
 from tests.torch_engines import CPU, open_torch_runner, write_torch_engine

@@ -14,11 +14,10 @@ import torch
 from engines.build import build_engines
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.head_runner import CudaHeadRunner
+from faser_backend.device.cuda.call_shapes import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.programs import TorchPrograms
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
-from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.device.cuda.torch_programs import TorchPrograms
 from faser_backend.device.cuda.torch_weights import HeadTensors
 from faser_backend.manifest import EngineManifest
 from tests.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head

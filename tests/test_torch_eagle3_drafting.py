@@ -17,8 +17,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
-from faser_backend.device.cuda.head_runner import CudaHeadRunner
-from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.device.cuda.runtime import CudaRuntime
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.engine import Engine

@@ -1,4 +1,4 @@
-"""Runtime torch on a GPU: graphs give what eager calls give, nothing waits, and staging survives a busy stream."""
+"""Runtime torch on a GPU: graphs give what eager calls and chains give, tokens are the host's, nothing waits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import pytest
 import torch
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.device.cuda.buffers import NUM_AREAS, StagingRing
-from faser_backend.device.cuda.graphs import GraphCapturer
+from faser_backend.core.request import SamplingParams
+from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.sampler import TorchSampler
+from faser_backend.device.cuda.transfer import to_device
+from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import ModelEngine
-from tests.tiny_models import make_rows, write_checkpoint
+from tests import test_torch_draft_loop as drafts
+from tests.test_device_sampler import KINDS as ALL_KINDS
+from tests.test_sampler_edges import one_row_each
+from tests.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
 from tests.torch_engines import open_torch_runner, write_torch_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
 
 NUM_BLOCKS, BLOCK_SIZE = 80, 16
 MAX_ERROR = {"fp32": 2e-4, "bf16": 0.6}  # tests/test_torch_segment.py has the same for a CPU
+NEAR_TIE = 1e-4  # leads within which a last bit of a logarithm may turn a token
 SLEEP_CYCLES = 50_000_000  # some 30 ms
 
 
@@ -116,7 +122,7 @@ def test_the_host_may_run_far_ahead(runner: CudaRunner) -> None:
     """More calls than there are staging areas are queued behind a stream that sleeps."""
     rng = np.random.default_rng(4)
     table = rng.permutation(NUM_BLOCKS)[None, :6]
-    calls = [make_rows([rng.integers(0, 97, 90)], [0], [3], table) for _ in range(3 * NUM_AREAS)]
+    calls = [make_rows([rng.integers(0, 97, 90)], [0], [3], table) for _ in range(12)]
     expected = [run_all(runner, rows) for rows in calls]
     torch.cuda._sleep(SLEEP_CYCLES)
     results = [run_all(runner, rows) for rows in calls]
@@ -126,10 +132,9 @@ def test_the_host_may_run_far_ahead(runner: CudaRunner) -> None:
 
 def test_staged_copies_are_not_overtaken() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
-        ring = StagingRing(torch.device("cuda", torch.cuda.current_device()))
         torch.cuda._sleep(SLEEP_CYCLES)
-        copies = [ring.upload_array(np.full(1000, index)) for index in range(4 * NUM_AREAS)]
-        assert [int(copy.sum()) for copy in copies] == [1000 * index for index in range(4 * NUM_AREAS)]
+        copies = [to_device(np.full(1000, index), torch.device("cuda")) for index in range(16)]
+        assert [int(copy.sum()) for copy in copies] == [1000 * index for index in range(16)]
 
 
 def test_decode_steps_under_one_graph(runner: CudaRunner, eager: CudaRunner, built) -> None:
@@ -164,22 +169,73 @@ def test_decode_steps_under_one_graph(runner: CudaRunner, eager: CudaRunner, bui
     assert tensors["positions"].tolist() == [22]
 
 
-def test_what_cannot_be_captured_runs_without_a_graph_and_spoils_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    numbers = torch.arange(4, device="cuda")
+# -- sampling and draft loops ------------------------------------------------------------------------------------------
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """With a stream of its own, as a share has; torch raises where it would wait for the device."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        capturer = GraphCapturer(GraphCounts())
-        sums: list[int] = []
-        launch = capturer.capture(lambda: sums.append(int(numbers.sum())), "this call")
-        assert "this call: cannot be captured as a CUDA graph and runs without" in caplog.text
-        launch()
-        assert sums == [6] and capturer.counts == GraphCounts(0, 1)
-        total = torch.zeros(1, dtype=torch.int64, device="cuda")
+        yield torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_sync_debug_mode("default")
 
-        def add() -> None:
-            total.add_(numbers.sum())
 
-        add()
-        replay = capturer.capture(add, "a sound call")
-        replay()
-        replay()
-        assert total.item() == 18, "the stream can be used and captured again"
+@pytest.fixture(scope="module")
+def draft_built(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelEngine, Path]:
+    root = tmp_path_factory.mktemp("draft_loop")
+    source = write_checkpoint(root / "source", hidden_size=64, head_dim=16)
+    return write_torch_engine(source, root, exit_layers=(1,)), root
+
+
+def open_runner(built: tuple[ModelEngine, Path], device: torch.device) -> CudaRunner:
+    return open_torch_runner(*built, drafts.NUM_BLOCKS, drafts.BLOCK_SIZE, device=device)
+
+
+def open_sampler(kinds: list[SamplingParams], device: torch.device) -> TorchSampler:
+    sampler = TorchSampler(VOCAB_SIZE, drafts.MAX_SEQS, device)
+    for slot, sampling in enumerate(kinds):
+        sampler.add(slot, sampling, np.array([1]), 1, (0,))
+    return sampler
+
+
+@pytest.mark.parametrize("vocab_size", [1001, 151_936])
+def test_tokens_are_the_hosts_but_for_near_ties(device: torch.device, vocab_size: int) -> None:
+    rng = np.random.default_rng(0)
+    host, sampler = NumpySampler(vocab_size, len(ALL_KINDS)), TorchSampler(vocab_size, len(ALL_KINDS), device)
+    for slot, sampling in enumerate(ALL_KINDS.values()):
+        for each in (host, sampler):
+            each.add(slot, sampling, np.arange(9), 4, (0,))
+    slots = rng.permutation(np.repeat(np.arange(len(ALL_KINDS)), 16))
+    rows = one_row_each(slots, rng.integers(9, 500, slots.size))
+    logits = rng.normal(0, 2, (slots.size, vocab_size)).astype(np.float32)
+    on_device = torch.from_numpy(logits).to(device)
+    expected = host.sample_draft(logits, rows, 4)
+    drawn = sampler.sample_draft(on_device, rows, 4)
+    is_clear = expected.margins > NEAR_TIE
+    assert is_clear.mean() > 0.99
+    assert np.array_equal(drawn.tokens[is_clear], expected.tokens[is_clear])
+    np.testing.assert_allclose(drawn.margins, expected.margins, atol=1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    assert np.array_equal(sampler.sample(on_device, rows), drawn.tokens)
+
+
+@pytest.mark.parametrize(
+    "kinds", [drafts.KINDS[:1], drafts.KINDS[:2], drafts.KINDS], ids=["greedy", "temperature", "filters"]
+)
+def test_graphs_give_what_eager_chains_gave(draft_built, device: torch.device, kinds: list[SamplingParams]) -> None:
+    runner, host = open_runner(draft_built, device), open_runner(draft_built, device)
+    sampler = open_sampler((kinds * drafts.MAX_SEQS)[: drafts.MAX_SEQS], device)
+    loop = TorchDraftLoop(runner, sampler)
+    for seed in range(6):
+        drafting = drafts.Drafting(seed, size=1 + (seed * 7) % drafts.MAX_SEQS)
+        for each in (runner, host):
+            each.pool.storage.zero_()
+            drafting.prefill(each)
+        eager = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 3)
+        drafts.assert_equal_chains(eager, drafts.in_turn(host, sampler, drafting, 3), drafting.lengths)
+        loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 3)  # captures
+        torch.cuda.set_sync_debug_mode("error")
+        replayed = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 3)
+        torch.cuda.set_sync_debug_mode("default")
+        drafts.assert_equal_chains(replayed, eager, drafting.lengths)
+        torch.testing.assert_close(runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0)
+    runner.close()
+    host.close()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.device.cuda.call_shapes import MAX_GRAPH_ROWS, CallBounds
 from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.runner import CudaRunner
-from faser_backend.device.cuda.segment import CallBounds, Launch
+from faser_backend.device.cuda.segment import Launch
 from faser_backend.manifest import ModelEngine, SegmentSpec
 from tests.tiny_models import make_rows, write_checkpoint
 from tests.torch_engines import CPU, open_torch_runner, write_torch_engine

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,7 @@ MAX_ERROR = 2e-4
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
 CONFIGS: dict[str, dict[str, Any]] = {
     "gqa": {},
-    "mha": {"num_key_value_heads": 4},
-    "one_kv_head": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
+    "one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "wide_heads": {"head_dim": 16, "rope_theta": 100.0, "rms_norm_eps": 1e-3},
     "one_layer": {"num_hidden_layers": 1},
 }
@@ -88,23 +83,14 @@ def check_ragged_run(pair: Pair, seed: int, max_error: float) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_onnx_runtime_and_transformers(name: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, **CONFIGS[name])
-    for seed in range(2):
-        check_ragged_run(pair, seed, MAX_ERROR)
+    check_ragged_run(pair, 0, MAX_ERROR)
 
 
-@pytest.mark.parametrize("exit_layers", [(1,), (1, 2)])
+@pytest.mark.parametrize("exit_layers", [(1, 2)])
 def test_cut_models_give_the_same_logits(exit_layers: tuple[int, ...], tmp_path: Path) -> None:
     pair = Pair(tmp_path, exit_layers)
     assert pair.torch.num_layers == pair.ort.num_layers and pair.torch.exits == pair.ort.exits
     check_ragged_run(pair, 7, MAX_ERROR)
-
-
-def test_interpreted_kernels_give_the_same_logits() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_segment.py"]
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -128,7 +114,7 @@ def test_pools_hold_the_same_keys_and_values(tmp_path: Path) -> None:
     assert pair.ort.pool.storage[:, :, :, :NUM_BLOCKS].any()
 
 
-@pytest.mark.parametrize("num_kept", [[4, 5, 3], [2, 5, 1], [1, 1, 1]])
+@pytest.mark.parametrize("num_kept", [[4, 5, 3], [2, 5, 1]])
 def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> None:
     pair = Pair(tmp_path, (1,))
     rng = np.random.default_rng(2)

@@ -11,10 +11,10 @@ from engines.families import read_spec
 from engines.torch_build import write_torch_model
 from engines.weights import ModelWeights
 from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.device.cuda.call_shapes import CallBounds
 from faser_backend.device.cuda.graphs import GraphCapturer
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runner import CudaRunner
-from faser_backend.device.cuda.segment import CallBounds
 from faser_backend.device.cuda.torch_segment import TorchSegment
 from faser_backend.device.cuda.torch_weights import load_weights
 from faser_backend.manifest import ModelEngine

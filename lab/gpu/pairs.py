@@ -16,8 +16,8 @@ import torch
 from engines.torch_build import torch_segments
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.device.cuda.pool import DTYPES
-from faser_backend.device.cuda.programs import TorchPrograms
 from faser_backend.device.cuda.runtime import current_device, open_on_device
+from faser_backend.device.cuda.torch_programs import TorchPrograms
 from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import FileSpec, ModelEngine

@@ -9,18 +9,16 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
 from lab.environment import query_gpu
 from lab.gpu.harness import Context, Result
-from lab.gpu.kernels import Geometry, attention_call
+from lab.gpu.kernel_cases import Shape, make_call
 from lab.shapes import AttentionShape, attention_bytes
 from plugins.attention_config import choose_num_splits
 from plugins.pruned_chunk_attention import pruned_chunk_attention
-from plugins.split_combine import workspace_numel
 
 GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
 ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
@@ -125,20 +123,14 @@ def _time_attention(context: Context, shape: AttentionShape) -> tuple[float, int
     of their own, so that what is timed comes from memory and not from the cache that the copy before filled."""
     num_copies = math.ceil(ROTATED_BYTES / attention_bytes(shape, 2))
     num_copies = 2 if context.is_tiny else min(max(2, num_copies), MAX_COPIES)
-    rng, geometry = np.random.default_rng(context.seed), Geometry(*shape[3:])
-    contexts, counts = (np.full(shape.num_sequences, each) for each in (shape.context, shape.rows))
-    calls = [
-        attention_call(geometry, torch.bfloat16, context.device, rng, contexts=contexts, counts=counts)
-        for _ in range(num_copies)
-    ]
+    b, context_len, rows, heads, kv_heads, head_dim, size = shape
+    uniform = Shape((rows,) * b, (context_len,) * b, kv_heads, heads // kv_heads, head_dim, size, torch.bfloat16)
+    calls = [make_call(uniform, context.seed + copy).to(context.device) for copy in range(num_copies)]
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
     num_splits = choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
-    numel = workspace_numel(shape.num_sequences * shape.rows, shape.num_heads, shape.head_dim, num_splits)
-    workspace = torch.empty(numel, dtype=torch.float32, device=context.device)
-    attend: Any = pruned_chunk_attention
 
     def run() -> None:
         for call in calls:
-            attend(*call.tensors, call.out, max_rows=call.max_rows, num_splits=num_splits, workspace=workspace)
+            pruned_chunk_attention(*call, max_rows=rows, num_splits=num_splits)
 
     return median_us(context.device, as_graph(context.device, run)) / num_copies, num_splits

@@ -1,28 +1,31 @@
-"""The tensors of calls on a GPU: inputs in one block each, pinned memory to fill them from, results to reuse.
+"""The tensors of calls on a GPU by their names in the manifest: inputs in one block, pools, hidden states, results.
 
 A call's integers are written by numpy into pinned host memory and reach the device in one asynchronous copy.
-Knows shapes and names of the manifest; nothing of programs or graphs.
+Knows names and shapes; nothing of what programs do with them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
-from faser_backend.device.cuda.segment import CallBounds
-from faser_backend.manifest import TensorSpec
+from faser_backend.device.cuda.call_shapes import CallBounds
+from faser_backend.device.cuda.pool import CudaKvPool
+from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
 
 ALIGNMENT = 256  # bytes: what compiled engines ask of an address
-NUM_AREAS = 4
-MIN_AREA_BYTES = 1 << 16
 TABLE, WIDTH = "block_table", "table_width"
 NO_SLOT = -1  # of a row that writes no key and value
+SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
+TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
+FEATURES = "features"  # what a draft head reads, in the target's pool
+FEATURE_ROWS = "aux_hidden"  # of one layer of these: what enters or leaves a compiled engine
+COLUMNS = "columns"  # an integer input that is the same in every call
 TENSOR_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -158,68 +161,6 @@ def _put(inputs: Mapping[str, np.ndarray], name: str, values: np.ndarray, filler
         target[:num, values.shape[1] :] = filler
 
 
-class StagingRing:
-    """Host memory that inputs are filled in and copied from, one area after the other.
-
-    A copy from pinned memory is merely queued: it reads its area when the stream gets there. So each area has
-    an event behind its last copy, and is written again only when that has passed. With NUM_AREAS areas the host
-    waits only where it is as many calls ahead of the device. On a CPU copies are done when they return.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._areas = [torch.empty(0, dtype=torch.uint8)] * NUM_AREAS
-        self._copied = [torch.cuda.Event() for _ in range(NUM_AREAS)] if self._is_cuda else []
-        self._next = 0
-
-    def upload(self, block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
-        """Lets `fill` write block.numel() bytes of host memory, and queues their copy to block (uint8, 1-D)."""
-        index = self._next
-        self._next = (index + 1) % NUM_AREAS
-        if self._is_cuda:
-            self._copied[index].synchronize()  # at once where it was never recorded
-        num_bytes = block.numel()
-        if self._areas[index].numel() < num_bytes:
-            self._areas[index] = torch.empty(
-                max(2 * num_bytes, MIN_AREA_BYTES), dtype=torch.uint8, pin_memory=self._is_cuda
-            )
-        area = self._areas[index][:num_bytes]
-        fill(area.numpy())
-        block.copy_(area, non_blocking=True)
-        if self._is_cuda:
-            self._copied[index].record()
-
-    def upload_array(self, array: np.ndarray) -> torch.Tensor:
-        """A copy of an int64 array [n] on the device."""
-        target = torch.empty(array.shape[0], dtype=torch.int64, device=self._device)
-
-        def fill(area: np.ndarray) -> None:
-            area.view(np.int64)[:] = array
-
-        self.upload(target.view(torch.uint8), fill)
-        return target
-
-
-class LogitsBuffer:
-    """Where the calls of one model put their logits: [MAX_GRAPH_ROWS, V] float32, of which a call has the first rows.
-
-    Calls of a model are serial and their logits are read before the next, whatever share of the device they ran on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rows: torch.Tensor | None = None
-
-    def rows(self, num_rows: int, vocab_size: int) -> torch.Tensor:
-        """[num_rows, vocab_size]; of a call with more rows than any graph has, a tensor of its own."""
-        if num_rows > MAX_GRAPH_ROWS:
-            return torch.zeros((num_rows, vocab_size), device=self._device)
-        if self._rows is None:
-            self._rows = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self._device)
-        return self._rows[:num_rows]
-
-
 class TensorStore:
     """Tensors that calls share, each by name and shape; made when they are first asked for."""
 
@@ -240,3 +181,73 @@ class TensorStore:
         if key not in self._tensors:
             self._tensors[key] = torch.arange(count, dtype=dtype, device=self._device)
         return self._tensors[key]
+
+
+def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
+    """The integer inputs that a batch is written into; slot_mapping is among them in any case. packs_tables: of the
+    segment's program."""
+    filled = [tensor for tensor in segment.inputs if tensor.dtype.startswith("int") and tensor.name != COLUMNS]
+    if SLOT_MAPPING.name not in {tensor.name for tensor in filled}:
+        filled.append(SLOT_MAPPING)
+    return [*filled, TABLE_WIDTH] if packs_tables else filled
+
+
+def call_tensors(
+    spec: ModelSpec,
+    segment: SegmentSpec,
+    bounds: CallBounds,
+    *,
+    inputs: InputBlock,
+    store: TensorStore,
+    pool: CudaKvPool,
+) -> dict[str, torch.Tensor]:
+    """What a program of the segment is prepared with. Everything in `store` is shared by calls of the same shape.
+
+    A pool that is an output too is the input's own memory, and what a segment passes on the next one finds where
+    it is.
+    """
+    tensors = dict(inputs.tensors)
+    for tensor in (*segment.inputs, *segment.outputs):
+        name, _, layer = tensor.name.partition(".")
+        dtype = TENSOR_DTYPES[tensor.dtype]
+        if name in {"k_pool", "k_pool_out"}:
+            tensors[tensor.name] = pool.keys(int(layer))
+        elif name in {"v_pool", "v_pool_out"}:
+            tensors[tensor.name] = pool.values(int(layer))
+        elif name == FEATURES:
+            tensors[name] = pool.features
+        elif name == FEATURE_ROWS:
+            tensors[FEATURES] = pool.features
+            tensors[tensor.name] = store.get(tensor.name, (bounds.num_rows, int(tensor.shape[1])), dtype)
+        elif name == COLUMNS:
+            tensors[name] = store.arange(bounds.num_blocks * pool.kv_block_size, dtype)
+        elif name == "logits":
+            tensors[name] = pool.logits.rows(bounds.num_logit_rows, spec.vocab_size)
+        elif name not in inputs.tensors:
+            shape = _result_shape(tensor, spec, bounds)
+            tensors[tensor.name] = store.get(_shared_name(tensor.name, segment), shape, dtype)
+    return tensors
+
+
+def _shared_name(name: str, segment: SegmentSpec) -> str:
+    """hidden_out of a segment and hidden of the next one are the same, named for the layer between them."""
+    if name == "hidden":
+        return f"hidden {segment.first_layer}"
+    return f"hidden {segment.last_layer}" if name == "hidden_out" else name
+
+
+def _result_shape(tensor: TensorSpec, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:
+    kind = tensor.name.partition(".")[0]
+    num_made = bounds.num_logit_rows if tensor.shape[0] == "R" else bounds.num_rows  # a draft head goes on from few
+    shapes = {
+        "hidden": (bounds.num_rows, spec.hidden_size),
+        "hidden_out": (num_made, spec.hidden_size),
+        "exit_scores": (bounds.num_rows, bounds.num_candidates),
+        "k_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
+        "v_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
+    }
+    if kind not in shapes:
+        raise ConfigError(
+            f"segment tensor {tensor.name}: not one that a GPU runner holds; must be one of {', '.join(shapes)}"
+        )
+    return shapes[kind]

@@ -2,39 +2,40 @@
 
 Kernels of ours read on the device how long sequences are, which rows are whose and how wide a block table is, so
 their calls differ in the number of rows alone. Compiled engines are told every dimension by the host. Knows nothing
-of programs or tensors.
+of programs, tensors or torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
-from faser_backend.device.cuda.segment import (
-    MIN_BLOCKS,
-    ROW_STEP,
-    CallBounds,
-    bucketed_rows,
-    call_bounds,
-    clipped,
-    power_of_two,
-)
+
+# Larger calls are computed for longer than they take to be queued, and their lengths hardly repeat: their rows
+# are rounded up to a multiple of 8 alone, and no graph is captured.
+MAX_GRAPH_ROWS = 512
+# Powers of two and one or two steps between them: up to some hundred rows a GPU reads weights for as long as it
+# computes, so that padding costs little.
+ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MAX_GRAPH_ROWS)
+PROMPT_ROWS = 128  # from here on a call that wants no logits, as a prompt's chunk, has a shape of its own
+FILTER_ROWS = 64  # that are sorted at once for top-k and top-p
+ROW_STEP = 8
+MIN_BLOCKS = 8
 
 
-class CallShapes(Protocol):
-    """The shape that a call gets."""
+class CallBounds(NamedTuple):
+    """What the host knows of a call; fixed under a captured graph. Counts that are rounded up are bounds."""
 
-    def of(self, rows: RowBatch, num_candidates: int) -> CallBounds: ...
+    num_rows: int  # T, rounded up to a bucket
+    num_sequences: int  # B, rounded up
+    max_rows: int  # Q, most rows of one sequence, rounded up
+    num_blocks: int  # MB, columns of the block table, rounded up
+    num_logit_rows: int  # R, rounded up; 0 = none wanted
+    num_candidates: int  # C; 0 = no exit scores
 
-    def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
-        """Of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
-        ...
 
-    def menu(self, num_candidates: int) -> list[CallBounds]:
-        """Every shape that may be captured and is known beforehand; [] where that depends on the traffic."""
-        ...
+UNLIMITED = CallBounds(*[1 << 30] * 6)
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,21 @@ class RowMenu:
     num_blocks: int
 
     def of(self, rows: RowBatch, num_candidates: int) -> CallBounds:
+        """The shape that a call gets."""
         num_rows, num_logit_rows = rows.num_rows, rows.logit_rows.shape[0]
         if num_rows <= MAX_GRAPH_ROWS:
             return self._shape(num_rows, num_candidates, has_logits=num_logit_rows > 0)
-        padded = -(-num_rows // ROW_STEP) * ROW_STEP
-        longest = int(rows.rows_per_sequence.max())
+        padded, longest = ceil_to(num_rows, ROW_STEP), int(rows.rows_per_sequence.max())
         return CallBounds(
             padded, rows.num_sequences, longest, self.num_blocks, bucketed_rows(num_logit_rows), num_candidates
         )
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
+        """Of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
         return self._shape(num_sequences, 0, has_logits=True)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:
+        """Every shape that may be captured."""
         kinds = [(count, True) for count in ROW_COUNTS]
         if not num_candidates:
             kinds += [(count, False) for count in ROW_COUNTS if count >= PROMPT_ROWS]
@@ -70,22 +73,63 @@ class RowMenu:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Shapes whose every dimension is rounded up, as far as `limits`, the largest that programs take, allow."""
+    """Shapes whose every dimension is rounded up, as far as `limits`, the largest that programs take, allow. A call
+    that needs more than those keeps what it needs: its program refuses it."""
 
     kv_block_size: int
     limits: CallBounds
 
     def of(self, rows: RowBatch, num_candidates: int) -> CallBounds:
-        return call_bounds(rows, self.kv_block_size, num_candidates, self.limits)
+        """See RowMenu."""
+        counts = rows.rows_per_sequence
+        num_blocks = -(-int((rows.context_lens + counts).max()) // self.kv_block_size)
+        longest, num_logit_rows = int(counts.max()), rows.logit_rows.shape[0]
+        needed = CallBounds(rows.num_rows, rows.num_sequences, longest, num_blocks, num_logit_rows, num_candidates)
+        return self._rounded(needed, power_of_two(rows.num_sequences))
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
+        """See RowMenu."""
         num_blocks = -(-num_tokens // self.kv_block_size)
         needed = CallBounds(num_sequences, num_sequences, 1, num_blocks, num_sequences, 0)
-        size = bucketed_rows(num_sequences)
-        rounded = CallBounds(size, size, 1, max(power_of_two(num_blocks), MIN_BLOCKS), size, 0)
-        rounded = clipped(needed, rounded, self.limits)
+        rounded = self._rounded(needed, bucketed_rows(num_sequences))
         size = min(rounded.num_rows, rounded.num_sequences, rounded.num_logit_rows)
         return CallBounds(size, size, 1, rounded.num_blocks, size, 0)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:
+        """[]: which shapes come depends on the traffic."""
         return []
+
+    def _rounded(self, needed: CallBounds, num_sequences: int) -> CallBounds:
+        rounded = CallBounds(
+            bucketed_rows(needed.num_rows),
+            num_sequences,
+            power_of_two(needed.max_rows),
+            max(power_of_two(needed.num_blocks), MIN_BLOCKS),
+            bucketed_rows(needed.num_logit_rows),
+            needed.num_candidates,
+        )
+        sizes = zip(needed, rounded, self.limits, strict=True)
+        return CallBounds._make(max(need, min(up, limit)) for need, up, limit in sizes)
+
+
+CallShapes = RowMenu | Buckets
+
+
+def bucketed_rows(num_rows: int) -> int:
+    """The rows of a call: powers of two up to 8, multiples of 8 up to 64, of 32 up to MAX_GRAPH_ROWS.
+
+    Up to some dozens of rows a GPU reads weights for as long as it computes, so that padding costs nothing.
+    """
+    if num_rows <= ROW_STEP:
+        return power_of_two(num_rows)
+    return ceil_to(num_rows, ROW_STEP if num_rows <= 64 or num_rows > MAX_GRAPH_ROWS else 32)
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below count; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count > 0 else 0
+
+
+def ceil_to(count: int, step: int) -> int:
+    """The least multiple of step that is not below count."""
+    return -(-count // step) * step

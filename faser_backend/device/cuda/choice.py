@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from faser_backend.device.cuda.call_shapes import FILTER_ROWS
 from faser_backend.device.cuda.noise import TorchNoise
-from faser_backend.device.cuda.row_counts import FILTER_ROWS
 from faser_backend.device.sampler import MAX_MARGIN
 from faser_backend.device.slot_parameters import SlotParameters
 

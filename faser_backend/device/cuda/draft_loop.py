@@ -17,6 +17,7 @@ import torch
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.ports import DraftTokens
 from faser_backend.device.cuda.buffers import NO_SLOT
+from faser_backend.device.cuda.call_shapes import CallBounds
 from faser_backend.device.cuda.choice import (
     NUM_WORDS,
     draw_draft,
@@ -29,7 +30,7 @@ from faser_backend.device.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
-from faser_backend.device.cuda.segment import CallBounds
+from faser_backend.device.cuda.streams import on_share
 from faser_backend.device.cuda.transfer import copy_to_device, to_host
 from faser_backend.device.sampler import check_finite
 
@@ -47,10 +48,11 @@ class ChainShape(NamedTuple):
 
 
 class TorchDraftLoop:
-    """Drafts with one runner, on the calling thread's current stream, which is that of the runner's share."""
+    """Drafts with one runner, on the stream of its share, whoever calls. Its graphs go when the runner is closed."""
 
     def __init__(self, runner: CudaRunner, sampler: TorchSampler) -> None:
         self._runner = runner
+        self.on_share = runner.on_share
         self._sampler = sampler
         is_cuda = sampler.device.type == "cuda"
         self._chains = CallCache[ChainShape, _Chain](
@@ -58,6 +60,7 @@ class TorchDraftLoop:
         )
         runner.clear_at_close(self._chains.clear)
 
+    @on_share
     def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
         """Captures the steps of every chain that is known beforehand, of up to max_num_seqs sequences, with filters and
         without. num_candidates: of which a policy may ask, or 0. Of nobody."""
@@ -74,6 +77,7 @@ class TorchDraftLoop:
         """See core.ports.DraftLoop: rules need the tokens before each draw on the host."""
         return not self._sampler.parameters.has_rules[slots].any()
 
+    @on_share
     def draft(
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
     ) -> DraftTokens:

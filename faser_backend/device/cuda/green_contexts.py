@@ -8,7 +8,7 @@ The driver is given: `cuda.bindings.driver`, or something that answers like it.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from faser_backend.core.errors import FaserError
 
@@ -27,24 +27,6 @@ class DriverError(FaserError):
         self.status = status
 
 
-class CudaDriver(Protocol):
-    """What is used of `cuda.bindings.driver`. Every function returns (status, results ...)."""
-
-    def cuInit(self, flags: int) -> tuple[Any, ...]: ...
-    def cuDriverGetVersion(self) -> tuple[Any, ...]: ...
-    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]: ...
-    def cuDeviceGetDevResource(self, device: Any, kind: Any) -> tuple[Any, ...]: ...
-    def cuDevSmResourceSplitByCount(
-        self, num_groups: int, resource: Any, flags: int, min_count: int
-    ) -> tuple[Any, ...]: ...
-    def cuDevResourceGenerateDesc(self, resources: list[Any], count: int) -> tuple[Any, ...]: ...
-    def cuGreenCtxCreate(self, description: Any, device: Any, flags: int) -> tuple[Any, ...]: ...
-    def cuGreenCtxGetDevResource(self, context: Any, kind: Any) -> tuple[Any, ...]: ...
-    def cuGreenCtxStreamCreate(self, context: Any, flags: int, priority: int) -> tuple[Any, ...]: ...
-    def cuGreenCtxDestroy(self, context: Any) -> tuple[Any, ...]: ...
-    def cuStreamDestroy(self, stream: Any) -> tuple[Any, ...]: ...
-
-
 class GreenShare(NamedTuple):
     """One green context of a split."""
 
@@ -59,7 +41,7 @@ class GreenSplits:
     target's shares had to go without, or empty.
     """
 
-    def __init__(self, driver: CudaDriver, ordinal: int) -> None:
+    def __init__(self, driver: Any, ordinal: int) -> None:
         """The device's primary context should be active: every green context holds on to it.
 
         Raises DriverError, with nothing left open, where the driver is too old, there are too few SMs or a call

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.device.cuda.row_counts import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
+from faser_backend.device.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
 from faser_backend.manifest import ModelEngine
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

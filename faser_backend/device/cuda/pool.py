@@ -8,11 +8,30 @@ from __future__ import annotations
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.buffers import LogitsBuffer
+from faser_backend.device.cuda.call_shapes import MAX_GRAPH_ROWS
 from faser_backend.device.cuda.memory_plan import block_bytes
 from faser_backend.manifest import ModelSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's words
+
+
+class LogitsBuffer:
+    """Where the calls of one model put their logits: [MAX_GRAPH_ROWS, V] float32, of which a call has the first rows.
+
+    Calls of a model are serial and their logits are read before the next, whatever share of the device they ran on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: torch.Tensor | None = None
+
+    def rows(self, num_rows: int, vocab_size: int) -> torch.Tensor:
+        """[num_rows, vocab_size]; of a call with more rows than any graph has, a tensor of its own."""
+        if num_rows > MAX_GRAPH_ROWS:
+            return torch.zeros((num_rows, vocab_size), device=self._device)
+        if self._rows is None:
+            self._rows = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self._device)
+        return self._rows[:num_rows]
 
 
 class CudaKvPool:

@@ -1,13 +1,15 @@
-"""`CudaRunner`: a model on one share of a GPU with its KV pool; implements core.ports.ModelRunner.
+"""`CudaRunner`: a model on one share of a GPU with its KV pool; implements core.ports.ModelRunner. Of an EAGLE-3 head
+it is `CudaHeadRunner`, a core.ports.HeadRunner.
 
-A call is one asynchronous copy of its integers and one graph replay, both on the current stream: the share's,
-once the calling thread is bound to it. Nothing here waits for the device. Knows neither torch segments nor
-TensorRT, but programs; on a torch CPU device it runs the same way without graphs.
+A call is one asynchronous copy of its integers and one graph replay, both on the stream of the runner's share, whoever
+calls. Nothing here waits for the device. Knows neither torch segments nor TensorRT, but programs; on a torch CPU device
+it runs the same way without graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -19,20 +21,23 @@ from faser_backend.device.cuda.buffers import (
     TABLE,
     WIDTH,
     InputBlock,
-    StagingRing,
     TensorStore,
+    call_tensors,
     fill_inputs,
+    filled_inputs,
     num_columns,
     put_tables,
 )
-from faser_backend.device.cuda.call_shapes import Buckets, CallShapes, RowMenu
+from faser_backend.device.cuda.call_shapes import MAX_GRAPH_ROWS, Buckets, CallBounds, CallShapes, RowMenu
 from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.device.cuda.pool import CudaKvPool
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
-from faser_backend.device.cuda.segment import CallBounds, Launch, PreparedCall, SegmentProgram
-from faser_backend.device.cuda.tensors import call_tensors, filled_inputs
+from faser_backend.device.cuda.segment import Launch, PreparedCall, SegmentProgram
+from faser_backend.device.cuda.streams import SmPartition, on_share
+from faser_backend.device.cuda.transfer import to_device, upload
 from faser_backend.manifest import ModelEngine, TensorSpec
 from plugins.row_compaction import compact_rows
+
+JOIN, LAYER = 0, 1  # segments of a draft head
 
 
 class _Call:
@@ -61,12 +66,13 @@ class CudaRunner:
         *,
         limits: CallBounds | None = None,
         capturer: GraphCapturer | None = None,
+        share: SmPartition | None = None,
     ) -> None:
         """programs: one per segment, in order. limits: the largest bounds that they take, None = any. capturer: None:
-        without graphs."""
+        without graphs. share: None: what is called is queued where the calling thread is."""
         if len(programs) != len(model.segments):
             raise ConfigError(f"programs = {len(programs)}: the model has {len(model.segments)} segments")
-        is_cuda = device.type == "cuda"
+        self.on_share = nullcontext if share is None else share.current
         self.spec = model.spec
         self.pool = pool
         self.num_segments = len(model.segments)
@@ -82,17 +88,17 @@ class CudaRunner:
         self._programs: Sequence[SegmentProgram] = programs
         self._device = device
         self.limits = limits
-        self._staging = StagingRing(device)
         self._store = TensorStore(device)
         self._calls = [
             CallCache[CallBounds, _Call](
                 lambda bounds, captures, index=index: self._open_call(index, bounds, self._store, captures=captures),
-                is_cuda=is_cuda,
+                is_cuda=device.type == "cuda",
             )
             for index in range(self.num_segments)
         ]
         self._clearing: list[Callable[[], None]] = [calls.clear for calls in self._calls]
 
+    @on_share
     def run_segment(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """See core.ports.ModelRunner. The result is on the device, and may not be there yet: it is a buffer that
         the stream fills, and that a later call with as many rows fills again."""
@@ -106,6 +112,7 @@ class CudaRunner:
             output = self.run_segment(segment, rows, output)
         return output, None
 
+    @on_share
     def run_segment_with_scores(
         self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, exit_candidates: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,12 +122,14 @@ class CudaRunner:
         assert call.exit_scores is not None
         return call.result[: rows.num_rows], call.exit_scores[: rows.num_rows]
 
+    @on_share
     def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
         """See core.ports.ModelRunner."""
         out = torch.empty((kept.shape[0], hidden.shape[1]), dtype=hidden.dtype, device=self._device)
-        compact_rows(hidden, self._staging.upload_array(kept), out)
+        compact_rows(hidden, to_device(kept, self._device), out)
         return out
 
+    @on_share
     def capture_menu(self, num_candidates: int) -> None:
         """Captures every call that is known beforehand, on the current stream. num_candidates: of exit scores, if any
         may be asked for. Calls of nobody's rows: pools stay as they are."""
@@ -157,7 +166,7 @@ class CudaRunner:
                 put_tables(views, tables)
                 views["slot_mapping"][:] = NO_SLOT
 
-            self._staging.upload(inputs.block[: inputs.num_bytes(*tables.shape)], fill_area)
+            upload(inputs.block[: inputs.num_bytes(*tables.shape)], fill_area)
 
         fill(nothing[:, None])
         launches: list[Launch] = []
@@ -171,7 +180,7 @@ class CudaRunner:
                 queue()
 
         results = {name: tensors[name] for name in ("logits", *(["hidden"] if self.spec.reads_target else []))}
-        return PreparedCall(bounds, {**inputs.tensors, **results}, launch, fill)
+        return PreparedCall({**inputs.tensors, **results}, launch, fill)
 
     def clear_at_close(self, clear: Callable[[], None]) -> None:
         """`clear` frees graphs that somebody captured of prepared calls: they must not outlive a share's stream."""
@@ -188,8 +197,6 @@ class CudaRunner:
             clear()
         self._programs = ()
         self._store = TensorStore(self._device)
-        # Freeing pinned memory records events on the streams that copied from it: now, while a share's stream is there.
-        self._staging = StagingRing(self._device)
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
         num_candidates = 0 if candidates is None else candidates.shape[1]
@@ -209,7 +216,7 @@ class CudaRunner:
     def _fill(self, inputs: InputBlock, rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None) -> None:
         block_size = self.pool.kv_block_size
         num_bytes = inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))
-        self._staging.upload(
+        upload(
             inputs.block[:num_bytes],
             lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates),
         )
@@ -227,11 +234,11 @@ class CudaRunner:
 
     @property
     def _decode_segments(self) -> Sequence[int]:
-        """What a decode call consists of."""
+        """Those that a decode call consists of."""
         return range(self.num_segments)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """What of a call's bounds a segment's call differs by."""
+        """Returns the bounds that distinguish one segment's calls."""
         return bounds
 
     def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
@@ -241,3 +248,46 @@ class CudaRunner:
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
     ) -> dict[str, torch.Tensor]:
         return call_tensors(self.spec, self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
+
+
+class CudaHeadRunner(CudaRunner):
+    """An EAGLE-3 head, for a pool whose `features` are those of the target's pool.
+
+    The target's calls leave the hidden states that the head reads there, by slot like keys and values; segment JOIN
+    joins those of a call's rows, LAYER is the layer. What one call gives the next one goes on from stays on the device.
+    """
+
+    num_ahead = 1
+
+    @on_share
+    def run_layer(self, rows: RowBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See core.ports.HeadRunner; both results as run_segment's."""
+        call, num_made = self._run(LAYER, rows, hidden, None), rows.logit_rows.shape[0]
+        return call.tensors["logits"][:num_made], call.tensors["hidden_out"][:num_made]
+
+    def run_unseen(self, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See CudaRunner."""
+        return self.run_layer(rows, self.run_segment(JOIN, rows, None))
+
+    @on_share
+    def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
+        """See core.ports.ModelRunner. Rows that lie side by side, as those of chains that all go on, need no index on
+        the device."""
+        first = int(kept[0]) if kept.size else 0
+        if kept.size and int(kept[-1]) - first + 1 == kept.size:
+            return hidden[first : first + kept.size].clone()
+        return super().take_rows(hidden, kept)
+
+    def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
+        """Rows are joined alike whoever wants logits of them."""
+        return bounds._replace(num_logit_rows=0) if segment == JOIN else bounds
+
+    @property
+    def _decode_segments(self) -> Sequence[int]:
+        """Rows that follow drafted tokens read nothing of the target's."""
+        return (LAYER,)
+
+    def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
+        """What the layer makes of each row lies where its next launch reads it."""
+        tensors = super()._decode_tensors(index, bounds, inputs)
+        return {**tensors, "hidden_out": tensors["hidden"]}

@@ -1,7 +1,7 @@
 """`CudaRuntime`: the runtimes of a GPU, torch and TensorRT; implements device.runtime.Runtime.
 
 They differ in where programs come from and in nothing else. The thread that steps queues on the one stream of the
-whole device, lanes on those of their shares; lanes.py argues why that orders every use of a pool. Nothing of weight
+whole device, lanes on those of their shares; StreamLanes argues why that orders every use of a pool. Nothing of weight
 runs on the whole device while a split does: the stepping thread waits for the lanes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,15 @@ from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.fatal import is_fatal
 from faser_backend.device.cuda.graphs import GraphCapturer
-from faser_backend.device.cuda.head_runner import CudaHeadRunner
 from faser_backend.device.cuda.identity import load_driver
-from faser_backend.device.cuda.lanes import StreamLanes
-from faser_backend.device.cuda.memory_plan import MemoryPlan, plan_memory
+from faser_backend.device.cuda.memory_plan import plan_memory
 from faser_backend.device.cuda.pool import DTYPES, CudaKvPool
-from faser_backend.device.cuda.programs import ProgramSource, TensorRtPrograms, TorchPrograms
-from faser_backend.device.cuda.runner import CudaRunner
+from faser_backend.device.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
-from faser_backend.device.cuda.share_runner import ShareRunner
-from faser_backend.device.cuda.streams import KINDS, Kind, PartitionChoice, SmMenu, SmPartition, open_menu
+from faser_backend.device.cuda.segment import ProgramSource
+from faser_backend.device.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
+from faser_backend.device.cuda.tensorrt_segment import TensorRtPrograms
+from faser_backend.device.cuda.torch_programs import TorchPrograms
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenLanes, OpenRunner
@@ -86,11 +85,6 @@ class CudaRuntime:
         self.splits = tuple(sorted(splits, key=lambda split: (_is_small(split), _imbalance(split, models))))
         self.needs_warm_up = shares is not None
 
-    @property
-    def choice(self) -> PartitionChoice:
-        """How draft and target share the device, and why so."""
-        return PartitionChoice("serial", "no GPU") if self._shares is None else self._shares.choice
-
     def free_bytes(self) -> int:
         """What the driver and torch's own cache have, less the weights to come."""
         unloaded = self._programs.num_unloaded_bytes(self._models.present)
@@ -100,24 +94,20 @@ class CudaRuntime:
         cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
 
-    def plan(self, free_bytes: int, num_partitions: int, config: EngineConfig) -> MemoryPlan:
-        """What `free_bytes`, less the weights to come, go to. See plan_memory."""
-        return plan_memory(
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """See Runtime. On a GPU the log says what memory goes to."""
+        if self._shares is None:
+            return int(self.free_bytes() * CPU_MEMORY_SHARE)
+        plan = plan_memory(
             self._models.present,
             dtype=self._dtype,
             kv_block_size=self.kv_block_size,
-            free_bytes=free_bytes,
+            free_bytes=self.free_bytes(),
             num_partitions=num_partitions,
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_prefill_tokens,
             unloaded_bytes=0,
         )
-
-    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
-        """See Runtime. On a GPU the log tells what memory goes to."""
-        if self._shares is None:
-            return int(self.free_bytes() * CPU_MEMORY_SHARE)
-        plan = self.plan(self.free_bytes(), num_partitions, config)
         for line in plan.report(self.kv_block_size):
             _log.info("memory: %s", line)
         return plan.kv_bytes
@@ -142,8 +132,8 @@ class CudaRuntime:
         capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
         limits = self._programs.limits(model, split)
         kind = CudaHeadRunner if model.spec.reads_target else CudaRunner
-        runner = kind(model, programs, pool, self.device, limits=limits, capturer=capturer)
-        return ShareRunner(runner, share) if isinstance(share, SmPartition) else runner
+        own = share if isinstance(share, SmPartition) else None
+        return kind(model, programs, pool, self.device, limits=limits, capturer=capturer, share=own)
 
     def open_lanes(self, draft: Share, target: Share) -> OpenLanes:
         if isinstance(draft, SmPartition) and isinstance(target, SmPartition):
@@ -154,10 +144,7 @@ class CudaRuntime:
         return TorchSampler(vocab_size, max_num_seqs, self.device)
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
-        assert isinstance(sampler, TorchSampler)
-        if isinstance(runner, ShareRunner):
-            return runner.loop(lambda inner: TorchDraftLoop(inner, sampler))
-        assert isinstance(runner, CudaRunner)
+        assert isinstance(sampler, TorchSampler) and isinstance(runner, CudaRunner)
         return TorchDraftLoop(runner, sampler)
 
     def is_fatal(self, error: BaseException) -> bool:
@@ -226,17 +213,12 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: Engine
     return open_on_device(programs, models, manifest.kv_block_size, dtype=manifest.dtype)
 
 
-def open_on_device(
-    programs: ProgramSource, models: ModelPair, kv_block_size: int, *, dtype: str, kinds: Collection[Kind] = KINDS
-) -> CudaRuntime:
-    """A runtime for models of any origin on the current GPU, on torch's CPU device where there is none.
-
-    kinds: of shares that may be tried, for comparisons.
-    """
+def open_on_device(programs: ProgramSource, models: ModelPair, kv_block_size: int, *, dtype: str) -> CudaRuntime:
+    """A runtime for models of any origin on the current GPU, on torch's CPU device where there is none."""
     device = current_device()
     shares, make_capturer = None, None
     if prepare_cuda():
-        shares = open_menu(torch.cuda, device.index, load_driver, kinds, lambda: first_products(device, DTYPES[dtype]))
+        shares = open_menu(torch.cuda, device.index, load_driver, lambda: first_products(device, DTYPES[dtype]))
         make_capturer = GraphCapturer
     if shares is None:
         _log.warning("runtime torch: no CUDA device; everything is computed on the CPU, which is good for tests alone")

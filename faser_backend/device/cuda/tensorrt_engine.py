@@ -7,9 +7,10 @@ the caller's: a context is cheap, its activations are not. Knows nothing of segm
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.tensorrt_profiles import ProfileRange
 from faser_backend.runtime_spec import flavour_of
 from plugins.tensorrt_import import ErrorLog, TensorRt, import_tensorrt
 
@@ -36,6 +36,30 @@ DIAGNOSTICS = {
     "CUDA_ERROR": "cannot be checked: the CUDA driver or runtime does not work here",
 }
 NO_DEVICE = "cannot be loaded: there is no GPU here, or no CUDA driver that works"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRange:
+    """The shapes that optimisation profile `index` takes, by input name: it is fastest near those it was tuned for."""
+
+    index: int
+    smallest: Mapping[str, tuple[int, ...]]
+    largest: Mapping[str, tuple[int, ...]]
+
+    def refusals(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Why a call does not fit, input by input; empty where it fits."""
+        found = []
+        for name, low in self.smallest.items():
+            shape, high = shapes[name], self.largest[name]
+            fits = len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
+            if not fits:
+                found.append(f"{name} {list(shape)}: {list(low)} to {list(high)}")
+        return found
+
+    @property
+    def size(self) -> int:
+        """Elements of all inputs at their largest; pools, which no profile narrows, count alike everywhere."""
+        return sum(math.prod(shape) for shape in self.largest.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +135,9 @@ class EngineStore:
         self.log.check(f"{file.path}: execution context")
         return context
 
-    def save_caches(self) -> None:
-        """Writes what was compiled for this GPU beside the engines, so that the next start need not."""
+    def close(self) -> None:
+        """Keeps what was compiled for this GPU beside the engines, so that the next start need not compile it; frees
+        the engines. Contexts must have gone before."""
         for path, cache in self._caches.items():
             partial = path.with_name(path.name + ".partial")
             try:
@@ -121,9 +146,6 @@ class EngineStore:
             except OSError as error:  # an engine directory may be read-only
                 logger.warning("%s: compiled kernels cannot be kept (%s); each start compiles them again", path, error)
 
-    def close(self) -> None:
-        """Keeps the caches and frees the engines; contexts must have gone before."""
-        self.save_caches()
         self._configs.clear()
         self._caches.clear()
         self._files.clear()

@@ -1,4 +1,4 @@
-"""`TensorRtSegment`: one segment compiled by TensorRT or TensorRT-RTX, as a program that a runner queues.
+"""`TensorRtPrograms`: the programs of TensorRT and TensorRT-RTX, segments that these compiled.
 
 Each prepared call has an execution context of its own, whose shapes and addresses are set once: a captured
 graph stays valid only while nobody changes the context that it was captured from. Calls too large for graphs
@@ -14,16 +14,65 @@ from typing import Any
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.row_counts import MAX_GRAPH_ROWS
-from faser_backend.device.cuda.segment import CallBounds, Launch
-from faser_backend.device.cuda.tensorrt_engine import EngineFile, EngineStore
-from faser_backend.device.cuda.tensorrt_profiles import choose_profile, profiles_of_share
-from faser_backend.device.cuda.tensors import FEATURE_ROWS, FEATURES
+from faser_backend.device.cuda.buffers import FEATURE_ROWS, FEATURES
+from faser_backend.device.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, CallBounds
+from faser_backend.device.cuda.segment import Launch, SegmentProgram
+from faser_backend.device.cuda.tensorrt_engine import EngineFile, EngineStore, ProfileRange
 from faser_backend.device.cuda.torch_segment import feature_slots
-from faser_backend.manifest import ModelEngine, SegmentSpec
+from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
 from plugins.kv_write import write_kv
 
+DIMENSIONS = ("T", "B", "Q", "MB", "R", "K")  # of manifests, in the order of CallBounds
 TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
+
+
+class TensorRtPrograms:
+    """Programs of the runtimes "tensorrt" and "tensorrt_rtx"; a segment.ProgramSource."""
+
+    def __init__(self, engine_dir: Path, runtime: str, device: torch.device, compiler: str) -> None:
+        """compiler: of the manifest. Raises TensorRtError where the runtime's TensorRT is not installed, or is not
+        the one that built the engines."""
+        self._engine_dir = engine_dir
+        self._device = device
+        self._store = EngineStore(runtime)
+        self._store.tensorrt.check_built_by(compiler)
+        self._opened: set[tuple[FileSpec, ...]] = set()
+
+    def open(self, model: ModelEngine, split: str, num_sms: int) -> Sequence[SegmentProgram]:
+        profiles = profiles_of_split(model.segments[0].buckets, split)
+        programs = open_segments(model, self._engine_dir, self._store, self._device, profiles)
+        self._opened.add(model.files)
+        return programs
+
+    def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
+        return bucket_limits(model.segments, split)
+
+    def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:
+        return sum(model.num_weight_bytes for model in models if model.files not in self._opened)
+
+    def close(self) -> None:
+        self._store.close()
+        self._opened.clear()
+
+
+def profiles_of_split(buckets: Sequence[BucketSpec], split: str) -> list[int] | None:
+    """Indices of the profiles that a share of this split may run: its own where there are any, else those of no
+    split. None: any, where the manifest tells of no buckets."""
+    own = [index for index, bucket in enumerate(buckets) if bucket.split == split]
+    return (own or [index for index, bucket in enumerate(buckets) if not bucket.split]) if buckets else None
+
+
+def bucket_limits(segments: Sequence[SegmentSpec], split: str) -> CallBounds | None:
+    """The largest call that all segments have a profile for, dimension by dimension; None without buckets."""
+    if not all(segment.buckets for segment in segments):
+        return None
+    limits = dict(zip(DIMENSIONS, UNLIMITED, strict=True))
+    for segment in segments:
+        ranges = [segment.buckets[index].ranges for index in profiles_of_split(segment.buckets, split) or ()]
+        for dimension in DIMENSIONS:
+            if known := [each[dimension][2] for each in ranges if dimension in each]:
+                limits[dimension] = min(limits[dimension], max(known))
+    return CallBounds._make(limits.values())
 
 
 def open_segments(
@@ -78,7 +127,8 @@ class TensorRtSegment:
         self._store = store
         self._file = file
         self._memory = memory
-        self._profiles = profiles_of_share(file.profiles, profiles)
+        own = [profile for profile in file.profiles if profiles is not None and profile.index in profiles]
+        self._profiles = own or file.profiles
         self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in spec.outputs)
         self._features = features
         self._large_calls: Any = None  # their context
@@ -148,6 +198,20 @@ class TensorRtSegment:
         """By name what the pool has of a hidden state, [slots, hidden_size]; views."""
         wanted = [name for name in names if name in self._features]
         return {name: tensors[FEATURES].flatten(0, 1)[:, self._features.index(name)] for name in wanted}
+
+
+def choose_profile(
+    profiles: Sequence[ProfileRange], shapes: Mapping[str, tuple[int, ...]], engine: str
+) -> ProfileRange:
+    """The tightest profile that takes the shapes; of equals the first.
+
+    shapes: of every input, by name. Raises ConfigError naming the inputs that the closest profile refuses.
+    """
+    fitting = [profile for profile in profiles if not profile.refusals(shapes)]
+    if fitting:
+        return min(fitting, key=lambda profile: (profile.size, profile.index))
+    closest = min((profile.refusals(shapes) for profile in profiles), key=len)
+    raise ConfigError(f"{engine}: no profile takes a call with {'; '.join(closest)}; build for larger calls")
 
 
 def _bound_tensors(file: EngineFile, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

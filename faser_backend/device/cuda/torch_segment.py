@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from faser_backend.device.cuda.row_counts import PROMPT_ROWS
-from faser_backend.device.cuda.segment import CallBounds, Launch
-from faser_backend.device.cuda.tensors import FEATURES
+from faser_backend.device.cuda.buffers import FEATURES
+from faser_backend.device.cuda.call_shapes import PROMPT_ROWS, CallBounds
+from faser_backend.device.cuda.segment import Launch
 from faser_backend.device.cuda.torch_weights import ModelTensors
 from faser_backend.manifest import ModelSpec, SegmentSpec
 from plugins.add_rms_norm import add_rms_norm

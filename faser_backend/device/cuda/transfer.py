@@ -7,6 +7,8 @@ other's way. On a torch CPU device the same functions simply copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -22,6 +24,13 @@ def copy_to_device(array: np.ndarray, target: torch.Tensor) -> None:
     """As to_device, into a tensor of the array's shape that is there already."""
     host = torch.from_numpy(array)
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def upload(block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
+    """Lets `fill` write block.numel() bytes of host memory, and queues their copy to block (uint8, 1-D)."""
+    area = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=block.is_cuda)
+    fill(area.numpy())
+    block.copy_(area, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> list[np.ndarray]:

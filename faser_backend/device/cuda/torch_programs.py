@@ -1,20 +1,77 @@
-"""An EAGLE-3 head in torch, over the project's kernels: what joins the target's hidden states, and the one layer.
+"""`TorchPrograms`: the programs of runtime torch, over weights that are read once for all shares of the device.
 
-The layer is a decoder's but for what queries, keys and values are made of, [norm(embedding), norm(hidden)], and for
-the ids that its logits are of. On CPU tensors the kernels' references run.
+A decoder's are in torch_segment.py. Those of an EAGLE-3 head are here: what joins the target's hidden states, and the
+one layer, a decoder's but for what queries, keys and values are made of, [norm(embedding), norm(hidden)], and for the
+ids that its logits are of. On CPU tensors the kernels' references run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import torch
 from torch.nn import functional
 
-from faser_backend.device.cuda.segment import CallBounds, Launch
-from faser_backend.device.cuda.tensors import FEATURES
+from faser_backend.device.cuda.buffers import FEATURES
+from faser_backend.device.cuda.call_shapes import CallBounds
+from faser_backend.device.cuda.segment import Launch, SegmentProgram
 from faser_backend.device.cuda.torch_segment import SegmentCall, Tensors, TorchSegment, feature_slots, head_product
-from faser_backend.device.cuda.torch_weights import HeadTensors
-from faser_backend.manifest import ModelSpec, SegmentSpec
+from faser_backend.device.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
+from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec
 from plugins.add_rms_norm import add_rms_norm
+
+
+class TorchPrograms:
+    """Programs of runtime torch; a segment.ProgramSource. `load` reads, or makes, the weights of a model on the
+    device; models are told apart by their files."""
+
+    def __init__(self, load: Callable[[ModelEngine], ModelTensors | HeadTensors]) -> None:
+        self._load = load
+        self._weights: dict[tuple[FileSpec, ...], ModelTensors | HeadTensors] = {}
+
+    @classmethod
+    def of_directory(
+        cls, engine_dir: Path, dtype: str, device: torch.device, target: ModelEngine | None = None
+    ) -> TorchPrograms:
+        """dtype: of the manifest. target: whose embedding a head without one of its own reads."""
+
+        def load(model: ModelEngine) -> ModelTensors | HeadTensors:
+            path = engine_dir / model.segments[0].file.name
+            if model.spec.reads_target:
+                return load_head(path, model.spec, dtype, device, lent_embedding)
+            return load_weights(path, model.spec, dtype, device)
+
+        def lent_embedding() -> torch.Tensor:
+            assert target is not None, "a head without an embedding has a target"
+            weights = programs.weights(target)
+            assert isinstance(weights, ModelTensors)
+            return weights.embedding
+
+        programs = cls(load)
+        return programs
+
+    def open(self, model: ModelEngine, split: str, num_sms: int) -> Sequence[SegmentProgram]:
+        weights = self.weights(model)
+        if isinstance(weights, ModelTensors):
+            return [TorchSegment(model.spec, segment, weights, num_sms) for segment in model.segments]
+        join, layer = model.segments
+        return [TorchJoin(join, weights), TorchHeadLayer(model.spec, layer, weights, num_sms)]
+
+    def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
+        """Loaded when they are first asked for."""
+        if model.files not in self._weights:
+            self._weights[model.files] = self._load(model)
+        return self._weights[model.files]
+
+    def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
+        """Kernels of ours take any call."""
+
+    def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:
+        return sum(model.num_weight_bytes for model in models if model.files not in self._weights)
+
+    def close(self) -> None:
+        self._weights.clear()
 
 
 class TorchJoin:
