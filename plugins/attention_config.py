@@ -89,7 +89,7 @@ def shared_bytes(block_m: int, block_n: int, num_stages: int, row_bytes: int) ->
 
 
 def shared_limit(capability: int) -> int:
-    """Of a capability that is not listed, the limit of the next lower one that is."""
+    """The limit of a capability, or of the next lower one that is listed."""
     return SHARED_LIMITS[max((c for c in SHARED_LIMITS if c <= capability), default=min(SHARED_LIMITS))]
 
 

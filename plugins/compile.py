@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of Triton-language kernels, for who is not torch: PTX, cubin, and their launch.
 
 No GPU is needed to compile. The compiler ends every kernel's parameter list with two scratch pointers of its own
-launcher; kernels that use none (all of this package) are assembled without them, so that whoever
-launches the result passes exactly `parameters`, in order. Knows nothing of what a kernel computes.
+launcher; kernels that use none (all of this package) are assembled without them, so that a launch of
+the result passes exactly `parameters`, in order. Knows nothing of what a kernel computes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
-"""What every kernel of this package computes, in plain torch: readable, on any device, of any speed.
+"""The computation of every kernel of this package in plain torch: readable, on any device, of any speed.
 
 Kernels are checked against these, and launchers run these where a tensor is not on a GPU.
 """

@@ -153,7 +153,7 @@ def attend_launch(
     *,
     num_blocks: Any,
 ) -> Launch:
-    """Of the first kernel. A program without rows returns at once, so a bound of the rows is enough."""
+    """The launch of the first kernel. A program without rows returns at once, so a bound of the rows is enough."""
     splits = num_splits(geometry, config, ops, num_rows, table_shape)
     rows = ops.smaller(num_rows, ops.constant(geometry.max_rows))
     tiles = ops.ceil_div(rows, ops.constant(config.block_m // geometry.group))
@@ -164,14 +164,14 @@ def attend_launch(
 def combine_launch(
     geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
 ) -> Launch:
-    """Of the second kernel: one program per row and query head."""
+    """The launch of the second kernel: one program per row and query head."""
     splits = num_splits(geometry, config, ops, num_rows, table_shape)
     grid = (num_rows, ops.constant(geometry.num_heads), ops.constant(1))
     return Launch(grid, (table_shape[0], splits))
 
 
 def workspace_bytes(geometry: Geometry, num_rows: int) -> tuple[int, int]:
-    """Of mixed_parts and stat_parts, for a plugin that launches both kernels itself; each 256-byte aligned."""
+    """Bytes of mixed_parts and stat_parts, for a plugin that launches both kernels itself; each 256-byte aligned."""
     cells = part_rows(num_rows) * geometry.num_heads
     mixed, stat = cells * geometry.head_dim * 4, cells * 2 * 4
     return -(-mixed // 256) * 256, -(-stat // 256) * 256

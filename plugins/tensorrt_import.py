@@ -51,7 +51,7 @@ class TensorRt:
 
     @property
     def compute_capabilities(self) -> tuple[str, ...]:
-        """What engines can be built for ahead of time, e.g. ("7.5", "12.0"); empty where only the GPU at hand."""
+        """GPUs that engines can be built for ahead of time, e.g. ("7.5", "12.0"); empty: the one at hand alone."""
         if self.flavour == "full" or not self.has_compute_capabilities:
             return ()
         numbers = sorted(int(name[2:]) for name in self.module.ComputeCapability.__members__ if name.startswith("SM"))

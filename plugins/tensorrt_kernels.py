@@ -92,7 +92,7 @@ def combine_parts_kernel(
 
 
 def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
-    """What the first kernel is compiled for."""
+    """Constants of the first kernel."""
     return {
         "NUM_KV_HEADS": geometry.num_kv_heads,
         "HEAD_DIM": geometry.head_dim,
@@ -107,7 +107,7 @@ def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int 
 
 
 def combine_constants(geometry: Geometry) -> dict[str, int]:
-    """What the second kernel is compiled for."""
+    """Constants of the second kernel."""
     return {
         "HEAD_DIM": geometry.head_dim,
         "BLOCK_S": 1 << (MAX_SPLITS - 1).bit_length(),
@@ -119,7 +119,7 @@ def combine_constants(geometry: Geometry) -> dict[str, int]:
 def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None = None) -> Compiled:
     """The first kernel for tensors of a type, "fp32", "fp16" or "bf16". Every layer of a model shares one.
 
-    max_shared_bytes: of whoever launches it; pipeline stages are given up first, then tokens per iteration.
+    max_shared_bytes: that its launcher allows; pipeline stages are given up first, then tokens per iteration.
     """
     config = geometry.launch_config(dtype)
     compiled = _compile_attend(geometry, dtype, config)

@@ -95,7 +95,7 @@ def register_v3_plugin(module: Any) -> None:
 
 
 class AttentionMethods:
-    """What TensorRT asks of the plugin; plugin_classes joins it with TensorRT's own classes."""
+    """The methods that TensorRT calls; plugin_classes joins it with TensorRT's own classes."""
 
     def __init__(self, module: Any, geometry: Geometry, is_build: bool) -> None:
         self.module = module

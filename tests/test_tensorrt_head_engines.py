@@ -130,11 +130,6 @@ def test_calls_too_large_for_graphs_are_no_different(
     assert checker.num_equal == checker.num_chains > 20
 
 
-def test_sampled_tokens_are_those_of_plain_decoding(built: Built) -> None:
-    requests = make_requests()
-    assert tokens_of(built, "fixed:3", requests) == tokens_of(built, "none", requests)
-
-
 def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str, list[int]]) -> None:
     pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
     policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner))

@@ -138,21 +138,6 @@ def test_chains_are_those_of_calls_in_turn(built, kinds: list[SamplingParams], n
         assert_equal_chains(again, drawn, drafting.lengths)
 
 
-def test_shapes_are_prepared_once(built, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = open_runner(built)
-    loop = TorchDraftLoop(runner, open_sampler(KINDS[:1] * MAX_SEQS))
-    prepared, prepare = [], runner.prepare_decode
-    monkeypatch.setattr(runner, "prepare_decode", lambda bounds: prepared.append(bounds.num_rows) or prepare(bounds))
-    for size in (5, 7, 6, 3):
-        drafting = Drafting(0, size)
-        drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, size - 1
-        loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
-    assert prepared == [8, 4], "chains of any length have one shape"
-    assert len(loop._chains) == 2
-    runner.close()
-    assert len(loop._chains) == 0, "graphs that outlive their runner"
-
-
 def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:
     runner = open_runner(built, CallBounds(64, 6, 8, 10, 6, 0))
     prepared, prepare = [], runner.prepare_decode
@@ -182,7 +167,7 @@ def test_longer_chains_than_a_plan_holds_are_refused(built) -> None:
         loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
 
 
-def test_a_warmed_up_menu_leaves_pools_alone_and_has_every_shape(built) -> None:
+def test_a_warmed_up_menu_leaves_pools_alone(built) -> None:
     runner = open_runner(built)
     runner.pool.storage.fill_(3.0)
     before = runner.pool.storage.clone()
@@ -190,9 +175,6 @@ def test_a_warmed_up_menu_leaves_pools_alone_and_has_every_shape(built) -> None:
     runner.capture_menu(0)
     loop.capture_menu(5, 2)
     assert torch.equal(runner.pool.storage, before)
-    assert {shape.bounds.num_rows for shape in loop._chains.shapes} == {1, 2, 4, 8}
-    assert len(loop._chains) == 4 * 2 * 2
-    assert [len(calls) for calls in runner._calls] == [20] * runner.num_segments
 
 
 def test_rules_are_left_to_the_host(built) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.call_shapes import MAX_GRAPH_ROWS, CallBounds
-from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
+from faser_backend.device.cuda.graphs import CallCache
 from faser_backend.device.cuda.pool import CudaKvPool
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.segment import Launch
@@ -163,39 +163,6 @@ def test_runners_of_one_pool_see_each_others_tokens(built: tuple[ModelEngine, Pa
     torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-4, rtol=0)
 
 
-def test_decode_steps_whose_integers_the_device_writes(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:
-    """Three steps of two sequences and one that pads, fed on the device, give the logits of calls by the host."""
-    rng = np.random.default_rng(4)
-    sequences = [rng.integers(0, 97, 12) for _ in range(2)]
-    tables, starts = np.array([[5, 9, 2], [7, 1, 20]]), [3, 6]
-    host = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE)
-    for each in (host, runner):
-        run_all(each, make_rows(sequences, [0, 0], starts, tables))
-    call = runner.prepare_decode(runner.shapes.of_decode(3, 1))
-    tensors = call.tensors
-    assert tensors["cu_rows"].tolist() == [0, 1, 2, 3, 4] and tensors["logit_rows"].tolist() == [0, 1, 2, 3]
-    assert tensors["slot_mapping"].tolist() == [-1, -1, -1, -1]
-    call.fill_tables(tables)
-    assert (
-        tensors["table_width"].tolist() == [3]
-        and tensors["block_table"].flatten()[:6].tolist() == tables.flatten().tolist()
-    )
-    before = runner.pool.storage.clone()
-    call.launch()
-    torch.testing.assert_close(runner.pool.storage, before, msg="an idle call writes nothing")
-    for step in range(3):
-        positions = torch.tensor([start + step for start in starts])
-        tensors["token_ids"][:2].copy_(torch.tensor([s[p] for s, p in zip(sequences, positions, strict=True)]))
-        tensors["positions"][:2].copy_(positions)
-        tensors["context_lens"][:2].copy_(positions)
-        block = torch.from_numpy(tables).gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
-        tensors["slot_mapping"][:2].copy_(block * BLOCK_SIZE + positions % BLOCK_SIZE)
-        call.launch()
-        wanted = run_all(host, make_rows(sequences, positions.tolist(), [1, 1], tables))
-        torch.testing.assert_close(tensors["logits"][:2], wanted, atol=1e-4, rtol=0)
-    torch.testing.assert_close(runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0)
-
-
 def test_wrong_use_is_refused(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:
     rows = make_rows([np.arange(3)], [0], [3], np.array([[1]]))
     with pytest.raises(AssertionError, match="segment 2 has no exit scores"):
@@ -220,40 +187,6 @@ def test_a_pool_takes_the_bytes_that_it_says(built: tuple[ModelEngine, Path]) ->
         assert pool.num_bytes == 8 * CudaKvPool.bytes_per_block(spec, BLOCK_SIZE, dtype)
         assert CudaKvPool.bytes_per_block(spec, BLOCK_SIZE, dtype) == 3 * 2 * 2 * BLOCK_SIZE * 8 * size
         assert pool.keys(1).is_contiguous() and pool.scratch_block == 7
-
-
-class CountingCapturer(GraphCapturer):
-    """Captures nothing: hands the launch back, and counts."""
-
-    def __init__(self) -> None:
-        self.num_captures = 0
-
-    def capture(self, launch: Launch, what: str) -> Launch:
-        self.num_captures += 1
-        return launch
-
-
-def test_a_launch_is_captured_on_its_second_use() -> None:
-    launches: list[int] = []
-    capturer = CountingCapturer()
-    call = RepeatedLaunch(lambda: launches.append(1), capturer, "a call")
-    captures: list[int] = []
-    for _ in range(4):
-        call()
-        captures.append(capturer.num_captures)
-    assert captures == [0, 1, 1, 1] and len(launches) == 4
-
-
-def test_a_launch_that_failed_is_not_captured() -> None:
-    def fail() -> None:
-        raise FaserError("no")
-
-    capturer = CountingCapturer()
-    call = RepeatedLaunch(fail, capturer, "a call")
-    for _ in range(3):
-        with pytest.raises(FaserError):
-            call()
-    assert capturer.num_captures == 0
 
 
 def test_graphs_are_kept_for_good_and_further_calls_run_without() -> None:

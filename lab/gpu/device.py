@@ -44,7 +44,7 @@ def _version(name: str) -> str:
 
 
 def _outcome(work: Callable[[], Any]) -> str:
-    """What it returned, or its error in a line."""
+    """Its result, or its error in a line."""
     try:
         return str(work())
     except Exception as error:

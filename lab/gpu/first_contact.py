@@ -192,7 +192,7 @@ def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
 
 
 def _compare(answers: dict[str, dict[str, list[int]]], *, exact: bool) -> None:
-    """Of a GPU's half precision the first tokens alone: later ones may part at near-ties."""
+    """Compares a GPU's first tokens alone, in half precision: later ones may part at near-ties."""
     count = NUM_ANSWER_TOKENS if exact else 1
     serial = answers["serial"]
     for name, written in answers.items():

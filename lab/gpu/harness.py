@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every part is told."""
+    """The options of every part."""
 
     device: str = "cuda"
     is_tiny: bool = False
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Context(Setting):
-    """What a part gets."""
+    """The argument of a part."""
 
     end_s: float = float("inf")  # of the monotonic clock: a part should stop by then
     save: Callable[[Result], None] = lambda result: None  # what is known so far, should the part not end

@@ -99,7 +99,7 @@ def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What ONNX Runtime says: texts [prompt + answer], and the logits of each answer's rows."""
+    """ONNX Runtime's answers: texts [prompt + answer], and the logits of each answer's rows."""
 
     engine_dir: Path
     prompts: list[np.ndarray]

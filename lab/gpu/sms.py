@@ -77,7 +77,7 @@ def run(context: Context) -> Result:
 
 
 def check_split(draft: set[int], target: set[int], draft_size: int, target_size: int) -> dict[str, bool]:
-    """What must hold of the SMs that each share was seen on."""
+    """Properties that must hold of the SMs that each share was seen on."""
     return {
         "is_disjoint": not draft & target,
         "is_draft_within_size": len(draft) <= draft_size,

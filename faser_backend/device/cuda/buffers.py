@@ -107,7 +107,7 @@ def fill_inputs(
     """Writes a batch into arrays of the shapes that `bounds` say; names that are not in `inputs` are left out.
 
     What pads a call: rows of token 0 at position 0 without a slot, sequences without rows or context, logit
-    rows that repeat row 0. Cells of pad_idx past a sequence's rows repeat its last row.
+    rows that repeat row 0. Entries of pad_idx past a sequence's rows repeat its last row.
     """
     assert rows.tree is None, "refused where policies are made"
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
@@ -201,7 +201,7 @@ def call_tensors(
     store: TensorStore,
     pool: CudaKvPool,
 ) -> dict[str, torch.Tensor]:
-    """What a program of the segment is prepared with. Everything in `store` is shared by calls of the same shape.
+    """The tensors that a program of the segment is prepared with. Those in `store` are shared by calls of a shape.
 
     A pool that is an output too is the input's own memory, and what a segment passes on the next one finds where
     it is.

@@ -25,7 +25,7 @@ MIN_BLOCKS = 8
 
 
 class CallBounds(NamedTuple):
-    """What the host knows of a call; fixed under a captured graph. Counts that are rounded up are bounds."""
+    """Sizes of a call that the host knows; fixed under a captured graph. Counts that are rounded up are bounds."""
 
     num_rows: int  # T, rounded up to a bucket
     num_sequences: int  # B, rounded up
@@ -55,7 +55,7 @@ class RowMenu:
         )
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
-        """Of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
+        """The shape of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
         return self._shape(num_sequences, 0, has_logits=True)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:

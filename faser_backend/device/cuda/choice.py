@@ -39,7 +39,7 @@ class RowParameters(NamedTuple):
 
 
 class HostDraws(NamedTuple):
-    """What `draw` found for R rows."""
+    """Draws of R rows on the host."""
 
     best: np.ndarray  # [R] float32, the score of the token: no number where the row's logits are unusable
     margins: np.ndarray  # [R] float32; 0 where no runner-up was asked for

@@ -40,7 +40,7 @@ PLAN_HEIGHT = NUM_WORDS + 2 * MAX_STEPS + 1  # the last row is the number of the
 
 
 class ChainShape(NamedTuple):
-    """What is fixed under the graphs of a chain."""
+    """The sizes that are fixed under the graphs of a chain."""
 
     bounds: CallBounds  # of a step
     num_candidates: int  # C; 0 = none wanted
@@ -48,7 +48,7 @@ class ChainShape(NamedTuple):
 
 
 class TorchDraftLoop:
-    """Drafts with one runner, on the stream of its share, whoever calls. Its graphs go when the runner is closed."""
+    """Drafts with one runner, on the stream of its share, on any thread. Its graphs go when the runner is closed."""
 
     def __init__(self, runner: CudaRunner, sampler: TorchSampler) -> None:
         self._runner = runner
@@ -199,7 +199,7 @@ class _Chain:
 def _checked(
     packed: np.ndarray, slots: np.ndarray, starts: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
 ) -> DraftTokens:
-    """Of packed [K, A, 1 + C]: tokens [A, K], margins [A, K], candidates [A, K, C] or None."""
+    """From packed [K, A, 1 + C]: tokens [A, K], margins [A, K], candidates [A, K, C] or None."""
     num_steps, count = packed.shape[:2]
     draws = unpacked_draws(packed.reshape(num_steps * count, -1))
     best, margins = draws.best.reshape(num_steps, count), draws.margins.reshape(num_steps, count)

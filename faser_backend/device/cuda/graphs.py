@@ -39,7 +39,7 @@ class GraphCapturer:
     def __init__(
         self, counts: GraphCounts, cuda: Any = torch.cuda, leave_pool: Callable[[Any], None] = _leave_pool
     ) -> None:
-        """counts: is told of every capture. cuda: torch.cuda; leave_pool: what ends allocations into a pool."""
+        """counts: counts every capture. cuda: torch.cuda; leave_pool: what ends allocations into a pool."""
         self.counts = counts
         self._cuda = cuda
         self._leave_pool = leave_pool

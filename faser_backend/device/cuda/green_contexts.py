@@ -122,7 +122,7 @@ class GreenSplits:
 
 
 def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
-    """What a driver function returns beside its status: nothing, a value or a tuple. Raises DriverError."""
+    """Returns a driver function's results beside its status: nothing, a value or a tuple. Raises DriverError."""
     function = getattr(driver, name, None)
     if function is None:
         raise DriverError(f"{name}: this cuda-python does not know it; pip install 'faser-backend[torch]'")

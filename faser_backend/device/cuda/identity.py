@@ -1,4 +1,4 @@
-"""What a GPU and its software are, by name, without opening a context on it.
+"""Names a GPU and its software, without opening a context on it.
 
 For profiles, which hold for one device and one set of versions, and for people who ask what there is.
 """
@@ -55,7 +55,7 @@ def memory_bytes(driver: Any) -> int:
 
 
 def identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
-    """What decides how long calls of a GPU runtime take here; of the processor, where torch falls back to it.
+    """The facts that decide how long calls of a GPU runtime take here; of the processor, where torch falls back to it.
 
     driver: cuda.bindings.driver unless given. Raises ConfigError where the runtime's library is missing, FaserError
     where it needs a GPU and there is none.

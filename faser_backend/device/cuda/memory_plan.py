@@ -1,4 +1,4 @@
-"""What a GPU's memory goes to, added up before anything is allocated; KV blocks get what the rest leaves.
+"""The uses of a GPU's memory, added up before anything is allocated; KV blocks get what the rest leaves.
 
 Upper bounds from the shapes of calls; the two lines that are no sum of shapes, CUDA's own memory per graph and cuBLAS's
 workspaces, are allowances. Knows manifests, no torch and no device: so it can be printed where there is no GPU.
@@ -118,8 +118,8 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
 
 
 def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[int]:
-    """Of a call of each model. A draft head also holds its target's features of all rows, side by side, rows of twice
-    its width, and logits before they go to their ids."""
+    """Temporaries of a call of each model. A draft head also holds its target's features of all rows, side by side,
+    rows of twice its width, and logits before they go to their ids."""
     found = [activation_bytes(spec, num_rows, size) for spec in specs]
     if specs[-1].reads_target:
         target, head = specs
@@ -149,6 +149,6 @@ def _graph_nodes(model: ModelEngine) -> int:
 
 
 def _chain_nodes(drafts: Sequence[ModelSpec], max_num_seqs: int) -> int:
-    """Of a draft's steps, with filters and without."""
+    """Nodes of a draft's steps, with filters and without."""
     num_shapes = 2 * (1 + sum(count < max_num_seqs for count in ROW_COUNTS))
     return sum(num_shapes * (spec.num_layers * NODES_PER_LAYER + 2 * NODES_BESIDE_LAYERS) for spec in drafts)

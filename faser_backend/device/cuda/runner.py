@@ -1,9 +1,9 @@
 """`CudaRunner`: a model on one share of a GPU with its KV pool; implements core.ports.ModelRunner. Of an EAGLE-3 head
 it is `CudaHeadRunner`, a core.ports.HeadRunner.
 
-A call is one asynchronous copy of its integers and one graph replay, both on the stream of the runner's share, whoever
-calls. Nothing here waits for the device. Knows neither torch segments nor TensorRT, but programs; on a torch CPU device
-it runs the same way without graphs.
+A call is one asynchronous copy of its integers and one graph replay, both on the stream of the runner's share, on any
+thread. Nothing here waits for the device. Knows neither torch segments nor TensorRT, but programs; on a torch CPU
+device it runs the same way without graphs.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class CudaHeadRunner(CudaRunner):
         return super().take_rows(hidden, kept)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Rows are joined alike whoever wants logits of them."""
+        """Rows are joined alike whether logits of them are wanted or not."""
         return bounds._replace(num_logit_rows=0) if segment == JOIN else bounds
 
     @property
@@ -288,6 +288,6 @@ class CudaHeadRunner(CudaRunner):
         return (LAYER,)
 
     def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
-        """What the layer makes of each row lies where its next launch reads it."""
+        """The layer's output of each row lies where its next launch reads it."""
         tensors = super()._decode_tensors(index, bounds, inputs)
         return {**tensors, "hidden_out": tensors["hidden"]}

@@ -86,7 +86,7 @@ class CudaRuntime:
         self.needs_warm_up = shares is not None
 
     def free_bytes(self) -> int:
-        """What the driver and torch's own cache have, less the weights to come."""
+        """Free memory of the driver and of torch's own cache, less the weights to come."""
         unloaded = self._programs.num_unloaded_bytes(self._models.present)
         if self._shares is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded

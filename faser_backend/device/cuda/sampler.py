@@ -144,7 +144,7 @@ class TorchSampler:
     def _fetch(
         self, packed: torch.Tensor, logits: torch.Tensor, rows: SamplingRows
     ) -> tuple[HostDraws, np.ndarray, np.ndarray]:
-        """What was drawn, checked; which rows [n] have rules, and their logits [n, V]. The one wait of a call.
+        """The draws, checked; which rows [n] have rules, and their logits [n, V]. The one wait of a call.
 
         Rows with rules are drawn like the others, in vain but for the check of their logits.
         """

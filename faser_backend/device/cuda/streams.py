@@ -30,8 +30,8 @@ class PartitionChoice(NamedTuple):
 
 
 class FirstWork:
-    """What a thread runs when it first queues on a stream: libraries open handles per thread and workspaces per handle
-    and stream with their first call, and none of that may happen while a graph is captured."""
+    """Work that a thread runs when it first queues on a stream: libraries open handles per thread and workspaces per
+    handle and stream with their first call, and none of that may happen while a graph is captured."""
 
     def __init__(self, work: Callable[[], None] = lambda: None) -> None:
         self._work = work
@@ -63,7 +63,7 @@ class SmPartition:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """What the calling thread queues meanwhile, it queues here: behind its own earlier work, before its later."""
+        """Queues here what the calling thread queues meanwhile: behind its own earlier work, before its later."""
         caller = self.cuda.current_stream()
         if caller == self.stream:
             yield
@@ -82,7 +82,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_share(method: Method) -> Method:
-    """A method that queues its work on the share of its object, whoever calls it: `on_share` of the object enters it.
+    """Makes a method queue its work on the share of its object, on any thread: `on_share` of the object enters it.
 
     A step that has nothing to overlap may use a split's runner from the stepping thread, whose stream is that of the
     whole device. The work, and above all the graphs that it captures, which keep the SMs of their stream, belong on the
@@ -97,20 +97,19 @@ def on_share(method: Method) -> Method:
     return cast("Method", run)
 
 
+@dataclass(frozen=True, slots=True)
 class SmMenu:
-    """The shares of one GPU. `choice` says how they were made; `cuda` is torch.cuda. Owns green contexts: close it."""
+    """The shares of one GPU. `choice` says how they were made. Owns green contexts: `close` it, again and again if need
+    be, when nothing is at work on the shares of splits."""
 
-    def __init__(
-        self, menu: PartitionMenu[SmPartition], choice: PartitionChoice, on_close: Callable[[], None] = lambda: None
-    ) -> None:
-        self.menu = menu
-        self.choice = choice
-        self.cuda = menu.whole.cuda
-        self._on_close = on_close
+    menu: PartitionMenu[SmPartition]
+    choice: PartitionChoice
+    close: Callable[[], None] = lambda: None
 
-    def close(self) -> None:
-        """Nothing may be at work on the shares of splits. May be called again."""
-        self._on_close()
+    @property
+    def cuda(self) -> Any:
+        """torch.cuda."""
+        return self.menu.whole.cuda
 
 
 def open_menu(
@@ -188,19 +187,11 @@ class StreamLanes:
 
     def on_draft(self, work: Callable[[], Result]) -> Result:
         """Runs `work` on the draft's thread and stream, between a fork and a join, and waits for the thread."""
-        caller = self._fork()
-        try:
-            return self._threads.on_draft(self._between(work, self._proposed))
-        finally:
-            caller.wait_event(self._proposed)
+        return self._alone(self._threads.on_draft, work, self._proposed)
 
     def on_target(self, work: Callable[[], Result]) -> Result:
         """As on_draft, on the target's thread and stream."""
-        caller = self._fork()
-        try:
-            return self._threads.on_target(self._between(work, self._verified))
-        finally:
-            caller.wait_event(self._verified)
+        return self._alone(self._threads.on_target, work, self._verified)
 
     def run_both(self, verify: Callable[[], Verified], propose: Callable[[], Proposed]) -> tuple[Verified, Proposed]:
         """See core.ports.Lanes. The results are ready for what the calling thread queues next."""
@@ -214,6 +205,13 @@ class StreamLanes:
     def close(self) -> None:
         """Waits for both threads, not for the device. May be called again."""
         self._threads.close()
+
+    def _alone(self, on_thread: Callable[..., Result], work: Callable[[], Result], ended: Any) -> Result:
+        caller = self._fork()
+        try:
+            return on_thread(self._between(work, ended))
+        finally:
+            caller.wait_event(ended)
 
     def _fork(self) -> Any:
         caller = self._cuda.current_stream()

@@ -74,7 +74,7 @@ class EngineFile:
 
     @property
     def activation_bytes(self) -> int:
-        """What one execution context works in, whatever its profile."""
+        """Memory that one execution context works in, whatever its profile."""
         return self.engine.device_memory_size_v2
 
 
@@ -106,8 +106,8 @@ class EngineStore:
             return self._files[path]
 
     def activation_memory(self, files: Sequence[EngineFile], device: torch.device) -> torch.Tensor:
-        """What the segments of a model work in, uint8. All shares that the model runs on have the same: they never
-        run it at once, and are ordered with each other, as they are for its KV pool."""
+        """Memory that the segments of a model work in, uint8. All shares that the model runs on have the same: they
+        never run it at once, and are ordered with each other, as they are for its KV pool."""
         key = tuple(file.path for file in files)
         with self._lock:
             if key not in self._memories:

@@ -57,7 +57,7 @@ class TensorRtPrograms:
 
 def profiles_of_split(buckets: Sequence[BucketSpec], split: str) -> list[int] | None:
     """Indices of the profiles that a share of this split may run: its own where there are any, else those of no
-    split. None: any, where the manifest tells of no buckets."""
+    split. None: any, where the manifest has no buckets."""
     own = [index for index, bucket in enumerate(buckets) if bucket.split == split]
     return (own or [index for index, bucket in enumerate(buckets) if not bucket.split]) if buckets else None
 
@@ -121,7 +121,7 @@ class TensorRtSegment:
         *,
         features: Sequence[str] = (),
     ) -> None:
-        """memory: uint8, for activations; whoever shares it is never at work at the same time. features: names of all
+        """memory: uint8, for activations; those who share it are never at work at the same time. features: names of all
         that the pool has of hidden states, in its order."""
         self.spec = spec
         self._store = store
