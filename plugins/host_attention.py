@@ -109,7 +109,12 @@ def attend_units(
     first_unit, last_unit, scale, attends, head_dim,
 ):  # fmt: skip
     """The units [first_unit, last_unit) of a call, arrays as attention_kernel says. For kernels to take in whole:
-    head_dim is a constant there."""
+    head_dim is a constant there.
+
+    What all rows of a tile find in the same blocks is read once for the tile: all that the rows of a chain see, and of
+    those of a tree whole blocks of the trunk. What lies behind it is gathered row by row in the order of positions, so
+    that a row's bits are those that it has in a chain.
+    """
     num_kv_heads, kv_block_size = k_pool.shape[0], k_pool.shape[2]
     heads_per_kv = q.shape[1] // num_kv_heads
     for unit in range(first_unit, last_unit):
@@ -120,98 +125,50 @@ def attend_units(
         rows = slice(first_row, first_row + num_rows)
         write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
         write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
-        branches = branches_of(ancestors, first_row, num_rows if attends else 0)
-        attend_tree(
-            q, k_pool[kv_head], v_pool[kv_head], blocks, trunk_lens[sequence:], branches, attended, scratch, widened,
-            first_row, kv_head, heads_per_kv, scale, head_dim,
-        )  # fmt: skip
-        num_pairs = num_rows * heads_per_kv if attends and branches.size == 0 else 0
+        is_tree = num_rows > 0 and ancestors.size > 0 and ancestors[first_row] != 0
+        trunk = trunk_lens[sequence] if is_tree else context
+        num_pairs = num_rows * heads_per_kv if attends else 0
         for tile in range(0, num_pairs, TILE_ROWS):
-            tile_end = min(tile + TILE_ROWS, num_pairs)
-            num_columns = context + (tile_end - 1) // heads_per_kv + 1  # of the longest row
-            for column in range(0, num_columns, kv_block_size):
-                last = min(kv_block_size, num_columns - column) - 1
-                if tile == 0:
-                    prefetch(v_pool[kv_head, blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
-                keys = readable(k_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
-                for pair in range(tile, tile_end):
-                    scores = scratch[pair - tile]
-                    query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-                    for t in range(0, last + 1, GROUP):
-                        score_group(scores, column + t, query, keys, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-            for pair in range(tile, tile_end):
-                softmax(scratch[pair - tile], context + pair // heads_per_kv + 1, num_columns, scale)
-                mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-                for d in range(head_dim):
-                    mixed[d] = 0
-            for column in range(0, num_columns, kv_block_size):
-                last = min(kv_block_size, num_columns - column) - 1
-                if tile_end == num_pairs and unit + 1 < last_unit and column < context_lens[next_sequence]:
-                    prefetch(k_pool[next_kv_head, block_table[next_sequence, column // kv_block_size]])  # pyright: ignore[reportCallIssue]
-                values = readable(v_pool[kv_head, blocks[column // kv_block_size]], last, widened, head_dim)
-                for pair in range(tile, tile_end):
-                    weights = scratch[pair - tile]
-                    mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-                    for t in range(0, last + 1, GROUP):
-                        mix_group(mixed, weights, column + t, values, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-
-
-@spliced
-def branches_of(ancestors, first_row, num_rows):
-    """The rows' ancestors where they are a tree's; none in a chain."""
-    is_tree = num_rows > 0 and ancestors.size > 0 and ancestors[first_row] != 0
-    return ancestors[first_row : first_row + num_rows * is_tree]
-
-
-@inlined
-def attend_tree(
-    q, k_pool, v_pool, blocks, trunk_lens, ancestors, attended, scratch, widened, first_row, kv_head, heads_per_kv,
-    scale, head_dim,
-):  # fmt: skip
-    """A unit whose rows are a tree's: ancestors [rows] of its own rows, maybe none; k_pool and v_pool [NB, block,
-    head_dim] of its head; trunk_lens from its own on. Whole blocks of the trunk are read once for a tile. What lies
-    behind them is gathered row by row in the order of positions, so that a row's bits are those that it has in a
-    chain."""
-    num_pairs = ancestors.size * heads_per_kv
-    for tile in range(0, num_pairs, TILE_ROWS):
-        trunk = trunk_lens[0]
-        shared = trunk // k_pool.shape[1] * k_pool.shape[1]
-        tile_end = min(tile + TILE_ROWS, num_pairs)
-        longest = trunk
-        for pair in range(tile, tile_end):
-            longest = max(longest, trunk + count_bits(ancestors[pair // heads_per_kv]))
-        score_tile(
-            q, k_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
-            heads_per_kv, head_dim,
-        )  # fmt: skip
-        for pair in range(tile, tile_end):
-            num_visible = trunk + count_bits(ancestors[pair // heads_per_kv])
-            softmax(scratch[pair - tile], num_visible, num_visible, scale)
-        mix_tile(
-            attended, v_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end,
-            kv_head, heads_per_kv, head_dim,
-        )  # fmt: skip
+            pairs = tile, min(tile + TILE_ROWS, num_pairs), first_row, kv_head, heads_per_kv
+            longest = 0
+            for pair in range(tile, pairs[1]):
+                longest = max(longest, num_seen(ancestors, trunk, first_row, pair // heads_per_kv, is_tree))
+            shared = trunk // kv_block_size * kv_block_size if is_tree else longest
+            columns = trunk, shared, longest
+            is_followed = pairs[1] == num_pairs and unit + 1 < last_unit
+            num_ahead = context_lens[next_sequence] if is_followed else 0
+            score_tile(
+                scratch, q, k_pool[kv_head], blocks, columns, ancestors, pairs, widened, v_pool[kv_head],
+                longest if tile == 0 else 0, head_dim,
+            )  # fmt: skip
+            for pair in range(tile, pairs[1]):
+                seen = num_seen(ancestors, trunk, first_row, pair // heads_per_kv, is_tree)
+                softmax(scratch[pair - tile], seen, max(seen, shared), scale)
+            mix_tile(
+                attended, scratch, v_pool[kv_head], blocks, columns, ancestors, pairs, widened, k_pool[next_kv_head],
+                block_table[next_sequence], num_ahead, head_dim,
+            )  # fmt: skip
 
 
 @inlined
 def score_tile(
-    q, k_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
-    heads_per_kv, head_dim,
+    scratch, q, keys, blocks, columns, ancestors, pairs, widened, values, num_ahead, head_dim,
 ):  # fmt: skip
-    """Of attend_tree: scores of the pairs [tile, tile_end), each over the columns that its row sees."""
-    kv_block_size = k_pool.shape[1]
+    """Scores of a tile's pairs over what they see; asks for the values of the first num_ahead columns meanwhile."""
+    (_, shared, longest), (tile, tile_end, first_row, kv_head, heads_per_kv) = columns, pairs
+    kv_block_size = keys.shape[1]
     for column in range(0, shared, kv_block_size):
-        keys = readable(k_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
+        last = min(kv_block_size, shared - column) - 1
+        if column < num_ahead:
+            prefetch(values[blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
+        block = readable(keys[blocks[column // kv_block_size]], last, widened, head_dim)
         for pair in range(tile, tile_end):
             query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-            for t in range(0, kv_block_size, GROUP):
-                score_group(scratch[pair - tile], column + t, query, keys, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
+            for t in range(0, last + 1, GROUP):
+                score_group(scratch[pair - tile], column + t, query, block, t, last, head_dim)  # pyright: ignore[reportCallIssue]
     for column in range(shared, longest, kv_block_size):
         for pair in range(tile, tile_end):
-            bits = ancestors[pair // heads_per_kv]
-            last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
-            if last >= 0 and (pair == tile or pair % heads_per_kv == 0):  # heads of a row share what it sees
-                gather_path(widened, k_pool, blocks, trunk, bits, column, last, head_dim)
+            last = gather_block(widened, keys, blocks, columns, ancestors, pairs, pair, column, head_dim)
             query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
             for t in range(0, last + 1, GROUP):
                 score_group(scratch[pair - tile], column + t, query, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
@@ -219,30 +176,38 @@ def score_tile(
 
 @inlined
 def mix_tile(
-    attended, v_pool, blocks, trunk, shared, longest, ancestors, scratch, widened, first_row, tile, tile_end, kv_head,
-    heads_per_kv, head_dim,
+    attended, scratch, values, blocks, columns, ancestors, pairs, widened, next_keys, next_blocks, num_ahead, head_dim,
 ):  # fmt: skip
-    """Of attend_tree: attended = the values of the same columns, weighted."""
-    kv_block_size = v_pool.shape[1]
+    """attended = the values of the same columns, weighted; asks for the next unit's first num_ahead keys meanwhile."""
+    (_, shared, longest), (tile, tile_end, first_row, kv_head, heads_per_kv) = columns, pairs
+    kv_block_size = values.shape[1]
     for pair in range(tile, tile_end):
         mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
         for d in range(head_dim):
             mixed[d] = 0
     for column in range(0, shared, kv_block_size):
-        values = readable(v_pool[blocks[column // kv_block_size]], kv_block_size - 1, widened, head_dim)
+        last = min(kv_block_size, shared - column) - 1
+        if column < num_ahead:
+            prefetch(next_keys[next_blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
+        block = readable(values[blocks[column // kv_block_size]], last, widened, head_dim)
         for pair in range(tile, tile_end):
             mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-            for t in range(0, kv_block_size, GROUP):
-                mix_group(mixed, scratch[pair - tile], column + t, values, t, kv_block_size - 1, head_dim)  # pyright: ignore[reportCallIssue]
+            for t in range(0, last + 1, GROUP):
+                mix_group(mixed, scratch[pair - tile], column + t, block, t, last, head_dim)  # pyright: ignore[reportCallIssue]
     for column in range(shared, longest, kv_block_size):
         for pair in range(tile, tile_end):
-            bits = ancestors[pair // heads_per_kv]
-            last = min(kv_block_size, trunk + count_bits(bits) - column) - 1
-            if last >= 0 and (pair == tile or pair % heads_per_kv == 0):
-                gather_path(widened, v_pool, blocks, trunk, bits, column, last, head_dim)
+            last = gather_block(widened, values, blocks, columns, ancestors, pairs, pair, column, head_dim)
             mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
             for t in range(0, last + 1, GROUP):
                 mix_group(mixed, scratch[pair - tile], column + t, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+
+
+@inlined
+def num_seen(ancestors, trunk, first_row, row, is_tree):
+    """Positions that a sequence's row sees, its own included."""
+    if is_tree:
+        return trunk + count_bits(ancestors[first_row + row])
+    return trunk + row + 1
 
 
 @inlined
@@ -256,28 +221,36 @@ def count_bits(bits):
 
 
 @inlined
-def gather_path(widened, pool, blocks, trunk, bits, column, last, head_dim):
-    """widened[t] = what lies at position column + t of a row that sees the trunk and, behind it, the cells of its bits;
-    for t up to `last`."""
-    offset = 0
-    for position in range(trunk, column + last + 1):
-        while (bits >> offset) & 1 == 0:
+def gather_block(widened, pool, blocks, columns, ancestors, pairs, pair, column, head_dim):
+    """widened[t] = the KV head's row at the (column + t)-th position that the pair's row of a tree sees: those of the
+    trunk, then those of its bits. Returns the last t; heads of a row share what was gathered for the first of them."""
+    trunk, (tile, _, first_row, _, heads_per_kv) = columns[0], pairs
+    bits = ancestors[first_row + pair // heads_per_kv]
+    last = min(pool.shape[1], trunk + count_bits(bits) - column) - 1
+    if pair == tile or pair % heads_per_kv == 0:
+        for position in range(column, min(trunk, column + last + 1)):
+            copy_row(widened[position - column], row_at(pool, blocks, position), head_dim)  # pyright: ignore[reportCallIssue]
+        offset = 0
+        for index in range(trunk, column + last + 1):
+            while (bits >> offset) & 1 == 0:
+                offset += 1
+            if index >= column:
+                copy_row(widened[index - column], row_at(pool, blocks, trunk + offset), head_dim)  # pyright: ignore[reportCallIssue]
             offset += 1
-        if position >= column:
-            cell = trunk + offset
-            copy_row(widened[position - column], pool[blocks[cell // pool.shape[1]], cell % pool.shape[1]], head_dim)  # pyright: ignore[reportCallIssue]
-        offset += 1
-    for cell in range(column, min(trunk, column + last + 1)):
-        copy_row(widened[cell - column], pool[blocks[cell // pool.shape[1]], cell % pool.shape[1]], head_dim)  # pyright: ignore[reportCallIssue]
+    return last
 
 
 @inlined
 def write_rows(pool, blocks, context, rows, head_dim):
     """rows [n, head_dim] go to positions context, context + 1, ... of a KV head's pool [NB, block, head_dim]."""
     for row in range(rows.shape[0]):
-        position = context + row
-        cell = pool[blocks[position // pool.shape[1]], position % pool.shape[1]]
-        copy_row(cell, rows[row], head_dim)  # pyright: ignore[reportCallIssue]
+        copy_row(row_at(pool, blocks, context + row), rows[row], head_dim)  # pyright: ignore[reportCallIssue]
+
+
+@spliced
+def row_at(pool, blocks, position):
+    """The [head_dim] of a KV head's pool [NB, block, head_dim] at a position of the sequence whose blocks these are."""
+    return pool[blocks[position // pool.shape[1]], position % pool.shape[1]]
 
 
 def readable(block, last, widened, head_dim):
