@@ -1,7 +1,7 @@
 """Engines of runtime "llvm": one weight file per model, its matrices in the blocked layout of the CPU's kernels.
 
 Nothing is compiled here: numba compiles the layers on the machine that serves. The file is safetensors under the names
-of the graphs: matrices as bytes in the layout of plugins/row_products.py, norms and biases as float32. Every tensor
+of the graphs: matrices as bytes in the layout of plugins/row_layouts.py, norms and biases as float32. Every tensor
 begins at a multiple of ALIGNMENT bytes, for the file is mapped and read in place. Numbers that are quantised as a
 format has them are taken over as they are.
 """
@@ -22,6 +22,7 @@ from engines.weight_formats import INT4, INT8, format_of, is_held
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec, TensorSpec
+from plugins.row_layouts import COLUMNS_AT_ONCE, store_groups, store_matrix, stored_bytes
 
 ALIGNMENT = 64
 ITEM_TYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64}
@@ -97,8 +98,6 @@ def _entries(
     weights: ModelWeights, weight_format: WeightFormat, token_ids: np.ndarray | None
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of everything that is written; matrices are bytes."""
-    from plugins.row_products import stored_bytes  # not above: it loads numba, which other runtimes do without
-
     for name in weights:
         shape = weights.shape(name)
         if len(shape) == 1:
@@ -117,8 +116,6 @@ def _numbers(array: np.ndarray | None, dtype: type[np.generic]) -> Iterator[np.n
 
 def _matrix(weights: ModelWeights, name: str, weight_format: WeightFormat) -> Iterator[np.ndarray]:
     """The bytes of a matrix, some of its columns after the other."""
-    from plugins.row_products import COLUMNS_AT_ONCE, store_groups, store_matrix
-
     own_format, types = format_of(name, weight_format), weights.stored_types(name)
     try:
         if own_format in (INT4, INT8) and is_held(types, own_format):

@@ -27,17 +27,14 @@ import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, source_stamp
+from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from plugins.host_rows import LOG2_E, ONE, exp2, inlined, inlined_reassociated, spliced
 from plugins.host_vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
 
 TILE_ROWS = 8  # pairs of a tile
 
 
-f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in (1, 2, 3)}
-i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
 POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's words; numba knows no halves
-
 # LLVM sees head_dim as a constant everywhere, and numba can keep the kernel on disk as its closure holds ints alone.
 
 

@@ -14,7 +14,12 @@ from numba.core import event
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
+from plugins.row_units import has_matrix_units
+
 Kernel = Callable[..., None]
+f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in (1, 2, 3)}
+i32 = {num_dims: numba.types.Array(numba.int32, num_dims, "C") for num_dims in (1, 2)}
+i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
 logger = logging.getLogger("faser.loading")
 warn_once = cache(logger.warning)  # per text: a process has a kernel for each head_dim
 
@@ -79,8 +84,6 @@ WITHIN_KERNELS: Any = {
 def source_stamp() -> int:
     """A number that changes with every file of the CPU's kernels, and with whether matrix units are used: numba keeps a
     kernel on disk by its own file, the CPU and what it refers to, not by the files of what it calls."""
-    from plugins.row_units import has_matrix_units  # not above: it takes compiled code from this module's callers
-
     room = Path(__file__).parent
     files = sorted([*room.glob("host_*.py"), *room.glob("row_*.py")])
     sources = b"".join(file.read_bytes() for file in files)

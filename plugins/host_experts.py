@@ -15,13 +15,13 @@ import numba
 import numpy as np
 from numba.misc.special import literally
 
-from plugins.host_attention import f32, softmax
-from plugins.host_compile import WITHIN_KERNELS
-from plugins.host_products import NO_BIAS, REPLACES, multiply, share_of
+from plugins.host_attention import softmax
+from plugins.host_compile import WITHIN_KERNELS, f32, i32
 from plugins.host_rows import ONE, gated_silu, inlined, normalise_rows
-from plugins.host_threads import meet
+from plugins.host_threads import barrier_wait
 from plugins.host_vectors import copy_row
-from plugins.row_products import FORMATS, LANES
+from plugins.row_layouts import FORMATS, LANES
+from plugins.row_products import NO_BIAS, REPLACES, multiply, share_of
 
 # Places of a layer's matrices behind those of attention: the router, then three of every expert.
 ROUTER, FIRST_EXPERT = 4, 5
@@ -30,7 +30,6 @@ NUM_MATRICES_OF_EXPERT = 3
 ROUTER_FORMAT = FORMATS.index("fp32")
 CHOSEN = np.float32(-1)  # in place of a chance
 
-i32 = {num_dims: numba.types.Array(numba.int32, num_dims, "C") for num_dims in (1, 2)}
 # K = experts that a row chooses of E; P = T * K slots. What threads share, then what each has of its own.
 ROUTING = numba.types.Tuple([
     f32[2],  # chances [T, E]: the router's logits, then what a softmax makes of them
@@ -45,26 +44,21 @@ ROUTING = numba.types.Tuple([
 
 
 @numba.njit(**WITHIN_KERNELS)
-def mix_experts(
-    code, hidden, gate, up, normed, own, norm, routing, thread, num_threads, barrier, num_rows, weights, strip, eps,
-    normalises,
-):  # fmt: skip
+def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, crew, file, eps, normalises):
     """A thread's share of hidden += the sum of share * expert(x), x being the normalised rows; ends at a barrier.
 
     gate and up [P, I] and what is in `routing` are work space; normalises: a row's shares are made to sum to 1.
     """
     code = literally(code)
+    thread, num_threads, barrier = crew
     chances, shares, chosen, outputs, taken, ends, slots, rows = routing
     num_experts, width, inner = chances.shape[1], hidden.shape[1], gate.shape[1]
     normalise_rows(normed, hidden, norm, eps, num_rows)
-    multiply(
-        ROUTER_FORMAT, chances, normed, own[ROUTER], NO_BIAS, REPLACES, thread, num_threads, num_rows, weights, norm,
-        strip,
-    )  # fmt: skip
-    meet(barrier, num_threads)
+    multiply(ROUTER_FORMAT, chances, normed, own[ROUTER], NO_BIAS, REPLACES, num_rows, crew, file)
+    barrier_wait(barrier, num_threads)
     for row in range(thread, num_rows, num_threads):
         choose(chances[row], shares[row], chosen[row], normalises)
-    meet(barrier, num_threads)
+    barrier_wait(barrier, num_threads)
     sort_slots(ends, slots, rows, chosen, num_rows)
 
     first, last = share_of(inner, thread, num_threads)
@@ -76,23 +70,17 @@ def mix_experts(
             for slot in range(begin, end):
                 copy_row(taken[slot - begin], normed[rows[slot]], width)  # pyright: ignore[reportCallIssue]
             for out, matrix in ((gate, GATE), (up, UP)):
-                multiply(
-                    code, out[begin:], taken, own[at + matrix], NO_BIAS, REPLACES, thread, num_threads, end - begin,
-                    weights, norm, strip,
-                )  # fmt: skip
+                multiply(code, out[begin:], taken, own[at + matrix], NO_BIAS, REPLACES, end - begin, crew, file)
             for slot in range(begin, end):
                 gated_silu(gate[slot, columns], up[slot, columns])
         begin = end
-    meet(barrier, num_threads)
+    barrier_wait(barrier, num_threads)
 
     begin = 0
     for expert in range(num_experts):
         end, at = ends[expert], FIRST_EXPERT + NUM_MATRICES_OF_EXPERT * expert
         if end > begin:
-            multiply(
-                code, outputs[begin:], gate[begin:], own[at + DOWN], NO_BIAS, REPLACES, thread, num_threads,
-                end - begin, weights, norm, strip,
-            )  # fmt: skip
+            multiply(code, outputs[begin:], gate[begin:], own[at + DOWN], NO_BIAS, REPLACES, end - begin, crew, file)
         begin = end
     first, last = share_of(width, thread, num_threads)
     for row in range(num_rows):
@@ -100,7 +88,7 @@ def mix_experts(
             share, output = shares[row, rank], outputs[slots[row, rank]]
             for column in range(first * LANES, min(last * LANES, width)):
                 hidden[row, column] += share * output[column]
-    meet(barrier, num_threads)
+    barrier_wait(barrier, num_threads)
 
 
 @inlined

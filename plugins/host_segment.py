@@ -16,15 +16,23 @@ from functools import cache
 import numba
 from numba.misc.special import literally
 
-from plugins import row_products
-from plugins.host_attention import POOL_DTYPES, attend_units, f32, i64
-from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, source_stamp
+from plugins.host_attention import POOL_DTYPES, attend_units
+from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from plugins.host_experts import ROUTING, mix_experts
-from plugins.host_products import ADDS, NO_BIAS, REPLACES, STORED, multiply, share_of
 from plugins.host_rows import gated_silu, inlined, normalise, normalise_both, normalise_rows, rotate
-from plugins.host_threads import meet
+from plugins.host_threads import barrier_wait
 from plugins.host_vectors import copy_row
-from plugins.row_products import LANES, read_column, score_columns
+from plugins.row_layouts import FORMATS, LANES
+from plugins.row_products import (
+    ADDS,
+    NO_BIAS,
+    REPLACES,
+    STORED,
+    multiply,
+    read_column,
+    score_columns,
+    share_of,
+)
 
 # Places of a layer's matrices and vectors in the kernel's tables of offsets; -1 where a model has no such vector.
 Q, K, V, ATTENTION_OUT, GATE, UP, DOWN = range(7)  # with experts, those of host_experts from the place of GATE on
@@ -33,7 +41,7 @@ Q_NORM, K_NORM, HIDDEN_NORM = 9, 10, 11
 FEATURE = 12  # no vector, but the place among `features` of what goes into the layer; -1 where nobody reads that
 EMBEDDING, HEAD = 0, 1  # places of the matrices beside the layers'
 # Places of `sizes`.
-FIRST_LAYER, LAST_LAYER, NUM_LAYERS, VOCAB_SIZE, NORMALISES_SHARES = range(5)
+FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES = range(4)
 # What a kernel of each kind of model is given beside the arrays of all: nothing, what leads rows to experts, or what an
 # EAGLE-3 head reads beside hidden states.
 DENSE, EXPERTS, EAGLE3_HEAD = "dense", "experts", "eagle3_head"
@@ -49,12 +57,12 @@ EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPU
 def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, str, str], kind: str = DENSE) -> Kernel:
     """The kernel for heads of head_dim values, keys and values in pool_dtype, and matrices in weight_formats.
 
-    weight_formats: of row_products.FORMATS, for the layers, the embedding and the head. kind: of EXTRAS; what the
+    weight_formats: of FORMATS, for the layers, the embedding and the head. kind: of EXTRAS; what the
     others alone need is not compiled. Compiled once per CPU and kept on disk. Every thread of a call runs it with the
     same arrays and its own number and work space; all arrays are C-contiguous. Nothing is checked: shapes and indices
     that do not fit read and write foreign memory.
     """
-    code, embedding_code, head_code = map(row_products.FORMATS.index, weight_formats)
+    code, embedding_code, head_code = map(FORMATS.index, weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
     stamp = source_stamp()
     signature = numba.void(
@@ -117,16 +125,16 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         _ = stamp
         num_rows = hidden.shape[0]
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
-        first_layer, num_layers, vocab_size = sizes[FIRST_LAYER], sizes[NUM_LAYERS], sizes[VOCAB_SIZE]
+        first_layer, num_layers = sizes[FIRST_LAYER], sizes[NUM_LAYERS]
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         queries, mixed = q.reshape(num_rows, q_width), attended.reshape(num_rows, q_width)
         keys, values = k.reshape(num_rows, kv_width), v.reshape(num_rows, kv_width)
-        inputs = normed
+        crew, file, inputs = (thread, num_threads, barrier), (weights, vectors, strip), normed
         if is_head:
-            embedded, inputs, file = extras
-            embed(embedding_code, embedded, token_ids, file, end_matrices, vocab_size, thread, num_threads, barrier)
+            embedded, inputs, embedding_file = extras
+            embed(embedding_code, embedded, token_ids, embedding_file, end_matrices[EMBEDDING], crew)
         elif first_layer == 0:
-            embed(embedding_code, hidden, token_ids, weights, end_matrices, vocab_size, thread, num_threads, barrier)
+            embed(embedding_code, hidden, token_ids, weights, end_matrices[EMBEDDING], crew)
         for layer in range(first_layer, sizes[LAST_LAYER]):
             own, at = matrices[layer - first_layer], vector_offsets[layer - first_layer]
             is_last = layer == num_layers - 1
@@ -137,62 +145,46 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
             else:
                 normalise_rows(inputs, hidden, vectors[at[INPUT_NORM] :], eps, num_rows)
             for output, matrix, bias in ((queries, Q, Q_BIAS), (keys, K, K_BIAS), (values, V, V_BIAS)):
-                multiply(
-                    code, output, inputs, own[matrix], at[bias], REPLACES, thread, num_threads, num_rows, weights,
-                    vectors, strip,
-                )  # fmt: skip
-            meet(barrier, num_threads)
-            turn_units(q, k, cu_rows, positions, cos, sin, vectors, at, eps, bounds[thread], bounds[thread + 1])
+                multiply(code, output, inputs, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+            barrier_wait(barrier, num_threads)
+            apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, bounds[thread], bounds[thread + 1])
             attend_units(
                 q, k, v, storage[layer, 0], storage[layer, 1], block_table, cu_rows, context_lens, trunk_lens,
                 ancestors, attended, scores, widened, bounds[thread], bounds[thread + 1], scale,
                 not is_last or logit_rows.size > 0, head_dim,
             )  # fmt: skip
-            meet(barrier, num_threads)
+            barrier_wait(barrier, num_threads)
             if is_last:  # from here on for the logit rows alone
                 num_rows = logit_rows.size
                 if num_rows == 0:
                     return
-                gather(gathered, mixed, hidden, logit_rows, thread, num_threads, barrier)
+                gather(gathered, mixed, hidden, logit_rows, crew)
                 mixed = gathered
-            multiply(
-                code, hidden, mixed, own[ATTENTION_OUT], at[ATTENTION_OUT_BIAS], ADDS, thread, num_threads, num_rows,
-                weights, vectors, strip,
-            )  # fmt: skip
-            meet(barrier, num_threads)
+            multiply(code, hidden, mixed, own[ATTENTION_OUT], at[ATTENTION_OUT_BIAS], ADDS, num_rows, crew, file)
+            barrier_wait(barrier, num_threads)
             if has_experts:
-                mix_experts(
-                    code, hidden, gate, up, normed, own, vectors[at[MLP_NORM] :], extras, thread, num_threads, barrier,
-                    num_rows, weights, strip, eps, sizes[NORMALISES_SHARES] > 0,
-                )  # fmt: skip
+                norm, normalises = vectors[at[MLP_NORM] :], sizes[NORMALISES_SHARES] > 0
+                mix_experts(code, hidden, gate, up, normed, own, norm, extras, num_rows, crew, file, eps, normalises)
             else:
-                feed_forward(
-                    code, hidden, gate, up, normed, own, at, thread, num_threads, barrier, num_rows, weights, vectors,
-                    strip, eps,
-                )  # fmt: skip
+                feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps)
         if sizes[LAST_LAYER] == num_layers:
             normalise_rows(normed, hidden, last_norm, eps, num_rows)
-            multiply(
-                head_code, logits, normed, end_matrices[HEAD], NO_BIAS, REPLACES, thread, num_threads, num_rows,
-                weights, vectors, strip,
-            )  # fmt: skip
+            multiply(head_code, logits, normed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew, file)
         elif has_scores:
             normalise_rows(normed, hidden, last_norm, eps, num_rows)
-            score_rows(
-                head_code, exit_scores, normed, weights, end_matrices, vocab_size, candidates, thread, num_threads,
-                strip,
-            )  # fmt: skip
+            score_rows(head_code, exit_scores, normed, end_matrices[HEAD], candidates, crew, file)
 
     return compile_kernel(kernel, signature)
 
 
 @numba.njit(**WITHIN_KERNELS)
-def embed(code, out, token_ids, weights, end_matrices, vocab_size, thread, num_threads, barrier):
+def embed(code, out, token_ids, weights, offset, crew):
     """A thread's share of the tokens' rows of the embedding; ends at a barrier."""
     code = literally(code)
+    thread, num_threads, barrier = crew
     for row in range(thread, token_ids.size, num_threads):
-        read_column(code, out[row], weights, end_matrices[EMBEDDING], out.shape[1], vocab_size, token_ids[row])
-    meet(barrier, num_threads)
+        read_column(code, out[row], weights, offset, token_ids[row])
+    barrier_wait(barrier, num_threads)
 
 
 @inlined
@@ -204,49 +196,44 @@ def keep_rows(features, place, hidden, thread, num_threads):
 
 
 @inlined
-def gather(gathered, mixed, hidden, logit_rows, thread, num_threads, barrier):
+def gather(gathered, mixed, hidden, logit_rows, crew):
     """gathered = the logit rows, which rise, of mixed; those of hidden become its first. Ends at a barrier."""
+    thread, num_threads, barrier = crew
     if thread == 0:
         for row in range(logit_rows.size):
             copy_row(gathered[row], mixed[logit_rows[row]], mixed.shape[1])  # pyright: ignore[reportCallIssue]
             copy_row(hidden[row], hidden[logit_rows[row]], hidden.shape[1])  # pyright: ignore[reportCallIssue]
-    meet(barrier, num_threads)
+    barrier_wait(barrier, num_threads)
 
 
 @numba.njit(**WITHIN_KERNELS)
-def score_rows(code, scores, normed, weights, end_matrices, vocab_size, candidates, thread, num_threads, strip):
+def score_rows(code, scores, normed, offset, candidates, crew, file):
     """A thread's share of the logits of each row's candidates."""
     code = literally(code)
+    (thread, num_threads, _), (weights, _, strip) = crew, file
     for row in range(thread, normed.shape[0], num_threads):
-        score_columns(
-            code, scores[row], normed[row], weights, end_matrices[HEAD], normed.shape[1], vocab_size, candidates[row],
-            strip,
-        )  # fmt: skip
+        score_columns(code, scores[row], normed[row], weights, offset, candidates[row], strip)
 
 
 @numba.njit(**WITHIN_KERNELS)
-def feed_forward(
-    code, hidden, gate, up, normed, own, at, thread, num_threads, barrier, num_rows, weights, vectors, strip, eps,
-):  # fmt: skip
+def feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps):
     """A thread's share of hidden += down(silu(gate(x)) * up(x)), x being the normalised rows; ends at a barrier."""
     code = literally(code)
+    (thread, num_threads, barrier), (_, vectors, _) = crew, file
     normalise_rows(normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows)
     for output, matrix, bias in ((gate, GATE, GATE_BIAS), (up, UP, UP_BIAS)):
-        multiply(
-            code, output, normed, own[matrix], at[bias], REPLACES, thread, num_threads, num_rows, weights, vectors,
-            strip,
-        )  # fmt: skip
+        multiply(code, output, normed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
     first, last = share_of(gate.shape[1], thread, num_threads)
     columns = slice(first * LANES, min(last * LANES, gate.shape[1]))
     for row in range(num_rows):
         gated_silu(gate[row, columns], up[row, columns])
-    meet(barrier, num_threads)
-    multiply(code, hidden, gate, own[DOWN], at[DOWN_BIAS], ADDS, thread, num_threads, num_rows, weights, vectors, strip)
-    meet(barrier, num_threads)
+    barrier_wait(barrier, num_threads)
+    multiply(code, hidden, gate, own[DOWN], at[DOWN_BIAS], ADDS, num_rows, crew, file)
+    barrier_wait(barrier, num_threads)
 
 
 @inlined
-def turn_units(q, k, cu_rows, positions, cos, sin, vectors, at, eps, first_unit, last_unit):
+def apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, first_unit, last_unit):
     """Norms and rotary embedding, in place, of the queries and keys of units: a KV head of a sequence each."""
     num_kv_heads = k.shape[1]
     heads_per_kv = q.shape[1] // num_kv_heads

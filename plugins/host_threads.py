@@ -75,7 +75,7 @@ def yield_core(_typing):
 
 
 @numba.njit(**WITHIN_KERNELS)
-def meet(state, num_threads):
+def barrier_wait(state, num_threads):
     """Returns when num_threads threads have called it; what each wrote before, all can read after."""
     if num_threads == 1:
         return

@@ -18,6 +18,7 @@ CACHE_LINE = 64  # bytes
 LARGEST_HALF = 65504.0
 
 BYTE, HALF, FLOAT, INT32, INT64 = ir.IntType(8), ir.HalfType(), ir.FloatType(), ir.IntType(32), ir.IntType(64)
+BYTES, FLOATS = BYTE.as_pointer(), FLOAT.as_pointer()
 VECTOR = ir.VectorType(FLOAT, LANES)
 
 
@@ -93,13 +94,9 @@ def prefetch(_typing, block):
 
     def emit(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        pointer = BYTE.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, INT32, INT32, INT32])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        first, num_bytes = builder.bitcast(array.data, pointer), builder.mul(array.nitems, array.itemsize)
-        to_read, to_nearest_cache, of_data = INT32(0), INT32(3), INT32(1)
+        first, num_bytes = builder.bitcast(array.data, BYTES), builder.mul(array.nitems, array.itemsize)
         with cgutils.for_range_slice(builder, INT64(0), num_bytes, INT64(CACHE_LINE), INT64) as (offset, _):
-            builder.call(ask, [builder.gep(first, [offset]), to_read, to_nearest_cache, of_data])
+            prefetch_line(builder, builder.gep(first, [offset]))
         return context.get_dummy_value()
 
     return numba.void(block), emit
@@ -151,6 +148,15 @@ def power_of_2(_typing, exponent):
     return numba.float32(numba.int32), emit
 
 
+def prefetch_line(builder, address):
+    """Asks for the cache line that holds this byte."""
+    ask = builder.module.declare_intrinsic(
+        "llvm.prefetch", [BYTES], ir.FunctionType(ir.VoidType(), [BYTES, INT32, INT32, INT32])
+    )
+    to_read, to_nearest_cache, of_data = INT32(0), INT32(3), INT32(1)
+    builder.call(ask, [address, to_read, to_nearest_cache, of_data])
+
+
 def row_address(context, builder, signature, arguments, argument, row=None):
     """Address of the argument's first value, or of its row's."""
     array = context.make_array(signature.args[argument])(context, builder, arguments[argument])
@@ -200,7 +206,7 @@ def pick(builder, a, b, lanes):
 
 
 def splat(builder, value, num_lanes):
-    vector = builder.insert_element(ir.VectorType(FLOAT, num_lanes)(ir.Undefined), value, INT32(0))
+    vector = builder.insert_element(ir.VectorType(value.type, num_lanes)(ir.Undefined), value, INT32(0))
     return pick(builder, vector, vector, [0] * num_lanes)
 
 

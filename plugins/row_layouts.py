@@ -1,4 +1,4 @@
-"""How the weights of `row_products` lie in memory, and matrices brought into that layout and back, in numpy.
+"""The layout of `row_products`' weights in memory, and matrices brought into it, in numpy.
 
 A matrix [num_inputs, num_outputs] is stored in blocks of LANES columns, one behind another; a block holds its rows in
 order, LANES numbers each, so that a product reads memory forward. Columns are filled up with zeros, and rows to whole
@@ -10,13 +10,14 @@ side by side, column by column, the even row in the low bits. Knows nothing of k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 LANES = 16  # columns of a block
 GROUP_SIZE = 32  # inputs that share a scale, and that a matrix unit takes at a time
-COLUMNS_AT_ONCE = 1024  # of a matrix that is stored or restored, whole blocks: what is copied meanwhile
+COLUMNS_AT_ONCE = 1024  # whole blocks: who stores a large matrix does it in such parts, which are copied meanwhile
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,13 @@ class Layout:
 
     name: str
     number_bits: int
+    dtype: Any  # of numbers; those of int4 are half as long when they are stored
     num_scales: int = 0
     is_paired: bool = False  # two rows lie side by side
 
     @property
     def row_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of a block's row."""
         return LANES * self.number_bits // 8
 
     @property
@@ -42,22 +44,18 @@ class Layout:
     def unit_bytes(self) -> int:
         return self.unit_rows * self.row_bytes + self.num_scales * LANES * 2
 
-    def block_bytes(self, num_inputs: int) -> int:
-        return -(-num_inputs // self.unit_rows) * self.unit_bytes
-
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("fp32", 32),
-        Layout("fp16", 16),
-        Layout("bf16", 16, is_paired=True),
-        Layout("int8", 8, 1),
-        Layout("int4", 4, 2, is_paired=True),
+        Layout("fp32", 32, np.float32),
+        Layout("fp16", 16, np.float16),
+        Layout("bf16", 16, ml_dtypes.bfloat16, is_paired=True),
+        Layout("int8", 8, np.int8, num_scales=1),
+        Layout("int4", 4, np.uint8, num_scales=2, is_paired=True),
     )
 }
 FORMATS: tuple[str, ...] = tuple(LAYOUTS)
-FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 def num_blocks(num_outputs: int) -> int:
@@ -69,7 +67,8 @@ def num_groups(num_inputs: int) -> int:
 
 
 def stored_bytes(num_inputs: int, num_outputs: int, weight_format: str) -> int:
-    return num_blocks(num_outputs) * LAYOUTS[weight_format].block_bytes(num_inputs)
+    layout = LAYOUTS[weight_format]
+    return num_blocks(num_outputs) * -(-num_inputs // layout.unit_rows) * layout.unit_bytes
 
 
 def store_matrix(weight: np.ndarray, weight_format: str) -> np.ndarray:
@@ -79,164 +78,66 @@ def store_matrix(weight: np.ndarray, weight_format: str) -> np.ndarray:
     -127 to 127 by the largest magnitude, int4 from the least to the largest value. Raises ValueError where a weight or
     a scale is not finite in the format.
     """
-    num_inputs, num_outputs = weight.shape
-    stored = np.zeros(stored_bytes(num_inputs, num_outputs, weight_format), np.uint8)
-    for first in range(0, num_outputs, COLUMNS_AT_ONCE):
-        part = weight[:, first : first + COLUMNS_AT_ONCE]
-        blocks = blocks_of(stored, num_inputs, weight_format, first, part.shape[1])
-        if weight_format in FLOATS:
-            with np.errstate(over="ignore"):
-                numbers = part.astype(FLOATS[weight_format])
-            refuse_infinite(numbers, weight_format)
-            blocks[...] = in_rows(numbers, LAYOUTS[weight_format]).reshape(len(blocks), -1).view(np.uint8)
-        else:
-            quantise = quantise_int8 if weight_format == "int8" else quantise_int4
-            write_groups(blocks, *quantise(part.astype(np.float32)), weight_format)
-    return stored
+    layout = LAYOUTS[weight_format]
+    if layout.num_scales:
+        return store_groups(*_quantised(weight.astype(np.float32), layout), weight_format)
+    return _packed(_finite(weight, layout.dtype, weight_format), (), layout)
 
 
 def store_groups(
     numbers: np.ndarray,  # [num_inputs, num_outputs] int8 for int8, uint8 of 0 to 15 for int4
-    scales: np.ndarray,  # [num_inputs // 32, num_outputs] float16
+    scales: np.ndarray,  # [num_groups, num_outputs] float16
     minimums: np.ndarray | None,  # likewise; None for int8
     weight_format: str,
 ) -> np.ndarray:
-    """Integers that are quantised already, as they are -> uint8 [stored_bytes]. num_inputs is a multiple of 32."""
-    num_inputs, num_outputs = numbers.shape
-    if num_inputs % GROUP_SIZE:
-        raise ValueError(f"{num_inputs} inputs are no multiple of {GROUP_SIZE}, which share a scale")
-    if (minimums is None) != (weight_format == "int8"):
-        raise ValueError("int4 has minimums and int8 has none")
-    refuse_infinite(scales, weight_format)
-    if minimums is not None:
-        refuse_infinite(minimums, weight_format)
-    stored = np.zeros(stored_bytes(num_inputs, num_outputs, weight_format), np.uint8)
-    for first in range(0, num_outputs, COLUMNS_AT_ONCE):
-        columns = slice(first, first + COLUMNS_AT_ONCE)
-        blocks = blocks_of(stored, num_inputs, weight_format, first, numbers[:, columns].shape[1])
-        lows = None if minimums is None else minimums[:, columns]
-        write_groups(blocks, numbers[:, columns], scales[:, columns], lows, weight_format)
-    return stored
+    """Integers that are quantised already, as they are -> uint8 [stored_bytes]."""
+    halves = [scales] if minimums is None else [scales, minimums]
+    checked = [_finite(each, np.float16, weight_format) for each in halves]
+    return _packed(numbers, checked, LAYOUTS[weight_format])
 
 
-def restore_matrix(stored: np.ndarray, num_inputs: int, num_outputs: int, weight_format: str) -> np.ndarray:
-    """uint8 [stored_bytes] -> [num_inputs, num_outputs] float32: the weights of the kernels.
-
-    They are exact but for int4, where number * scale + minimum is rounded here and not in a product.
-    """
-    weight = np.empty((num_inputs, num_outputs), np.float32)
-    for first in range(0, num_outputs, COLUMNS_AT_ONCE):
-        part = weight[:, first : first + COLUMNS_AT_ONCE]
-        blocks = blocks_of(stored, num_inputs, weight_format, first, part.shape[1])
-        if weight_format in FLOATS:
-            rows = out_of_rows(np.ascontiguousarray(blocks).view(FLOATS[weight_format]), LAYOUTS[weight_format])
-        else:
-            rows = read_groups(blocks, weight_format)
-        rows = rows.transpose(1, 0, 2).reshape(rows.shape[1], -1)
-        part[...] = rows[:num_inputs, : part.shape[1]]
-    return weight
+def _packed(numbers: np.ndarray, halves: Any, layout: Layout) -> np.ndarray:
+    """numbers [num_inputs, num_outputs], and a [num_groups, num_outputs] of each scale, as they are stored."""
+    rows = _in_blocks(numbers, layout.unit_rows)
+    if layout.is_paired:
+        even, odd = rows[:, 0::2], rows[:, 1::2]
+        rows = even | odd << 4 if layout.name == "int4" else np.stack([even, odd], axis=3)
+    number_bytes = layout.unit_rows * layout.row_bytes
+    stored_rows = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1, number_bytes)
+    parts = [stored_rows, *(_in_blocks(each, 1).view(np.uint8) for each in halves)]
+    return np.concatenate(parts, axis=2).reshape(-1)
 
 
-def blocks_of(stored: np.ndarray, num_inputs: int, weight_format: str, first: int, num_columns: int) -> np.ndarray:
-    """The blocks [n, block bytes] that hold num_columns columns from `first` on."""
-    blocks = stored.reshape(-1, LAYOUTS[weight_format].block_bytes(num_inputs))
-    return blocks[first // LANES : first // LANES + num_blocks(num_columns)]
-
-
-def in_rows(numbers: np.ndarray, layout: Layout) -> np.ndarray:
-    """[num_inputs, num_columns] of a format without scales -> [num_blocks, numbers of a block], as they are stored."""
-    filled = np.zeros((-(-len(numbers) // layout.unit_rows) * layout.unit_rows, numbers.shape[1]), numbers.dtype)
-    filled[: len(numbers)] = numbers
-    rows = in_blocks(filled)
-    if not layout.is_paired:
-        return rows
-    return np.ascontiguousarray(rows.reshape(len(rows), -1, 2, LANES).swapaxes(2, 3))
-
-
-def out_of_rows(stored: np.ndarray, layout: Layout) -> np.ndarray:
-    """Undoes in_rows, but for what was filled up: [num_blocks, rows, LANES]."""
-    if not layout.is_paired:
-        return stored.reshape(len(stored), -1, LANES)
-    return stored.reshape(len(stored), -1, LANES, 2).swapaxes(2, 3).reshape(len(stored), -1, LANES)
-
-
-def in_blocks(numbers: np.ndarray) -> np.ndarray:
-    """[num_rows, num_columns] -> [num_blocks, num_rows, LANES], contiguous, columns filled up with zeros."""
+def _in_blocks(numbers: np.ndarray, unit_rows: int) -> np.ndarray:
+    """[num_rows, num_columns] -> [num_blocks, whole units of rows, LANES], contiguous, filled up with zeros."""
     num_rows, num_columns = numbers.shape
-    filled = np.zeros((num_rows, num_blocks(num_columns) * LANES), numbers.dtype)
-    filled[:, :num_columns] = numbers
-    return np.ascontiguousarray(filled.reshape(num_rows, -1, LANES).transpose(1, 0, 2))
+    whole_rows = -(-num_rows // unit_rows) * unit_rows
+    filled = np.zeros((whole_rows, num_blocks(num_columns) * LANES), numbers.dtype)
+    filled[:num_rows, :num_columns] = numbers
+    return np.ascontiguousarray(filled.reshape(whole_rows, -1, LANES).transpose(1, 0, 2))
 
 
-def write_groups(blocks, numbers, scales, minimums, weight_format: str) -> None:
-    """Blocks [n, block bytes] of numbers [num_inputs, num_columns] and scales [num_groups, num_columns]."""
-    layout = LAYOUTS[weight_format]
-    filled = np.zeros((num_groups(len(numbers)) * GROUP_SIZE, numbers.shape[1]), numbers.dtype)
-    filled[: len(numbers)] = numbers
-    rows = in_blocks(filled).view(np.uint8)
-    if weight_format == "int4":
-        rows = rows[:, 0::2] | rows[:, 1::2] << 4
-    groups = blocks.reshape(len(blocks), -1, layout.unit_bytes)
-    number_bytes = GROUP_SIZE * layout.row_bytes
-    groups[:, :, :number_bytes] = rows.reshape(*groups.shape[:2], number_bytes)
-    halves = groups[:, :, number_bytes:].view(np.float16)
-    halves[:, :, :LANES] = in_blocks(scales)
-    if minimums is not None:
-        halves[:, :, LANES:] = in_blocks(minimums)
-
-
-def read_groups(blocks, weight_format: str) -> np.ndarray:
-    """Weights [n, rows, LANES] float32 of blocks [n, block bytes]."""
-    layout = LAYOUTS[weight_format]
-    groups = blocks.reshape(len(blocks), -1, layout.unit_bytes)
-    number_bytes = GROUP_SIZE * layout.row_bytes
-    stored = groups[:, :, :number_bytes].reshape(*groups.shape[:2], -1, LANES)
-    halves = np.ascontiguousarray(groups[:, :, number_bytes:]).view(np.float16).astype(np.float32)
-    if weight_format == "int8":
-        rows = stored.view(np.int8).astype(np.float32) * halves[:, :, None]
+def _quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """weight [num_inputs, num_columns] float32 -> numbers, scales and minimums as of store_groups."""
+    num_inputs, num_columns = weight.shape
+    last = np.repeat(weight[-1:], -num_inputs % GROUP_SIZE, axis=0)  # changes no group's bounds
+    groups = np.concatenate([weight, last]).reshape(-1, GROUP_SIZE, num_columns)
+    if layout.num_scales == 1:
+        minimums, bounds = None, (-127, 127)
+        scales = _finite(np.abs(groups).max(axis=1) / 127, np.float16, layout.name)
     else:
-        numbers = np.stack([stored & 15, stored >> 4], axis=3).reshape(*groups.shape[:2], GROUP_SIZE, LANES)
-        rows = numbers.astype(np.float32) * halves[:, :, None, :LANES] + halves[:, :, None, LANES:]
-    return rows.reshape(len(blocks), -1, LANES)
-
-
-def quantise_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
-    """weight [num_inputs, num_columns] float32 -> int8 numbers, float16 scales of the groups, no minimums."""
-    groups = in_groups(weight)
-    scales = halves(np.abs(groups).max(axis=1) / 127, "int8")
-    numbers = np.clip(divide(groups, scales), -127, 127)
-    return numbers.astype(np.int8).reshape(-1, weight.shape[1])[: len(weight)], scales, None
-
-
-def quantise_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """weight [num_inputs, num_columns] float32 -> uint8 numbers of 0 to 15, float16 scales and minimums."""
-    groups = in_groups(weight)
-    minimums = halves(groups.min(axis=1), "int4")
-    scales = halves((groups.max(axis=1) - minimums) / 15, "int4")
-    numbers = np.clip(divide(groups - minimums[:, None], scales), 0, 15)
-    return numbers.astype(np.uint8).reshape(-1, weight.shape[1])[: len(weight)], scales, minimums
-
-
-def in_groups(weight: np.ndarray) -> np.ndarray:
-    """[num_inputs, num_columns] -> [num_groups, GROUP_SIZE, num_columns]; the last input is repeated to fill up."""
-    missing = -len(weight) % GROUP_SIZE
-    filled = np.concatenate([weight, np.repeat(weight[-1:], missing, axis=0)]) if missing else weight
-    return filled.reshape(-1, GROUP_SIZE, weight.shape[1])
-
-
-def divide(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Whole numbers nearest to groups / scales; 0 where the scale is 0."""
+        minimums, bounds = _finite(groups.min(axis=1), np.float16, layout.name), (0, 15)
+        scales = _finite((groups.max(axis=1) - minimums) / 15, np.float16, layout.name)
+        groups -= minimums[:, None]
     steps = scales.astype(np.float32)[:, None]
-    return np.rint(np.divide(groups, steps, out=np.zeros_like(groups), where=steps > 0))
+    numbers = np.rint(np.divide(groups, steps, out=np.zeros_like(groups), where=steps > 0))  # 0 where the scale is 0
+    return np.clip(numbers, *bounds).astype(layout.dtype).reshape(-1, num_columns)[:num_inputs], scales, minimums
 
 
-def halves(values: np.ndarray, weight_format: str) -> np.ndarray:
+def _finite(values: np.ndarray, dtype: Any, weight_format: str) -> np.ndarray:
+    """Values rounded to dtype. Raises ValueError where one of them is no finite number then."""
     with np.errstate(over="ignore"):
-        rounded = values.astype(np.float16)
-    refuse_infinite(rounded, weight_format)
-    return rounded
-
-
-def refuse_infinite(numbers: np.ndarray, weight_format: str) -> None:
-    if not np.isfinite(numbers).all():
+        rounded = values.astype(dtype)
+    if not np.isfinite(rounded).all():
         raise ValueError(f"weights are not finite, or too large for {weight_format}: store them as bf16 or fp32")
+    return rounded

@@ -12,25 +12,27 @@ from numba.core import cgutils
 
 from plugins.host_vectors import (
     BYTE,
+    BYTES,
     CACHE_LINE,
     FLOAT,
+    FLOATS,
     HALF,
     INT32,
     INT64,
+    VECTOR,
     add_halves,
     load,
     multiply_add,
-    pick,
+    prefetch_line,
     splat,
     store,
 )
 from plugins.row_layouts import GROUP_SIZE, LANES, Layout
 
 BIT, SHORT, VOID = ir.IntType(1), ir.IntType(16), ir.VoidType()
-FLOATS, BYTES = FLOAT.as_pointer(), BYTE.as_pointer()
-VECTOR = ir.VectorType(FLOAT, LANES)
+INTEGERS = ir.VectorType(INT32, LANES)
 UNROLLED = 4  # inputs that an inner loop takes at a time; with more, sums no longer stay in registers
-STRIP_BYTES = 1 << 17  # see row_tiles.strip_bytes
+STRIP_BYTES = 1 << 17  # see row_products
 AHEAD_BYTES = 4096  # how far ahead of a read memory is asked for
 
 
@@ -46,7 +48,7 @@ TILE_ROWS = most_tile_rows(binding.get_host_cpu_features())
 
 
 def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
-    """A range of blocks times up to TILE_ROWS rows; parameters as of `row_tiles.multiply_blocks` from y on."""
+    """A range of blocks times up to TILE_ROWS rows; parameters as of `row_products.multiply_blocks` from y on."""
     kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS]
     function, builder = new_function(module, f"row_blocks_{layout.name}", kinds)
     if builder is None:
@@ -132,41 +134,45 @@ def add_group(builder, layout: Layout, group, sums, x_sums, places, totals) -> N
         builder.store(total, of_row)
 
 
-def numbers(builder, layout: Layout, block, k, step: int = 0, lane=None):
-    """Numbers k + step of the block's columns as floats, [LANES]; a single one where a lane is given.
+def numbers(builder, layout: Layout, block, k, step: int = 0):
+    """Numbers k + step of the block's columns as floats, [LANES].
 
     k is even, or the step is 0: the two rows of a pair are then seen to be parts of the same bytes.
     """
     row, step_rows = (builder.lshr(k, INT64(1)), step // 2) if layout.is_paired else (k, step)
     stored = {"fp32": FLOAT, "fp16": HALF, "bf16": INT32, "int8": BYTE, "int4": BYTE}[layout.name]
     offset = builder.mul(builder.add(row, INT64(step_rows)), INT64((1 + layout.is_paired) * layout.row_bytes))
-    values = read(builder, builder.gep(block, [offset]), stored, lane)
-    float_kind, integer_kind = (FLOAT, INT32) if lane is not None else (VECTOR, ir.VectorType(INT32, LANES))
+    values = read(builder, builder.gep(block, [offset]), stored)
     if layout.name == "fp32":
         return values
     if layout.name == "fp16":
-        return builder.fpext(values, float_kind)
+        return builder.fpext(values, VECTOR)
     if layout.name == "int8":
-        return builder.sitofp(builder.sext(values, integer_kind), float_kind)
+        return builder.sitofp(builder.sext(values, INTEGERS), VECTOR)
     bits = layout.number_bits  # of each number of a pair: the even row's are the low ones
     is_odd = INT32(step % 2) if step else builder.trunc(builder.and_(k, INT64(1)), INT32)
     if layout.name == "bf16":  # which are the upper half of a float32
         left = builder.mul(builder.sub(INT32(1), is_odd), INT32(bits))
-        values = builder.shl(values, like(builder, left, values))
-        return builder.bitcast(builder.and_(values, like(builder, INT32(-0x10000), values)), float_kind)
-    values = builder.zext(values, integer_kind)
-    values = builder.lshr(values, like(builder, builder.mul(is_odd, INT32(bits)), values))
-    return builder.sitofp(builder.and_(values, like(builder, INT32(15), values)), float_kind)
+        values = builder.shl(values, splat(builder, left, LANES))
+        return builder.bitcast(builder.and_(values, splat(builder, INT32(-0x10000), LANES)), VECTOR)
+    right = builder.mul(is_odd, INT32(bits))
+    values = builder.lshr(builder.zext(values, INTEGERS), splat(builder, right, LANES))
+    return builder.sitofp(builder.and_(values, splat(builder, INT32(15), LANES)), VECTOR)
 
 
-def scale(builder, layout: Layout, group, index: int, lane=None):
-    """The group's scales (index 0) or minimums (1) as floats, [LANES]; a single one where a lane is given."""
+def scale(builder, layout: Layout, group, index: int):
+    """The group's scales (index 0) or minimums (1) as floats, [LANES]."""
     address = builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
-    return builder.fpext(read(builder, address, HALF, lane), FLOAT if lane is not None else VECTOR)
+    return builder.fpext(read(builder, address, HALF), VECTOR)
+
+
+def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
+    """The function of `row_products.prepare_rows`; None where products read nothing beside the rows."""
+    return sums_function(module) if layout.num_scales > 1 else None
 
 
 def sums_function(module: ir.Module) -> ir.Function:
-    """Sums of the groups of rows of x; parameters as of `row_tiles.prepare_rows`.
+    """Sums of the groups of rows of x; parameters as of `row_products.prepare_rows`.
 
     The two halves of a group are added, then halves of these until one number is left; a last group that is shorter is
     added up one by one.
@@ -234,26 +240,13 @@ def put(builder, total, target, num_columns, adds) -> None:
 
 def ask_ahead(builder, address, num_bytes: int) -> None:
     """Asks for the bytes that lie AHEAD_BYTES behind an address, without waiting for them."""
-    kind = ir.FunctionType(VOID, [BYTES, INT32, INT32, INT32])
-    ask = builder.module.declare_intrinsic("llvm.prefetch", [BYTES], kind)
-    to_read, to_nearest_cache, of_data = INT32(0), INT32(3), INT32(1)
     for line in range(0, num_bytes, CACHE_LINE):
-        builder.call(ask, [builder.gep(address, [INT64(AHEAD_BYTES + line)]), to_read, to_nearest_cache, of_data])
+        prefetch_line(builder, builder.gep(address, [INT64(AHEAD_BYTES + line)]))
 
 
-def read(builder, address, kind, lane=None):
-    """LANES numbers of this kind, or the one of a lane."""
-    if lane is not None:
-        return builder.load(builder.gep(builder.bitcast(address, kind.as_pointer()), [lane]))
+def read(builder, address, kind):
+    """LANES numbers of this kind, which may begin at any byte."""
     return builder.load(builder.bitcast(address, ir.VectorType(kind, LANES).as_pointer()), align=1)
-
-
-def like(builder, value, values):
-    """The integer in as many lanes as values have."""
-    if not isinstance(values.type, ir.VectorType):
-        return value
-    vector = builder.insert_element(values.type(ir.Undefined), value, INT32(0))
-    return pick(builder, vector, vector, [0] * LANES)
 
 
 def ceil_divide(builder, a, b: int):

@@ -22,10 +22,10 @@ from engines.weight_formats import format_of, smallest_format
 from faser_backend.cli_build import summary
 from faser_backend.core.model import WeightFormat
 from faser_backend.manifest import EngineManifest, ModelEngine
-from plugins.row_products import restore_matrix
 from tests.family_models import random_model, write_model
 from tests.gguf_models import add_vocabulary, write_gguf
 from tests.precision import assert_computed_alike
+from tests.stored_matrices import restore_matrix
 from tests.test_families import MAX_ERROR
 from tests.test_families import open_runner as open_onnx_runner
 from tests.test_gguf_checkpoint import K_QUANTISED, QUANTISED, linear

@@ -26,12 +26,12 @@ from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
 from plugins.host_experts import choose, sort_slots
-from plugins.row_products import restore_matrix
 from tests.family_models import random_model, write_model
 from tests.forcing import Forced, at_random, forced
 from tests.gguf_models import write_gguf
 from tests.harness import drive, guessed
 from tests.precision import assert_computed_alike
+from tests.stored_matrices import restore_matrix
 from tests.test_eagle3_drafting import make_requests
 from tests.test_families import MAX_ERROR, ONE_CORE
 from tests.test_gguf_checkpoint import QUANTISED

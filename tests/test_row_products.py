@@ -15,21 +15,11 @@ import numpy as np
 import pytest
 
 from plugins import row_units, row_vectors
-from plugins.row_products import (
-    FORMATS,
-    LANES,
-    multiply_rows,
-    num_blocks,
-    read_column,
-    restore_matrix,
-    score_columns,
-    scratch_size,
-    store_groups,
-    store_matrix,
-    stored_bytes,
-)
-from plugins.row_unit_tiles import PRODUCTS
+from plugins.row_layouts import FORMATS, LANES, num_blocks, store_groups, store_matrix, stored_bytes
+from plugins.row_products import multiply_rows, read_column, score_columns, scratch_size
+from plugins.row_units import PRODUCTS
 from plugins.row_vectors import most_tile_rows
+from tests.stored_matrices import restore_matrix
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs
@@ -37,16 +27,16 @@ SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs
 
 def new_kernels(code: int):
     @numba.njit(nogil=True)
-    def multiply(y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, adds, scratch):
-        multiply_rows(code, y, x, weights, offset, num_inputs, num_outputs, first, last, num_rows, adds, scratch)
+    def multiply(y, x, weights, offset, first, last, num_rows, adds, scratch):
+        multiply_rows(code, y, x, weights, offset, first, last, num_rows, adds, scratch)
 
     @numba.njit(nogil=True)
-    def read(out, weights, offset, num_inputs, num_outputs, column):
-        read_column(code, out, weights, offset, num_inputs, num_outputs, column)
+    def read(out, weights, offset, column):
+        read_column(code, out, weights, offset, column)
 
     @numba.njit(nogil=True)
-    def score(scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch):
-        score_columns(code, scores, x_row, weights, offset, num_inputs, num_outputs, candidates, scratch)
+    def score(scores, x_row, weights, offset, candidates, scratch):
+        score_columns(code, scores, x_row, weights, offset, candidates, scratch)
 
     return multiply, read, score
 
@@ -68,13 +58,12 @@ class Matrix:
     def rows(self, num_rows: int) -> np.ndarray:
         return self.rng.standard_normal((num_rows, self.shape[0])).astype(np.float32)
 
-    def times(self, x, *, blocks=None, y=None, multiply=None) -> np.ndarray:
+    def times(self, x, *, blocks=None, y=None) -> np.ndarray:
         """x @ W in a range of blocks, by default all; what was in y is added to."""
         first, last = blocks or (0, num_blocks(self.shape[1]))
         adds, y = y is not None, np.full((len(x), self.shape[1]), np.nan, np.float32) if y is None else y
         scratch = np.full(scratch_size(self.shape[0]), np.nan, np.float32)
-        multiply = multiply or kernels(self.code)[0]
-        multiply(y, x, self.weights, 64, *self.shape, first, last, len(x), adds, scratch)
+        kernels(self.code)[0](y, x, self.weights, 64, first, last, len(x), adds, scratch)
         return y
 
 
@@ -121,11 +110,8 @@ def test_what_a_format_cannot_hold_is_refused():
         store_matrix(np.full((32, 16), 1e5, np.float32), "fp16")
     with pytest.raises(ValueError, match="not finite"):
         store_matrix(np.full((32, 16), np.nan, np.float32), "int8")
-    numbers, scales = np.zeros((33, 16), np.int8), np.ones((2, 16), np.float16)
-    with pytest.raises(ValueError, match="no multiple of 32"):
-        store_groups(numbers, scales, None, "int8")
-    with pytest.raises(ValueError, match="int4 has minimums"):
-        store_groups(numbers[:32], scales[:1], scales[:1], "int8")
+    with pytest.raises(ValueError, match="not finite"):
+        store_groups(np.zeros((32, 16), np.int8), np.full((1, 16), np.inf, np.float16), None, "int8")
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -211,10 +197,10 @@ def test_columns_and_scores_have_the_bits_of_weights_and_products(weight_format:
     x = matrix.rows(1)
     scores, column = np.empty(50, np.float32), np.empty(shape[0], np.float32)
     scratch = np.full(scratch_size(shape[0]), np.nan, np.float32)
-    score(scores, x[0], matrix.weights, 64, *shape, candidates, scratch)
+    score(scores, x[0], matrix.weights, 64, candidates, scratch)
     np.testing.assert_array_equal(scores, matrix.times(x)[0, candidates])
     for candidate in candidates[:10]:
-        read(column, matrix.weights, 64, *shape, candidate)
+        read(column, matrix.weights, 64, candidate)
         np.testing.assert_array_equal(column, matrix.restored[:, candidate])
 
 
@@ -290,14 +276,15 @@ def test_tiles_leave_registers_for_weights_and_inputs():
 CACHED = """
 import numba, numpy as np
 from plugins.host_compile import source_stamp
-from plugins.row_products import *
+from plugins.row_layouts import FORMATS, store_matrix
+from plugins.row_products import multiply_rows, read_column, score_columns, scratch_size
 
 def product(code, stamp):
     def kernel(y, x, weights, scratch):
         _ = stamp
-        multiply_rows(code, y, x, weights, 0, 64, 48, 0, 3, 2, False, scratch)
-        read_column(code, x[0], weights, 0, 64, 48, 5)
-        score_columns(code, y[1], x[0], weights, 0, 64, 48, np.arange(48), scratch)
+        multiply_rows(code, y, x, weights, 0, 0, 3, 2, False, scratch)
+        read_column(code, x[0], weights, 0, 5)
+        score_columns(code, y[1], x[0], weights, 0, np.arange(48), scratch)
     f32 = numba.types.Array(numba.float32, 2, "C")
     signature = numba.void(f32, f32, numba.types.Array(numba.uint8, 1, "C", readonly=True), numba.float32[::1])
     return numba.njit(signature, nogil=True, cache=True)(kernel)

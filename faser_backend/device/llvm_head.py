@@ -34,7 +34,7 @@ class LlvmHeadRunner(LlvmRunner):
     ) -> None:
         """Arguments and errors as of LlvmRunner."""
         super().__init__(model, engine_dir, partition, pool, num_threads=num_threads, lender=target)
-        from plugins.host_products import product_kernel
+        from plugins.row_products import product_kernel
 
         token_ids = self._weights.vector("token_ids", np.int64)
         assert token_ids is not None, "a head says which ids its logits are of"

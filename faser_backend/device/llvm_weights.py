@@ -71,7 +71,7 @@ def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -
                 end += vector.size
         if layer in feature_layers:
             offsets[row, -1] = feature_layers.index(layer)
-    sizes = (segment.first_layer, segment.last_layer, spec.num_layers, spec.vocab_size, spec.has_normalized_routing)
+    sizes = (segment.first_layer, segment.last_layer, spec.num_layers, spec.has_normalized_routing)
     return SegmentTables(segment, feature_layers, matrices, np.concatenate(vectors), offsets, np.array(sizes, np.int64))
 
 
