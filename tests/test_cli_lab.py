@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.host_threads import Helper
-from faser_backend.device.llvm_runner import LlvmRunner
+from faser_backend.device.llvm_runner import Helper, LlvmRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR

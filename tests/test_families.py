@@ -16,7 +16,7 @@ from engines.tensorrt_buckets import CallLimits
 from engines.tensorrt_build import TensorRtOptions
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import RopeScaling
-from faser_backend.device import llvm_runner
+from faser_backend.device import llvm_weights
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.onnx_runtime import OrtRunner
@@ -71,7 +71,7 @@ def largest_error(runner: OrtRunner | LlvmRunner | GatheredRunner, reference: Pr
 def test_logits_equal_those_of_transformers(
     runtime: str, variant: str, exit_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llvm_runner, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
     model = random_model(variant)
     manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", exit_layers, runtime=runtime)
     assert manifest.target.spec.family == VARIANTS[variant][0]

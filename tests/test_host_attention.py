@@ -122,10 +122,11 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16])
 
 
 @BOTH_DTYPES
-@pytest.mark.parametrize("block", [1, 4, 6, 16])
-@pytest.mark.parametrize(("heads_per_kv", "head_dim"), [(1, 64), (2, 24), (4, 8), (8, 16), (3, 64), (1, 128)])
+@pytest.mark.parametrize(
+    ("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (3, 64, 1), (2, 24, 4), (8, 24, 6), (4, 8, 16), (8, 8, 1)]
+)
 def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(
-    block: int, heads_per_kv: int, head_dim: int, dtype: DTypeLike
+    heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike
 ):
     seed = 10 * block + heads_per_kv
     call = random_call(seed, block=block, heads_per_kv=heads_per_kv, head_dim=head_dim, dtype=dtype)
@@ -171,7 +172,7 @@ def test_any_ranges_of_units_give_the_same_bits(dtype: DTypeLike):
 
 
 @BOTH_DTYPES
-@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1), (1, 128, 16)])
+@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1)])
 def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike):
     """Chunks of 1 to 9 rows, which end in any place of a block and of a tile, against calls of fewer rows."""
     rng = np.random.default_rng(head_dim)
@@ -248,14 +249,14 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
         monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
         monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
     host_compile.warn_once.cache_clear()
-    kernels = [host_attention.attention_kernel.__wrapped__(head_dim) for head_dim in (8, 16)]
+    kernel = host_attention.attention_kernel.__wrapped__(8)
     [record] = [record for record in caplog.records if "anew" in record.message]
     assert record.levelname == "WARNING"
     assert "NUMBA_CACHE_DIR" in record.message
-    call = random_call(6, head_dim=16)
+    call = random_call(6, head_dim=8)
     pools = call.k_pool.copy(), call.v_pool.copy()
     expected = call.run()
-    monkeypatch.setitem(globals(), "attention_kernel", lambda *_: kernels[1])
+    monkeypatch.setitem(globals(), "attention_kernel", lambda *_: kernel)
     call.k_pool, call.v_pool = pools
     np.testing.assert_array_equal(call.run(), expected)
 

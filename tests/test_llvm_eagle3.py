@@ -15,7 +15,7 @@ from engines.arrays import CheckpointError
 from engines.build import build_engines
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.model import FLOAT32_WEIGHTS
-from faser_backend.device import llvm_runner
+from faser_backend.device import llvm_weights
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.llvm_runner import LlvmRunner
@@ -31,7 +31,7 @@ from tests.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint
 
 @pytest.fixture(autouse=True)
 def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_runner, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

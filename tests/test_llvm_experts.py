@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request
-from faser_backend.device import llvm_runner
+from faser_backend.device import llvm_weights
 from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
@@ -46,7 +46,7 @@ FORMATS = ("bf16", "int4")
 
 @pytest.fixture(autouse=True)
 def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_runner, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_experts_of_a_gguf_file_are_stored_number_by_number(tmp_path: Path) -> N
     write_gguf(model, file, kind=Type.Q8_0)
     manifest = build_engines(file, None, tmp_path / "engine", runtime="llvm", kv_block_size=BLOCK_SIZE)
     assert manifest.target.weight_format.formats == ("int8",) * 3 and manifest.target.weight_format.rounded == ""
-    weights = llvm_runner.WeightFile(tmp_path / "engine" / "target.safetensors")
+    weights = llvm_weights.WeightFile(tmp_path / "engine" / "target.safetensors")
     [stacked] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down_exps.weight"]
     for expert, blocks in enumerate(stacked.data):
         stored = weights.vector(f"layers.0.experts.{expert}.down", np.uint8)

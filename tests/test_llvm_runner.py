@@ -16,7 +16,7 @@ import torch
 from engines.arrays import CheckpointError
 from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
-from faser_backend.device import llvm_runner
+from faser_backend.device import llvm_weights
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.onnx_runtime import OrtRunner
@@ -33,7 +33,7 @@ FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 @pytest.fixture(autouse=True)
 def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_runner, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
 
 
 def build(source: Path, directory: Path, **options) -> EngineManifest:

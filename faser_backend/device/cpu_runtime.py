@@ -20,9 +20,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.llvm_head import LlvmHeadRunner
-from faser_backend.device.llvm_runner import LlvmRunner, useful_threads
-from faser_backend.device.onnx_runtime import OrtHeadRunner, OrtRunner
+from faser_backend.device.llvm_weights import useful_threads
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner
 from faser_backend.device.sampler import NumpySampler
@@ -90,6 +88,10 @@ class LlvmRuntime:
         pool.storage[:] = numbers
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
+        # Not above: they load numba, which other runtimes do without.
+        from faser_backend.device.llvm_head import LlvmHeadRunner
+        from faser_backend.device.llvm_runner import LlvmRunner
+
         arguments = (model, self._engine_dir, share, pool)
         if model.spec.reads_target:
             return LlvmHeadRunner(*arguments, self._models.target, num_threads=self._num_threads)
@@ -122,6 +124,8 @@ class OrtRuntime(LlvmRuntime):
         return [], TAKES_TURNS
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
+        from faser_backend.device.onnx_runtime import OrtHeadRunner, OrtRunner
+
         runner = OrtHeadRunner if model.spec.reads_target else OrtRunner
         arguments = (model, self._engine_dir, pool.num_blocks, self.kv_block_size, share)
         return runner(*arguments, num_threads=self._num_threads, pool=pool)

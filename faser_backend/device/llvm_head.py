@@ -15,6 +15,7 @@ from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner, places_of
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
+from plugins.row_products import product_kernel
 
 LAYER = 1  # segment of a head; segment 0 joins features
 
@@ -34,8 +35,6 @@ class LlvmHeadRunner(LlvmRunner):
     ) -> None:
         """Arguments and errors as of LlvmRunner."""
         super().__init__(model, engine_dir, partition, pool, num_threads=num_threads, lender=target)
-        from plugins.row_products import product_kernel
-
         token_ids = self._weights.vector("token_ids", np.int64)
         assert token_ids is not None, "a head says which ids its logits are of"
         is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut

@@ -7,25 +7,27 @@ barriers; between calls the helpers sleep. The weight file is mapped and read in
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.device.host_threads import Helper, check_blocks, numbers_read, unit_bounds
 from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.llvm_weights import WeightFile, segment_tables
+from faser_backend.device.llvm_weights import WeightFile, segment_tables, useful_threads
 from faser_backend.device.partition import CorePartition
-from faser_backend.device.workspace import Workspace
 from faser_backend.manifest import ModelEngine
+from plugins import host_attention
+from plugins.host_attention import TILE_ROWS, scratch_width
+from plugins.host_compile import Kernel
+from plugins.host_segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
+from plugins.host_threads import barrier_state
+from plugins.row_products import scratch_size
 
-if TYPE_CHECKING:
-    from plugins.host_compile import Kernel
-
-# A model this small is done before a second thread has woken.
-ONE_THREAD_BYTES = 8 << 20
+ROWS_TO_READ = 5  # rows whose arithmetic takes as long as it takes to read what they attend to
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
 NO_ROWS = np.zeros(0, np.int64)
 
@@ -36,6 +38,57 @@ class CallResults(NamedTuple):
     hidden: np.ndarray  # [T, hidden_size]; behind the last layer that of the logit rows, which come first
     logits: np.ndarray  # [R, num_logits], of the last segment
     exit_scores: np.ndarray  # [T, C], of no use without candidates
+
+
+class Workspace:
+    """Float buffers by name, as large as the largest call needed."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def view(self, name: str, *shape: int) -> np.ndarray:
+        """The first numbers of the buffer of this name, in this shape."""
+        size = int(np.prod(shape))
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            capacity = size if buffer is None else max(size, 2 * buffer.size)
+            buffer = self._buffers[name] = np.zeros(capacity, np.float32)
+        return buffer[:size].reshape(shape)
+
+
+class Helper:
+    """A thread that runs kernels. Queues hand over in a fraction of what a thread pool's futures take."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Kernel, tuple] | None] = SimpleQueue()
+        self._errors: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def start(self, kernel: Kernel, arguments: tuple) -> None:
+        """The first time, starts the thread on the cores of the caller's."""
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, name="kernels", daemon=True)
+            self._thread.start()
+        self._work.put((kernel, arguments))
+
+    def wait(self) -> BaseException | None:
+        """Until what was started has ended. Returns what it raised."""
+        return self._errors.get()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            kernel, arguments = work
+            try:
+                kernel(*arguments)
+            except BaseException as error:
+                self._errors.put(error)
+            else:
+                self._errors.put(None)
 
 
 class LlvmRunner:
@@ -67,10 +120,8 @@ class LlvmRunner:
         self.vocab_size = spec.vocab_size
         self.max_logit_rows: int | None = None
         self._weights = WeightFile(engine_dir / model.weights.name)
-        self._embedding_file, (layers_format, embedding_format, head_format) = (
-            self._weights,
-            model.weight_format.formats,
-        )
+        self._embedding_file = self._weights
+        layers_format, embedding_format, head_format = model.weight_format.formats
         if "embedding" not in self._weights:
             assert lender is not None and lender.weights is not None, "the embedding is in no file"
             self._embedding_file = WeightFile(engine_dir / lender.weights.name)
@@ -83,7 +134,9 @@ class LlvmRunner:
         self._last_norm = last_norm.copy()  # kernels take arrays that can be written
         self._cos, self._sin = rotary_tables(spec)
         self._eps, self._scale = np.float32(spec.rms_eps), np.float32(spec.head_dim**-0.5)
-        self._kernel = _kernel(spec, self.pool, (layers_format, embedding_format, head_format))
+        kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
+        formats = (layers_format, embedding_format, head_format)
+        self._kernel = segment_kernel(spec.head_dim, readable_dtype(pool), formats, kind)
         self._most_inputs = max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
         self._num_logits = spec.vocab_size  # of a row
         bits = np.uint16 if self.pool.storage.dtype == np.float16 else np.float32
@@ -91,8 +144,6 @@ class LlvmRunner:
         self._workspace = Workspace()
         self._own = [Workspace() for _ in range(self.num_threads)]
         self._helpers = [Helper() for _ in range(self.num_threads - 1)]
-        from plugins.host_threads import barrier_state
-
         self._barrier = barrier_state()
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -132,7 +183,7 @@ class LlvmRunner:
         counts, num_rows, num_logits = rows.rows_per_sequence, rows.num_rows, rows.logit_rows.size
         last_tokens = rows.context_lens + counts
         check_blocks(self.pool, rows.block_tables, int(last_tokens.max()))
-        bounds = unit_bounds(spec, numbers_read(spec, counts, last_tokens), self.num_threads)
+        bounds = unit_bounds(spec, counts, last_tokens, self.num_threads)
         state = view(f"hidden.{segment}", num_rows, spec.hidden_size)
         if hidden is not None:
             state[:] = hidden
@@ -141,25 +192,12 @@ class LlvmRunner:
         asked = _NO_CANDIDATES if candidates is None else np.ascontiguousarray(candidates)
         scores = view("exit_scores", *asked.shape)
         features = view("features", len(tables.feature_layers), num_rows, spec.hidden_size)
-        trunk_lens, ancestors = tree_arrays(rows)
+        trunk_lens, ancestors = (NO_ROWS, NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
         num_slots = num_rows * max(spec.num_experts_per_token, 1)
-        integers = (
-            rows.token_ids,
-            rows.positions,
-            rows.cu_rows,
-            rows.context_lens,
-            trunk_lens,
-            ancestors,
-            rows.block_tables,
-            rows.logit_rows,
-        )
+        integers = (rows.token_ids, rows.positions, rows.cu_rows, rows.context_lens, trunk_lens, ancestors)
+        integers += (rows.block_tables, rows.logit_rows)
         shared = (
-            *map(np.ascontiguousarray, integers),
-            asked,
-            state,
-            logits,
-            scores,
-            features,
+            *map(np.ascontiguousarray, integers), asked, state, logits, scores, features,
             view("q", num_rows, spec.num_heads, spec.head_dim),
             view("k", num_rows, spec.num_kv_heads, spec.head_dim),
             view("v", num_rows, spec.num_kv_heads, spec.head_dim),
@@ -167,39 +205,21 @@ class LlvmRunner:
             view("gate", num_slots, spec.intermediate_size),
             view("up", num_slots, spec.intermediate_size),
             view("gathered", num_logits, spec.num_heads * spec.head_dim),
-        )
+        )  # fmt: skip
         constants = (
-            self._storage,
-            self._weights.data,
-            tables.matrices,
-            self._end_matrices,
-            tables.vectors,
-            tables.vector_offsets,
-            self._last_norm,
-            self._cos,
-            self._sin,
-            np.array(bounds, np.int64),
-            tables.sizes,
-            self._eps,
-            self._scale,
-            candidates is not None,
-        )
+            self._storage, self._weights.data, tables.matrices, self._end_matrices, tables.vectors,
+            tables.vector_offsets, self._last_norm, self._cos, self._sin, np.array(bounds, np.int64), tables.sizes,
+            self._eps, self._scale, candidates is not None,
+        )  # fmt: skip
         width = -(-int(last_tokens.max()) // self.pool.kv_block_size) * self.pool.kv_block_size
-        self._on_all_threads(
-            self._kernel,
-            [
-                (
-                    thread,
-                    self.num_threads,
-                    self._barrier,
-                    *shared,
-                    *self._work_space(thread, num_rows, width),
-                    self._extras(thread, num_rows),
-                    *constants,
-                )
-                for thread in range(self.num_threads)
-            ],
-        )
+        calls = [
+            (
+                *(thread, self.num_threads, self._barrier, *shared),
+                *(*self._work_space(thread, num_rows, width), self._extras(thread, num_rows), *constants),
+            )
+            for thread in range(self.num_threads)
+        ]
+        self._on_all_threads(self._kernel, calls)
         if tables.feature_layers:
             blocks, offsets = places_of(rows, self.pool.kv_block_size)
             for layer, of_layer in zip(tables.feature_layers, features, strict=True):
@@ -208,8 +228,6 @@ class LlvmRunner:
 
     def _work_space(self, thread: int, num_rows: int, num_columns: int) -> tuple[np.ndarray, ...]:
         """A thread's own: normed rows, a strip of weights, attention's scores, a widened block."""
-        from plugins.host_attention import TILE_ROWS, scratch_width
-
         spec, view = self.spec, self._own[thread].view
         columns = scratch_width(num_columns)
         return (
@@ -221,8 +239,6 @@ class LlvmRunner:
 
     def _strip(self, thread: int) -> np.ndarray:
         """A thread's work space for products."""
-        from plugins.row_products import scratch_size
-
         return self._own[thread].view("strip", scratch_size(self._most_inputs))
 
     def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
@@ -255,35 +271,41 @@ class LlvmRunner:
                 raise error
 
 
-def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
-    """Threads that calls of the model gain from on this partition."""
-    return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size
+def unit_bounds(spec: ModelSpec, counts: np.ndarray, last_tokens: np.ndarray, num_threads: int) -> list[int]:
+    """Units of attention (one KV head of one sequence) of each thread: between two neighbours of num_threads + 1.
+
+    counts: [B] rows; last_tokens: [B] tokens that the last row sees. Threads get as much to read, arithmetic counted as
+    what could be read meanwhile.
+    """
+    bounds = [0, counts.size * spec.num_kv_heads]
+    if num_threads > 1:
+        reads = counts * (spec.num_heads // spec.num_kv_heads) + (ROWS_TO_READ - 1)
+        before = np.concatenate([[0], np.cumsum(reads * last_tokens)])
+        goals = before[-1] * np.arange(1, num_threads) / num_threads
+        units = np.interp(goals, before, np.arange(counts.size + 1) * spec.num_kv_heads)
+        bounds[1:1] = np.rint(units).astype(np.int64).tolist()
+    return bounds
+
+
+def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:
+    """Kernels trust their indices. Raises IndexError before anything is read or written."""
+    num_blocks, size = pool.num_blocks, pool.kv_block_size
+    least, most = int(block_tables.min()), int(block_tables.max())
+    if least < 0 or most >= num_blocks:
+        raise IndexError(f"block_tables = {least} to {most}: blocks of the pool are 0 to {num_blocks - 1}")
+    if num_tokens > block_tables.shape[1] * size:
+        raise IndexError(f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}")
 
 
 def readable_dtype(pool: KvPool) -> str:
     """The pool's dtype in the words of kernels. Raises ConfigError where this CPU has no instructions for it."""
-    from plugins.host_attention import has_halves  # not above: it loads numba, which other runtimes do without
-
     if pool.storage.dtype != np.float16:
         return "fp32"
-    if not has_halves():
+    if not host_attention.has_halves():
         raise ConfigError(
             "kv_cache_dtype = fp16: this CPU cannot convert halves; build the engine with --kv-cache-dtype fp32"
         )
     return "fp16"
-
-
-def _kernel(spec: ModelSpec, pool: KvPool, weight_formats: tuple[str, str, str]) -> Kernel:
-    """Raises ConfigError where this CPU has no instructions for the pool's dtype."""
-    from plugins.host_segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
-
-    kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
-    return segment_kernel(spec.head_dim, readable_dtype(pool), weight_formats, kind)
-
-
-def tree_arrays(rows: RowBatch) -> tuple[np.ndarray, np.ndarray]:
-    """The trunks and ancestors of a call of the kernels: empty where no row belongs to a tree."""
-    return (NO_ROWS, NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
 
 
 def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:

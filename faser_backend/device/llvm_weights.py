@@ -9,7 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.manifest import SegmentSpec
+from faser_backend.device.partition import CorePartition
+from faser_backend.manifest import ModelEngine, SegmentSpec
+
+# A model this small is done before a second thread has woken.
+ONE_THREAD_BYTES = 8 << 20
 
 _ATTENTION = ("q", "k", "v", "attention_out")
 _MLP = ("gate", "up", "down")
@@ -43,7 +47,7 @@ class WeightFile:
 
 
 class SegmentTables(NamedTuple):
-    """What the kernel is given of one segment; see plugins/host_segment.py."""
+    """A segment as the kernel is given it; see plugins/host_segment.py."""
 
     spec: SegmentSpec
     feature_layers: list[int]  # of this segment, rising
@@ -54,7 +58,7 @@ class SegmentTables(NamedTuple):
 
 
 def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -> SegmentTables:
-    """Of a segment of a model whose weights are these; one without layers has empty tables."""
+    """The tables of a model's segment; empty ones for a segment without layers."""
     layers, names = range(segment.first_layer, segment.last_layer), _matrix_names(spec)
     matrices = np.full((len(layers), len(names)), -1, np.int64)
     offsets = np.full((len(layers), len(_VECTORS) + 1), -1, np.int64)
@@ -76,7 +80,12 @@ def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -
 
 
 def _matrix_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Of a layer's matrices, in the kernel's order."""
+    """Names of a layer's matrices, in the kernel's order."""
     if not spec.num_experts:
         return _ATTENTION + _MLP
     return (*_ATTENTION, "router", *(f"experts.{i}.{name}" for i in range(spec.num_experts) for name in _MLP))
+
+
+def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
+    """Threads that calls of the model gain from on this partition."""
+    return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size

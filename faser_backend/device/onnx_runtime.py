@@ -13,10 +13,10 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.host_threads import check_blocks
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_head import LAYER
-from faser_backend.device.llvm_runner import NO_ROWS, places_of, readable_dtype, useful_threads
+from faser_backend.device.llvm_runner import NO_ROWS, check_blocks, places_of, readable_dtype
+from faser_backend.device.llvm_weights import useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 from plugins.onnxruntime_import import onnxruntime as ort

@@ -8,6 +8,7 @@ the same, bit for bit, in every batch. Ties go to the lowest id. Knows nothing o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, ra
 from faser_backend.device.slot_parameters import SlotParameters
 
 MAX_MARGIN = 1e4  # of a token that is the only one allowed
+Result = TypeVar("Result")
 
 
 class NumpySampler:
@@ -52,11 +54,8 @@ class NumpySampler:
     ) -> None:
         """See core.ports.Sampler. The parameters are valid (SamplingParams.validate)."""
         self.parameters.check_free(slot)
-        try:
-            has_rules = self._rules.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
-        except Exception as error:
-            has_rules = False
-            self._note(slot, error)
+        rules = (slot, sampling, token_ids, num_prompt_tokens, end_ids)
+        has_rules = self._noting_failure(slot, False, self._rules.add, *rules)
         self.parameters.add(slot, sampling, has_rules=has_rules)
         self._count()
 
@@ -69,18 +68,11 @@ class NumpySampler:
 
     def append(self, slot: int, tokens: list[int]) -> None:
         if self.parameters.has_rules[slot]:
-            try:
-                self._rules.append(slot, tokens)
-            except Exception as error:
-                self._note(slot, error)
+            self._noting_failure(slot, None, self._rules.append, slot, tokens)
 
     def forced(self, slot: int) -> list[int]:
         """See core.ports.Sampler."""
-        try:
-            return self._rules.forced(slot) if self.parameters.has_rules[slot] else []
-        except Exception as error:
-            self._note(slot, error)
-            return []
+        return self._noting_failure(slot, [], self._rules.forced, slot) if self.parameters.has_rules[slot] else []
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """logits [R, V] float32 (unchanged) -> token ids [R] int64.
@@ -179,19 +171,15 @@ class NumpySampler:
         special = np.flatnonzero(is_special)
         if special.size == 0:
             return self._perturbed(logits, slots, positions)
-        processed = self._special_scores(logits, rows, special)
+        processed = self._processed(logits, rows, special)
+        random = np.flatnonzero(self.parameters.is_random[slots[special]])
+        self._subtract_noise(processed, random, slots[special], positions[special])
         if special.size == slots.size:
             return processed
         plain = np.flatnonzero(~is_special)
         scores = np.empty_like(logits)
         scores[special] = processed
         scores[plain] = self._perturbed(logits[plain], slots[plain], positions[plain])
-        return scores
-
-    def _special_scores(self, logits: np.ndarray, rows: SamplingRows, special: np.ndarray) -> np.ndarray:
-        scores = self._processed(logits, rows, special)
-        random = np.flatnonzero(self.parameters.is_random[rows.slots[special]])
-        self._subtract_noise(scores, random, rows.slots[special], rows.positions[special])
         return scores
 
     def _perturbed(
@@ -252,15 +240,16 @@ class NumpySampler:
         for slot in np.unique(slots).tolist():
             where = np.flatnonzero(slots == slot)
             lines = logits.take(index[where], axis=0)
-            try:
-                self._rules.apply(lines, rows, index[where])
-            except Exception as error:
-                self._note(slot, error)
-                lines = logits[index[where]]
-            scores[where] = lines
+            has_failed = self._noting_failure(slot, True, self._rules.apply, lines, rows, index[where])
+            scores[where] = logits[index[where]] if has_failed else lines
 
-    def _note(self, slot: int, error: Exception) -> None:
-        self.failures.setdefault(slot, blamed("sampling", error))
+    def _noting_failure(self, slot: int, otherwise: Result, rule: Callable[..., Any], *arguments: Any) -> Result:
+        """What a slot's rule returns; where it fails, `otherwise`, and the failure is the slot's alone."""
+        try:
+            return rule(*arguments)
+        except Exception as error:
+            self.failures.setdefault(slot, blamed("sampling", error))
+            return otherwise
 
     @staticmethod
     def _pick(scores: np.ndarray, rows: SamplingRows) -> np.ndarray:
