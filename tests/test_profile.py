@@ -31,7 +31,6 @@ from faser_backend.serving.profile_store import (
 from lab.profiling import profile as profile_module
 from lab.profiling.profile import profile_engine, run_profile
 from tests.brief_profile import BRIEF
-from tests.profile_damage import DAMAGES
 from tests.tiny_models import write_checkpoint, write_draft
 
 MAX_CONTEXT = 128
@@ -169,11 +168,46 @@ def test_a_rebuilt_engine_makes_its_profile_stale(copied: Path, tmp_path: Path) 
         load_profile(copied, halved)
 
 
-@pytest.mark.parametrize(("damage", "named"), DAMAGES)
-def test_a_damaged_profile_is_refused(copied: Path, damage: Any, named: str) -> None:
+DROP: Any = object()
+MARGINS, EXIT = "calibration.margins", "calibration.exits.0.calibration"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"costs": DROP}, "malformed"),
+        ({"costs.0.segments.0.rows.values_us.0": 1e12}, "never fall"),
+        ({"overhead.step_us": float("nan")}, "non-negative"),
+        ({"costs.0.segments.0": DROP}, "segments"),
+        ({"costs": TARGET}, "draft on the whole machine"),
+        ({"costs.0.segments": [[1.0, 2.0]]}, "malformed"),
+        ({"fingerprint.files": ["target.0.onnx"]}, "malformed"),
+        ({"format_version": 99}, "format_version = 99"),
+        ({"format_version": 3, "calibration": DROP}, "format_version = 3: this version reads 4"),
+        ({f"{MARGINS}.sampled": DROP}, "malformed"),
+        ({f"{MARGINS}.greedy.accepted.2": 1e9}, "between 0 and those tested"),
+        ({f"{MARGINS}.sampled.accepted.2": 1e9}, "between 0 and those tested"),
+        ({f"{MARGINS}.sampled.tested.0": DROP, f"{MARGINS}.sampled.accepted.0": DROP}, "margins need 14 bins"),
+        ({f"{MARGINS}.knots.1": 0.3}, "other bins"),
+        ({f"{EXIT}.threshold": 1.5}, r"must lie in \[0, 1\]"),
+        ({f"{EXIT}.bias": float("inf")}, "finite"),
+        ({f"{EXIT}.layer": 2}, "no exit at layer 2"),
+    ],
+)
+def test_a_damaged_profile_is_refused(copied: Path, changes: dict[str, Any], named: str) -> None:
     path = copied / PROFILE_FILE
     fields = json.loads(path.read_text())
-    damage(fields)
+    if changes == {"costs": TARGET}:
+        changes = {"costs": [entry for entry in fields["costs"] if entry["model"] == TARGET]}
+    for place, value in changes.items():
+        *parents, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+        within = fields
+        for name in parents:
+            within = within[name]
+        if value is DROP:
+            del within[last]
+        else:
+            within[last] = value
     path.write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=named) as caught:
         load(copied)
