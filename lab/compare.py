@@ -2,7 +2,7 @@
 
     python -m lab.compare ENGINE_DIR --policies "none,fixed:4,tree:4,faser (model+ngram)" --clients 1,4,16
     python -m lab.compare ENGINE_DIR OTHER_DIR --places triton      # one model on several runtimes or formats
-    python scripts/bench_serving.py                                 # policies of the demo pair, in process and served
+    python -m lab.compare --places process,triton                   # policies of the demo pair, in process and served
     python -m lab.compare ENGINE_DIR --places triton --url 127.0.0.1:8001
 
 A contestant is a policy on an engine directory, with who drafts in brackets, in this process or behind a Triton server
@@ -216,17 +216,17 @@ def described(engine_dir: Path) -> str:
     return f"`{engine_dir.name}`: runtime {manifest.runtime}, weights {manifest.target.weight_format.title}"
 
 
-def main(argv: list[str] | None = None, **defaults: Any) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = make_parser(
-        __doc__, "seed", "output", "serve-options", policies="none,fixed:1,fixed:2,fixed:4,faser", clients="1,4,16",
+        __doc__, "seed", "output", policies="none,fixed:1,fixed:2,fixed:4,faser", clients="1,4,16",
         temperatures="0,0.8", threads=None, repeats=2, max_tokens=64, name="compare",
     )  # fmt: skip
     parser.add_argument("engine_dirs", type=Path, nargs="*", help="default: the demo pair, built here")
+    parser.add_argument("--serve-options", default="", help="more options for `faser serve`, separated by blanks")
     parser.add_argument("--places", default="process", help=f"of {','.join(PLACES)}")
     parser.add_argument("--jobs", type=int, default=12, help="answers of a load at least, two for each client")
     parser.add_argument("--url", action="append", default=[], help="HOST:PORT of a server's gRPC; takes part in triton")
     add_prompt_options(parser)
-    parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
     args.engine_dirs = args.engine_dirs or [demo_engine_dir(print_steps())]
     unknown = set(args.places.split(",")) - set(PLACES)

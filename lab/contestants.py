@@ -1,7 +1,7 @@
 """Who is measured and under which loads, as data: in this process, on a GPU and in virtual time.
 
 A policy that is registered and takes no argument appears by itself; one that needs an argument is
-measured with the arguments named here. The report names what the ladder asks for and nobody knows.
+measured with the arguments named here, or is among what the report calls missing.
 """
 
 from __future__ import annotations
@@ -115,16 +115,10 @@ def choose_contestants(
         if unknown:
             raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
         return chosen, []
-    missing = [f"{spec}: no such policy is registered" for spec in ladder if _kind(spec) not in usages]
-    known = [spec for spec in ladder if _kind(spec) in usages]
-    for kind, usage in usages.items():
-        if kind not in map(_kind, ladder):
-            if ":" in usage:
-                missing.append(f"{usage}: takes an argument; name one with --policies")
-            else:
-                known.append(kind)
-    ablations = (ablation for ablation in ABLATIONS if ablation.policy in known)
-    return [*map(Contestant, [*known, ORACLE]), *ablations], missing
+    others = {kind: usage for kind, usage in usages.items() if kind not in map(_kind, ladder)}
+    known = [*ladder, *(kind for kind, usage in others.items() if ":" not in usage), ORACLE]
+    missing = [f"{usage}: takes an argument; name one with --policies" for usage in others.values() if ":" in usage]
+    return [*map(Contestant, known), *ABLATIONS], missing
 
 
 def split_names(text: str) -> list[str]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from faser_backend.policy.cost_model import (
 )
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
+from lab.answers import summarise
+from lab.drive import OpenLoop, finished, serve_requests
 from lab.simulation.acceptance import AcceptancePath, AcceptanceProcess, demo_process
 from lab.simulation.engine import SimEngine, World, build_sim_engine
 from lab.simulation.worlds import roofline_world
@@ -180,35 +183,20 @@ def run(world: ControlWorld, spec: str, seed: int) -> dict[str, float]:
     if world.noise:
         _disturb(sim, world.noise, np.random.default_rng([seed, 1]))
     gaps = rng.exponential(world.gap_ms, world.num_requests) if world.gap_ms else np.zeros(world.num_requests)
-    arrivals_ms = gaps.cumsum() + world.wave_ms * (np.arange(world.num_requests) * world.waves // world.num_requests)
-    return _drive(sim, world, arrivals_ms, prompts, outputs)
-
-
-def _drive(
-    sim: SimEngine, world: ControlWorld, arrivals_ms: np.ndarray, prompts: np.ndarray, outputs: np.ndarray
-) -> dict[str, float]:
-    start_ns = sim.clock.now_ns()
-    arrivals_ns = start_ns + (arrivals_ms * 1e6).astype(np.int64)
-    ended_ns = np.zeros(arrivals_ns.size)
-    submitted = 0
-    while submitted < arrivals_ns.size or sim.engine.has_work:
-        if not sim.engine.has_work:
-            sim.clock.move_to(max(sim.clock.now_ns(), int(arrivals_ns[submitted])))
-        while submitted < arrivals_ns.size and arrivals_ns[submitted] <= sim.clock.now_ns():
-            temperature = 0.8 if world.is_sampled(submitted) else 0.0
-            sampling = SamplingParams(seed=submitted, temperature=temperature)
-            prompt = np.zeros(int(prompts[submitted]), np.int64)
-            sim.engine.submit(Request(str(submitted), prompt, int(outputs[submitted]), sampling))
-            submitted += 1
-        for output in sim.engine.step():
-            assert output.error is None, output.error
-            if output.is_final:
-                ended_ns[int(output.request_id)] = sim.clock.now_ns()
-    seconds = (ended_ns.max() - start_ns) / 1e9
-    return {
-        "tokens_per_s": float(outputs.sum() / seconds),
-        "latency_ms": float((ended_ns - arrivals_ns).mean() / 1e6),
-    }
+    waves = np.arange(world.num_requests) * world.waves // world.num_requests
+    requests = [
+        Request(
+            str(index),
+            np.zeros(int(prompts[index]), np.int64),
+            int(outputs[index]),
+            SamplingParams(seed=index, temperature=0.8 if world.is_sampled(index) else 0.0),
+        )
+        for index in range(world.num_requests)
+    ]
+    feed = OpenLoop(((gaps.cumsum() + world.wave_ms * waves) / 1e3).tolist())
+    answers, seconds = finished(serve_requests(sim.engine, sim.clock, requests, feed))
+    figures = summarise(answers, seconds)
+    return {"tokens_per_s": figures["tokens_per_s"], "latency_ms": figures["e2e_ms_mean"]}
 
 
 def _knowledge(world: ControlWorld) -> Knowledge:
@@ -237,10 +225,6 @@ def _disturb(sim: SimEngine, noise: float, rng: np.random.Generator) -> None:
         advance(duration_us * factors[min(place, factors.size - 1)])
 
     clock.advance_us = advance_us  # type: ignore[method-assign]
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], old_name: str, new_name: str) -> str:

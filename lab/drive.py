@@ -265,11 +265,11 @@ def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:
         answer.num_accepted = output.stats.num_accepted
 
 
-def finished(run: Generator[float, None, T], on_step: Callable[[float], None] = lambda share: None) -> T:
-    """What a run returns, run to its end without turns. on_step: is told the share that is done."""
+def finished(run: Generator[float, None, T]) -> T:
+    """What a run returns, run to its end without turns."""
     while True:
         try:
-            on_step(next(run))
+            next(run)
         except StopIteration as end:
             return end.value
 
@@ -277,12 +277,12 @@ def finished(run: Generator[float, None, T], on_step: Callable[[float], None] = 
 def write_all(
     engine: Engine, requests: Sequence[Request], on_step: Callable[[float], None] = lambda share: None
 ) -> dict[str, list[int]]:
-    """The tokens of all requests by id, submitted at once. Raises FaserError where one fails."""
-    tokens: dict[str, list[int]] = {}
+    """The tokens of all requests by id, submitted at once; on_step: called with the share that is answered. Raises
+    FaserError where one fails."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     num_ended = 0
     for request in requests:
         engine.submit(request)
-        tokens[request.request_id] = []
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:

@@ -78,31 +78,15 @@ def _prompt_of(line: str, place: str) -> Prompt:
     field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
     if field is None:
         raise ConfigError(f'{place}: must be a JSON object with "turns", "prompt" or "text"')
-    text = record[field]
+    text, category = record[field], record.get("category")
     if field == "turns":
-        if not isinstance(text, list) or not text:
-            raise ConfigError(f"{place}: turns = {_shown(text)}: must list at least one text")
-        text = text[0]
-    return Prompt(_text(text, f"{place}: {field}"), _category(record.get("category"), place))
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{name} = {_shown(value)}: must be text, not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
-        raise ConfigError(f"{name} = {_shown(value)}: must be valid Unicode") from None
-    return value
-
-
-def _category(value: object, place: str) -> str:
-    return "" if value is None else _text(value, f"{place}: category")
-
-
-def _shown(value: object) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+        text = text[0] if isinstance(text, list) and text else None
+    for name, value in ((field, text), ("category", "-" if category is None else category)):
+        if not isinstance(value, str) or not value.strip() or value != value.encode(errors="replace").decode():
+            raise ConfigError(
+                f"{place}: {name} = {ascii(record[name])[:80]}: must be text, not empty, in valid Unicode"
+            )
+    return Prompt(str(text), str(category or ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 
 INT32 = 4
@@ -89,20 +88,6 @@ PAIRS = {
     )
 }
 TINY_PAIR = Pair("tiny", _tiny(3, 64), _tiny(1, 32), (1,), 4)  # checks code, says nothing
-
-
-def find_machine(name: str) -> Machine:
-    """Raises ConfigError."""
-    if name not in MACHINES:
-        raise ConfigError(f"hardware = {name!r}: unknown; known are {', '.join(MACHINES)}")
-    return MACHINES[name]
-
-
-def find_pair(name: str) -> Pair:
-    """Raises ConfigError."""
-    if name not in PAIRS:
-        raise ConfigError(f"pair = {name!r}: unknown; known are {', '.join(PAIRS)}")
-    return PAIRS[name]
 
 
 def layer_weights(spec: ModelSpec) -> int:

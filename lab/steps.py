@@ -197,20 +197,3 @@ def _union_us(laps: list[PhaseEvent]) -> float:
     ends = np.maximum.accumulate(spans[:, 1])
     starts = np.maximum(spans[:, 0], np.concatenate([[spans[0, 0]], ends[:-1]]))
     return float(np.maximum(spans[:, 1] - starts, 0).sum()) / 1e3
-
-
-def series(notes: list[StepNote], num_bins: int) -> dict[str, list[float]]:
-    """Course of a run in up to num_bins equal spans of time; spans without a step are left out."""
-    start, end = notes[0].start_ns, notes[-1].end_ns
-    bins: dict[int, list[StepNote]] = {}
-    for note in notes:
-        bins.setdefault(min(num_bins - 1, (note.end_ns - start) * num_bins // (end - start)), []).append(note)
-    course: dict[str, list[float]] = {name: [] for name in ("time_s", "batch_size", "length", "accepted", "rows")}
-    for index, group in sorted(bins.items()):
-        count = sum(len(note.sequences) for note in group)
-        course["time_s"].append(round((index + 0.5) * (end - start) / num_bins / 1e9, 4))
-        course["batch_size"].append(round(count / len(group), 3))
-        course["length"].append(round(sum(int(note.num_drafted.sum()) for note in group) / count, 3))
-        course["accepted"].append(round(sum(int(note.num_accepted.sum()) for note in group) / count, 3))
-        course["rows"].append(round(sum(int(note.num_rows.sum()) for note in group) / len(group), 3))
-    return course

@@ -19,6 +19,7 @@ import numpy as np
 import tritonclient.grpc as triton
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "demo" / "prompts.jsonl"
+FLAGS = ["stream", "exclude_input_in_output", "return_perf_metrics", "return_num_output_tokens"]
 OUTPUTS = ["text_output", "num_output_tokens", "total_draft_tokens", "total_accepted_draft_tokens"]
 
 
@@ -35,24 +36,19 @@ def parse_args() -> argparse.Namespace:
 
 
 def request_inputs(prompt: str, args: argparse.Namespace) -> list[triton.InferInput]:
-    said = json.dumps([{"role": "user", "content": prompt}]) if args.chat else prompt
+    asked = json.dumps([{"role": "user", "content": prompt}]) if args.chat else prompt
     fields = {
-        "messages" if args.chat else "text_input": np.array([[said]], dtype=object),
-        "max_tokens": np.array([[args.max_tokens]], dtype=np.int32),
-        "temperature": np.array([[args.temperature]], dtype=np.float32),
-        "top_p": np.array([[1.0]], dtype=np.float32),  # without it or top_k, the server decodes greedily
-        "seed": np.array([[args.seed]], dtype=np.uint64),
-        "stream": np.array([[True]]),
-        "exclude_input_in_output": np.array([[True]]),
-        "return_perf_metrics": np.array([[True]]),
-        "return_num_output_tokens": np.array([[True]]),
+        "messages" if args.chat else "text_input": ("BYTES", np.array(asked, dtype=object)),
+        "max_tokens": ("INT32", np.int32(args.max_tokens)),
+        "temperature": ("FP32", np.float32(args.temperature)),
+        "top_p": ("FP32", np.float32(1.0)),  # without it or top_k, the server decodes greedily
+        "seed": ("UINT64", np.uint64(args.seed)),
+        **dict.fromkeys(FLAGS, ("BOOL", np.bool_(True))),
     }
-    types = {"O": "BYTES", "i": "INT32", "f": "FP32", "u": "UINT64", "b": "BOOL"}
     inputs = []
-    for name, value in fields.items():
-        tensor = triton.InferInput(name, list(value.shape), types[value.dtype.kind])
-        tensor.set_data_from_numpy(value)
-        inputs.append(tensor)
+    for name, (kind, value) in fields.items():
+        inputs.append(triton.InferInput(name, [1, 1], kind))
+        inputs[-1].set_data_from_numpy(np.reshape(value, (1, 1)))
     return inputs
 
 

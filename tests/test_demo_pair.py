@@ -14,8 +14,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.runtimes import open_runtime
-from lab.bench.equality import Reference, make_requests, run_alone, run_mixed
+from lab.bench.equality import Reference, make_requests, run_mixed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,20 +24,10 @@ def engine_dir() -> Path:
     return demo_engine_dir()
 
 
-def reference_for(engine_dir: Path, requests) -> Reference:
-    manifest = EngineManifest.load(engine_dir)
-    size = manifest.kv_block_size
-    runtime = open_runtime(engine_dir, manifest, EngineConfig())
-    pool = runtime.open_pool(manifest.target, -(-manifest.target.spec.max_context // size))
-    runner = runtime.open_runner(manifest.target, runtime.menu.whole, pool)
-    plain = build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))
-    return Reference(requests, run_alone(plain, requests), runner, size)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculation_and_batching_change_no_token(engine_dir: Path, temperature: float):
     requests = make_requests(engine_dir, num_prompts=10, max_tokens=32, temperature=temperature)
-    reference = reference_for(engine_dir, requests)
+    reference = Reference(engine_dir, requests)
     small_pool = -(-EngineManifest.load(engine_dir).target.spec.max_context // 16)
     for policy in ("none", "fixed:4", "fixed:8"):
         engine = build_engine(
@@ -57,7 +46,7 @@ def test_greedy_equals_transformers_generate(engine_dir: Path):
     torch.set_num_threads(1)
     model = transformers.LlamaForCausalLM.from_pretrained(ROOT / "models/demo/target", dtype=torch.float32).eval()
     requests = make_requests(engine_dir, num_prompts=20, max_tokens=64, temperature=0.0)
-    reference = reference_for(engine_dir, requests)
+    reference = Reference(engine_dir, requests)
     tokens = {}
     for request in requests:
         prompt = torch.from_numpy(request.prompt_ids)[None]

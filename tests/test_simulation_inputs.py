@@ -63,12 +63,6 @@ def test_a_pair_that_does_not_fit_is_refused_with_both_sizes():
         kv_capacity_tokens(MACHINES["h100"], PAIRS["llama3.3-70b/3.2-1b"])
 
 
-@pytest.mark.parametrize(("hardware", "pair"), [("h1000", "qwen3-32b/0.6b"), ("h100", "gpt-2")])
-def test_unknown_names_are_refused_with_the_known_ones(hardware, pair):
-    with pytest.raises(ConfigError, match=r"unknown; known are .*(h100x2|llama3.3-70b/3.2-1b)"):
-        roofline_world(hardware, pair, max_context=1000)
-
-
 # -- the acceptance process ----------------------------------------------------------------------------
 
 
@@ -200,7 +194,8 @@ def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
     [
         (["--hardware", "h100"], "give either --hardware and --pair, or --profile"),
         (["--hardware", "h100", "--pair", "x", "--profile", "y"], "leave out --hardware and --pair"),
-        (["--hardware", "h100", "--pair", "x", "--requests", 6], "pair = 'x': unknown"),
+        (["--hardware", "h100", "--pair", "x", "--requests", 6], "pair = 'x': unknown; known are qwen3-32b/0.6b"),
+        (["--hardware", "h1", "--pair", "qwen3-8b/0.6b"], "hardware = 'h1': unknown; known are h100, h100x2"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 0], "--requests = 0"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--exit-auc", 0.4], "must lie in"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--policies", "x"], "known are none"),

@@ -1,6 +1,6 @@
 """`faser bench`: the ladder, a timeline per pipeline mode, and three files that appear together at the end.
 
-What memory and time it will take is told before. A run that is interrupted writes the loads that it has measured whole;
+It says before what memory and time it will take. A run that is interrupted writes the loads that it has measured whole;
 one that has none leaves what was there as it was.
 """
 
@@ -12,8 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,9 @@ from faser_backend.serving.tokenizer import load_tokenizer
 from lab import environment
 from lab.answers import jobs_of
 from lab.bench.compare import add_comparisons, in_words, spread_warning
-from lab.bench.estimate import Speed, estimate_s, fitted, in_minutes, load_s, timeline_s
-from lab.bench.measure import NUM_SERIES_BINS, Ladder, Results, Workload, reference_speeds
-from lab.bench.memory import MemoryPlan, plan_memory
+from lab.bench.measure import Ladder, Workload, reference_speeds
 from lab.bench.oracle import make_oracle
+from lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
 from lab.bench.report import render, roofline
 from lab.bench.timeline import trace_events
 from lab.contestants import (
@@ -57,7 +55,6 @@ from lab.tables import check_output
 from lab.traces import read_trace
 
 REPORT_BYTES = 32 << 20  # of all three files, at most
-MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
 # Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
 MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
@@ -86,239 +83,203 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
         raise ConfigError(f"--budget-s = {options.budget_s:g}: must be above 0")
     with terminable():
         try:
-            is_whole = _run(options, sizing, command)
+            is_whole = BenchRun(options, sizing).run(command)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{options.output} is as it was") from None
     if not is_whole:
         raise KeyboardInterrupt("the files hold what was measured until then")
 
 
-def _run(options: BenchOptions, sizing: Sizing, command: str) -> bool:
-    """Returns whether everything was measured."""
-    start_s = time.monotonic()
-    names = None if options.policies is None else split_names(options.policies)
-    contestants, missing = choose_contestants(names)
-    check_output(options.output, REPORT_BYTES)
-    warnings: list[str] = []
-    engine_dir = options.engine_dir or demo_engine_dir(print_steps())
-    manifest = EngineManifest.load(engine_dir)
-    # Before anything that takes time: a file that cannot be asked is told at once.
-    prompts = _prompts(options, sizing, engine_dir, manifest)
-    warnings += [f"{prompts.left_out}."] * bool(prompts.left_out)
-    warnings += _ensure_profile(engine_dir, is_demo=options.engine_dir is None)
-    workload = _workload(options, engine_dir, manifest, prompts)
-    meta: dict[str, Any] = environment.describe(options.seed)
-    memory = _plan_memory(manifest, len(contestants) + 1)  # and one of a timeline
-    if memory.num_bytes:
-        print(f"{len(contestants)} contestants; {memory}", file=sys.stderr)
-    console, results, is_whole = Console(file=sys.stderr), Results(), True
-    events, timelines = [], []
-    with ExitStack() as stack:
-        place = InProcess(engine_dir, {})
-        stack.callback(place.close)
-        bar = stack.enter_context(progress_bar(console))
+class BenchRun:
+    """One run. `missing` and `warnings` are told in the report."""
 
-        def config_of(policy: str, **changes: object) -> EngineConfig:
-            return _config(policy, options, memory.num_kv_blocks, **changes)
+    def __init__(self, options: BenchOptions, sizing: Sizing) -> None:
+        """Reads everything that is asked: what is wrong with it is said before anything takes time."""
+        budget_s = math.inf if options.budget_s is None else options.budget_s
+        self._end_s = time.monotonic() + budget_s
+        self._options, self._sizing = options, sizing
+        names = None if options.policies is None else split_names(options.policies)
+        self._contestants, self.missing = choose_contestants(names)
+        self.warnings: list[str] = []
+        check_output(options.output, REPORT_BYTES)
+        self._engine_dir = options.engine_dir or demo_engine_dir(print_steps())
+        self._manifest = EngineManifest.load(self._engine_dir)
+        self._prompts = self._load_prompts()
+        self._ensure_profile()
+        self._workload = self._make_workload()
+        self._meta: dict[str, Any] = environment.describe(options.seed)
+        self._memory = plan_memory(self._manifest, len(self._contestants) + 1)  # and one of a timeline
 
-        present = _open(place, contestants, lambda c: config_of(c.policy, **c.options), missing, bar)
-        speeds = reference_speeds(place, workload)
-        left_s = math.inf if options.budget_s is None else options.budget_s - (time.monotonic() - start_s)
-        sizing, present = _fitted(sizing, present, speeds, left_s, missing)
-        ladder = Ladder(
-            place,
-            present,
-            workload,
-            manifest.target.spec.num_layers,
-            lambda what, num_runs: bar.update(task, description=what, advance=num_runs),
-        )
-        task = bar.add_task("warming up", total=Ladder.num_runs(present, sizing))
-        deadline_s = time.monotonic() + left_s
-        try:
-            ladder.run(
-                sizing,
-                results,
-                lambda load: time.monotonic() + load_s(load, sizing, present, speeds) <= deadline_s,
-            )
-            events, timelines = _timelines(
+    def run(self, command: str) -> bool:
+        """Returns whether everything was measured."""
+        options = self._options
+        if self._memory.words:
+            print(f"{len(self._contestants)} contestants; {self._memory.words}", file=sys.stderr)
+        console, is_whole = Console(file=sys.stderr), True
+        events, timelines = [], []
+        with closing(InProcess(self._engine_dir, {})) as place, progress_bar(console) as bar:
+            present = self._open(place, bar)
+            speeds = reference_speeds(place, self._workload)
+            left_s = self._end_s - time.monotonic()
+            sizing = self._fit(present, speeds, left_s)
+            ladder = Ladder(
                 place,
-                lambda mode: config_of(MODES[mode], pipeline=mode),
-                workload,
-                missing,
-                bar,
-                num_tokens=min(TIMELINE_TOKENS, sizing.max_tokens),
-                latest_s=deadline_s - timeline_s(sizing, speeds),
+                present,
+                self._workload,
+                sizing,
+                lambda what, num_runs: bar.update(task, description=what, advance=num_runs),
+                num_layers=self._manifest.target.spec.num_layers,
             )
-        except KeyboardInterrupt:
-            if not results.rows:
-                raise
-            is_whole = False
-            warnings.append("The run was interrupted: loads and timelines are missing.")
-    missing += [f"load {what}: the time budget was spent" for what in results.left_out]
-    add_comparisons(results.rows)
-    warnings += spread_warning(results.rows)
-    meta |= {
-        "command": command,
-        "repeats": sizing.repeats,
-        "bursty_repeats": sizing.bursty_repeats,
-        "max_tokens": sizing.max_tokens,
-        "budget_s": options.budget_s,
-        "is_whole": is_whole,
-        "num_kv_blocks": memory.num_kv_blocks,
-        "prompts": prompts.as_dict(),
-        "engine_dir": engine_dir.name,
-        "runtime": manifest.runtime,
-        "exit_layers": list(manifest.exit_layers),
-        "num_series_bins": NUM_SERIES_BINS,
-        "bursty": results.bursty,
-        "missing": missing,
-        "warnings": warnings,
-        "timelines": timelines,
-        "roofline": roofline(manifest.target.spec, manifest.target.num_weight_bytes),
-    }
-    _write(options.output, meta, results, events)
-    for sentence in in_words(results.rows):
-        console.print(f"- {sentence.replace('`', '')}", highlight=False, soft_wrap=True)
-    console.print(f"wrote {options.output}/bench.json, report.html and timeline.json", highlight=False, soft_wrap=True)
-    return is_whole
+            task = bar.add_task("warming up", total=ladder.num_runs)
+            try:
+                ladder.run(lambda load: time.monotonic() + load_s(load, sizing, present, speeds) <= self._end_s)
+                events, timelines = self._timelines(place, bar, sizing, self._end_s - timeline_s(sizing, speeds))
+            except KeyboardInterrupt:
+                if not ladder.rows:
+                    raise
+                is_whole = False
+                self.warnings.append("The run was interrupted: loads and timelines are missing.")
+        self.missing += [f"load {what}: the time budget was spent" for what in ladder.left_out]
+        add_comparisons(ladder.rows)
+        target = self._manifest.target
+        meta = self._meta | {
+            "command": command,
+            "repeats": sizing.repeats,
+            "bursty_repeats": sizing.bursty_repeats,
+            "max_tokens": sizing.max_tokens,
+            "budget_s": options.budget_s,
+            "is_whole": is_whole,
+            "num_kv_blocks": self._memory.num_kv_blocks,
+            "prompts": self._prompts.as_dict(),
+            "engine_dir": self._engine_dir.name,
+            "runtime": self._manifest.runtime,
+            "exit_layers": list(self._manifest.exit_layers),
+            "bursty": ladder.bursty,
+            "missing": self.missing,
+            "warnings": self.warnings + spread_warning(ladder.rows),
+            "timelines": timelines,
+            "roofline": roofline(target.spec, target.num_weight_bytes),
+        }
+        write_files(options.output, {"meta": meta, "rows": ladder.rows}, events)
+        for sentence in in_words(ladder.rows):
+            console.print(f"- {sentence.replace('`', '')}", highlight=False, soft_wrap=True)
+        told = f"wrote {options.output}/bench.json, report.html and timeline.json"
+        console.print(told, highlight=False, soft_wrap=True)
+        return is_whole
 
+    def _load_prompts(self) -> PromptSet:
+        """Prompts of closed loops; says on stderr which are left out."""
+        options = self._options
+        limits = PromptLimits(max(self._sizing.max_tokens, TIMELINE_TOKENS), options.max_prompt_tokens)
+        prompts = load_prompt_set(options.prompts, self._engine_dir, self._manifest, limits, is_chat=options.is_chat)
+        if prompts.left_out:
+            print(prompts.left_out, file=sys.stderr)
+            self.warnings.append(f"{prompts.left_out}.")
+        return prompts
 
-def _fitted(
-    sizing: Sizing, present: list[Contestant], speeds: dict[str, Speed], left_s: float, missing: list[str]
-) -> tuple[Sizing, list[Contestant]]:
-    """How much is measured of whom in the seconds that are left; says so on stderr."""
-    chosen = fitted(sizing, present, speeds, left_s, len(MODES))
-    if estimate_s(chosen, present, speeds, len(MODES)) > left_s:
-        missing += [f"{each.name}: the time budget was spent" for each in present if each.options]
-        present = [each for each in present if not each.options]
-        chosen = fitted(sizing, present, speeds, left_s, len(MODES))
-    seconds = estimate_s(chosen, present, speeds, len(MODES))
-    print(f"time: about {in_minutes(seconds)}, answers of {chosen.max_tokens} tokens", file=sys.stderr)
-    if seconds > left_s:
-        print(f"there are {in_minutes(max(left_s, 0.0))}: loads that do not fit are left out", file=sys.stderr)
-    return chosen, present
-
-
-def _plan_memory(manifest: EngineManifest, num_engines: int) -> MemoryPlan:
-    """Elsewhere than on a CPU the runtime counts its memory itself, as it opens."""
-    context = manifest.target.spec.max_context
-    most_tokens = max(context, MAX_NUM_SEQS * min(context, MAX_CONTEXT))
-    if not manifest.runtime_spec.is_cpu:
-        return MemoryPlan(-(-most_tokens // manifest.kv_block_size), 0, 0)
-    return plan_memory(manifest, num_engines, most_tokens)
-
-
-def _ensure_profile(engine_dir: Path, *, is_demo: bool) -> list[str]:
-    """The demo pair is profiled quickly where nobody did; returns what the report must say of it."""
-    manifest = EngineManifest.load(engine_dir)
-    try:
-        load_profile(engine_dir, manifest)
-    except ConfigError as error:
-        if is_demo:
+    def _ensure_profile(self) -> None:
+        """The demo pair is profiled quickly where nobody did; elsewhere the report says that policies guess."""
+        try:
+            load_profile(self._engine_dir, self._manifest)
+        except ConfigError as error:
+            if self._options.engine_dir is not None:
+                self.warnings.append(f"Policies that decide by cost had only guesses: {error}.")
+                return
             print(f"{error}: measuring a quick one first", file=sys.stderr)
-            run_profile(engine_dir, is_quick=True)
-            return ["The engines had no valid profile: a quick one was measured just before the benchmark."]
-        return [f"Policies that decide by cost had only guesses: {error}."]
-    return []
+            run_profile(self._engine_dir, is_quick=True)
+            told = "The engines had no valid profile: a quick one was measured just before the benchmark."
+            self.warnings.append(told)
 
+    def _make_workload(self) -> Workload:
+        manifest, options, prompts = self._manifest, self._options, self._prompts.prompts
+        tokenizer = load_tokenizer(self._engine_dir / manifest.tokenizer.name)
+        lengths = None if options.trace is None else read_trace(options.trace)
+        max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
+        maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts])
+        # Windows are tokenised again and may grow a little: some room is left.
+        return Workload(prompts, maker, lengths, max_context * 9 // 10, options.seed)
 
-def _prompts(options: BenchOptions, sizing: Sizing, engine_dir: Path, manifest: EngineManifest) -> PromptSet:
-    """What closed loops ask; says on stderr what is left out."""
-    limits = PromptLimits(max(sizing.max_tokens, TIMELINE_TOKENS), options.max_prompt_tokens)
-    prompts = load_prompt_set(options.prompts, engine_dir, manifest, limits, is_chat=options.is_chat)
-    if prompts.left_out:
-        print(prompts.left_out, file=sys.stderr)
-    return prompts
+    def _config(self, policy: str, **changes: object) -> EngineConfig:
+        # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+        return EngineConfig.from_options(
+            policy=FIXED_REFERENCE if policy == ORACLE else policy,  # it takes the policy's place
+            max_num_seqs=MAX_NUM_SEQS,
+            max_queue_size=0,
+            num_kv_blocks=self._memory.num_kv_blocks,
+            enable_prefix_reuse=False,
+            num_threads=self._options.num_threads,
+            **{"draft": self._options.draft, **changes},
+        )
 
+    def _open(self, place: InProcess, bar: Any) -> list[Contestant]:
+        """Loads an engine for each; an ablation that cannot run here is named among what is missing."""
+        task = bar.add_task("loading engines", total=len(self._contestants))
+        opened = []
+        for contestant in self._contestants:
+            try:
+                config = self._config(contestant.policy, **contestant.options)
+                place.open(contestant.name, config)
+                if contestant.policy == ORACLE:
+                    make_oracle(place.engine(contestant.name), place.knowledge(config).costs)
+                opened.append(contestant)
+            except ConfigError as error:
+                if not contestant.options:
+                    raise
+                self.missing.append(f"{contestant.name}: {error}")
+            bar.advance(task)
+        bar.remove_task(task)
+        return opened
 
-def _workload(options: BenchOptions, engine_dir: Path, manifest: EngineManifest, prompts: PromptSet) -> Workload:
-    tokenizer = load_tokenizer(engine_dir / manifest.tokenizer.name)
-    lengths = None if options.trace is None else read_trace(options.trace)
-    max_context = min(ModelPair(manifest.target, manifest.draft).max_context, MAX_CONTEXT)
-    # Windows are tokenised again and may grow a little: some room is left.
-    maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts.prompts])
-    return Workload(prompts.prompts, maker, lengths, max_context * 9 // 10, options.seed)
-
-
-def _config(policy: str, options: BenchOptions, num_kv_blocks: int, **changes: object) -> EngineConfig:
-    # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
-    return EngineConfig.from_options(
-        policy=FIXED_REFERENCE if policy == ORACLE else policy,  # it takes the policy's place
-        max_num_seqs=MAX_NUM_SEQS,
-        max_queue_size=0,
-        num_kv_blocks=num_kv_blocks,
-        enable_prefix_reuse=False,
-        num_threads=options.num_threads,
-        **{"draft": options.draft, **changes},
-    )
-
-
-def _open(
-    place: InProcess,
-    contestants: list[Contestant],
-    config_of: Callable[[Contestant], EngineConfig],
-    missing: list[str],
-    bar: Any,
-) -> list[Contestant]:
-    """Loads an engine for each; an ablation that cannot run here is named among what is missing."""
-    task = bar.add_task("loading engines", total=len(contestants))
-    opened = []
-    for contestant in contestants:
-        try:
-            config = config_of(contestant)
-            place.open(contestant.name, config)
-            if contestant.policy == ORACLE:
-                make_oracle(place.engine(contestant.name), place.knowledge(config).costs)
-            opened.append(contestant)
-        except ConfigError as error:
-            if not contestant.options:
-                raise
-            missing.append(f"{contestant.name}: {error}")
-        bar.advance(task)
-    bar.remove_task(task)
-    return opened
-
-
-def _timelines(
-    place: InProcess,
-    config_of: Callable[[str], EngineConfig],
-    workload: Workload,
-    missing: list[str],
-    bar: Any,
-    *,
-    num_tokens: int,
-    latest_s: float,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Events of a few hundred steps of each pipeline mode, and the modes by name."""
-    task = bar.add_task("timelines", total=len(MODES))
-    events: list[dict[str, Any]] = []
-    shown = []
-    jobs = jobs_of(workload.prompts, 4 * TIMELINE_CLIENTS, num_tokens, 0.8, workload.seed)
-    for mode, policy in MODES.items():
-        name = f"timeline {mode}"
-        if time.monotonic() > latest_s:
-            missing.append(f"timeline of {mode}: the time budget was spent")
-            continue
-        try:
-            place.open(name, config_of(mode))
-        except ConfigError as error:
-            missing.append(f"timeline of {mode}: {error}")
-            continue
-        log = StepLog(place.engine(name))
-        place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
-        if mode == "auto" or any(note.mode.value == mode for note in log.notes):
-            shown.append(f"{policy}, {mode.replace('_', '-')}")
-            events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
+    def _fit(self, present: list[Contestant], speeds: Any, left_s: float) -> Sizing:
+        """How much is measured in the seconds that are left; takes ablations out of `present` where all is too much.
+        Says so on stderr."""
+        if self._options.budget_s is None:
+            chosen = self._sizing
         else:
-            missing.append(f"timeline of {mode}: no step ran in this mode")
-        place.close_one(name)
-        bar.advance(task)
-    return events, shown
+            chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
+            if estimate_s(chosen, present, speeds, len(MODES)) > left_s:
+                self.missing += [f"{each.name}: the time budget was spent" for each in present if each.options]
+                present[:] = [each for each in present if not each.options]
+                chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
+        seconds = estimate_s(chosen, present, speeds, len(MODES))
+        print(f"time: about {in_minutes(seconds)}, answers of {chosen.max_tokens} tokens", file=sys.stderr)
+        if seconds > left_s:
+            print(f"there are {in_minutes(max(left_s, 0.0))}: loads that do not fit are left out", file=sys.stderr)
+        return chosen
+
+    def _timelines(
+        self, place: InProcess, bar: Any, sizing: Sizing, latest_s: float
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Events of a few hundred steps of each pipeline mode, and the modes by name."""
+        task = bar.add_task("timelines", total=len(MODES))
+        events: list[dict[str, Any]] = []
+        shown: list[str] = []
+        num_tokens = min(TIMELINE_TOKENS, sizing.max_tokens)
+        jobs = jobs_of(self._prompts.prompts, 4 * TIMELINE_CLIENTS, num_tokens, 0.8, self._options.seed)
+        for mode, policy in MODES.items():
+            name = f"timeline of {mode}"
+            if time.monotonic() > latest_s:
+                self.missing.append(f"{name}: the time budget was spent")
+                continue
+            try:
+                place.open(name, self._config(policy, pipeline=mode))
+            except ConfigError as error:
+                self.missing.append(f"{name}: {error}")
+                continue
+            log = StepLog(place.engine(name))
+            place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
+            if mode == "auto" or any(note.mode.value == mode for note in log.notes):
+                shown.append(f"{policy}, {mode.replace('_', '-')}")
+                events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
+            else:
+                self.missing.append(f"{name}: no step ran in this mode")
+            place.close_one(name)
+            bar.advance(task)
+        return events, shown
 
 
-def _write(output: Path, meta: dict[str, Any], results: Results, events: list[dict[str, Any]]) -> None:
+def write_files(output: Path, bench: dict[str, Any], events: list[dict[str, Any]]) -> None:
     """All files are complete before the first replaces an older one."""
-    bench = {"meta": meta, "rows": results.rows, "series": results.series}
     texts = {
         "bench.json": json.dumps(bench, indent=1) + "\n",
         "report.html": render(bench),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,31 +20,28 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.batch import RowBatch
-from faser_backend.core.ports import ModelRunner
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Request, SamplingParams
 from faser_backend.device.noise import GumbelNoise
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.model_call import run_model
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import load_knowledge
-from faser_backend.serving.runtimes import open_runtime
 from lab import environment
 from lab.answers import jobs_of
 from lab.drive import write_all
 from lab.options import make_parser
 from lab.prompts import DEMO_PROMPTS, interleaved, read_prompts
+from lab.steps import StepLog, figures
 from lab.tables import Column, markdown_table, write_results
+from lab.target import OpenTarget
 
 COLUMNS = (
     Column("way", "name"),
     Column("answers", "num_answers"),
     Column("cancelled", "num_cancelled"),
     Column("preemptions so far", "num_preemptions"),
-    Column("overlapped steps", "overlapped_share", "{:.0%}"),
+    Column("overlapped time", "overlap_share", "{:.0%}"),
     Column("pruned rows", "num_pruned"),
     Column("tokens compared", "num_tokens"),
     Column("near-ties", "num_near_ties"),
@@ -55,30 +53,22 @@ POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "goodput", "gp-lcb", "survi
 NEAR_TIE = 1e-3  # in units of scaled logits; logits of two call shapes differ by about 1e-5
 
 
-@dataclass(frozen=True)
-class Way:
-    """A configuration to decode with: its name, and the options of an EngineConfig that make it."""
-
-    name: str
-    options: dict[str, str]
-
-
-def ways(*, has_exits: bool) -> list[Way]:
-    """Every policy as it decides by itself, then forced pipeline modes, forced early exit, and both at once."""
-    chosen = [Way(policy, {"policy": policy}) for policy in POLICIES]
+def ways(*, has_exits: bool) -> dict[str, dict[str, str]]:
+    """Options of an EngineConfig by name: every policy as it decides by itself, then forced modes and exits."""
+    found = {policy: {"policy": policy} for policy in POLICIES}
     for policy in ("fixed:4", "survival"):
         for early_exit in ("off", "on") if has_exits else ("off",):
             for mode in ("serial", "run_ahead", "ping_pong"):
                 if (early_exit, mode) != ("off", "serial"):
-                    options = {"policy": policy, "pipeline": mode, "early_exit": early_exit}
-                    exits = ", early exit" if early_exit == "on" else ""
-                    chosen.append(Way(f"{policy}, {mode}{exits}", options))
-    return chosen
+                    name = f"{policy}, {mode}{', early exit' if early_exit == 'on' else ''}"
+                    found[name] = {"policy": policy, "pipeline": mode, "early_exit": early_exit}
+    return found
 
 
 @dataclass
 class Comparison:
-    """Outcome of one way of decoding against the reference."""
+    """Outcome of one way of decoding against the reference. An equality of steps that never overlapped or pruned would
+    prove little: overlap_share, num_pruned."""
 
     name: str
     num_answers: int = 0
@@ -86,7 +76,7 @@ class Comparison:
     num_cancelled: int = 0
     num_preemptions: int = 0
     num_pruned: int = 0  # rows that left at an exit
-    overlapped_share: float = 0.0  # of the steps that verified: the draft worked beside the target
+    overlap_share: float = 0.0  # of the time of drafting and verifying, both ran
     num_near_ties: int = 0
     largest_margin: float = 0.0  # among the near-ties
     unexplained: list[str] = field(default_factory=list)
@@ -126,47 +116,25 @@ def run_mixed(
     return tokens, cancelled
 
 
-class StepCounts:
-    """Counts what a way is chosen for: an equality of steps that never overlapped or pruned would prove little."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._num_verified = self._num_overlapped = self._num_pruned = 0
-        engine.stepper.observers.append(self._observe)
-
-    def _observe(self, record: StepRecord) -> None:
-        self._num_verified += 1
-        self._num_overlapped += bool(record.plan.drafts)
-        self._num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
-
-    def take(self, result: Comparison) -> None:
-        """Enters the counts since the last time."""
-        result.num_pruned = self._num_pruned
-        result.overlapped_share = self._num_overlapped / max(self._num_verified, 1)
-        self._num_verified = self._num_overlapped = self._num_pruned = 0
-
-
 class Reference:
-    """Plain decoding's answers, and a judge of how close any two tokens were."""
+    """Plain decoding's answers to requests, and a judge of how close any two tokens were."""
 
-    def __init__(
-        self, requests: list[Request], expected: dict[str, list[int]], runner: ModelRunner, block_size: int
-    ) -> None:
+    def __init__(self, engine_dir: Path, requests: list[Request]) -> None:
+        manifest = EngineManifest.load(engine_dir)
         self._requests = requests
-        self._expected = expected
-        self._runner = runner
-        self._block_size = block_size
-        self._noise = GumbelNoise(runner.vocab_size)
+        self._target = OpenTarget(engine_dir, manifest.target.spec.max_context)
+        self._noise = GumbelNoise(manifest.target.spec.vocab_size)
+        with closing(build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))) as plain:
+            self._expected = run_alone(plain, tqdm(requests, "reference", leave=False, disable=None))
 
     def compare(self, name: str, tokens: dict[str, list[int]], cancelled: set[str]) -> Comparison:
         """A cancelled answer must be a prefix of the expected one, every other answer equal to it."""
-        result = Comparison(name)
+        result = Comparison(name, len(self._requests), num_cancelled=len(cancelled))
         for request in self._requests:
             got, wanted = tokens[request.request_id], self._expected[request.request_id]
-            result.num_answers += 1
-            if request.request_id in cancelled:
-                result.num_cancelled += 1
-                wanted = wanted[: len(got)]
             result.num_tokens += len(got)
+            if request.request_id in cancelled:
+                wanted = wanted[: len(got)]
             if got != wanted:
                 self._explain(result, request, got, wanted)
         return result
@@ -176,28 +144,20 @@ class Reference:
         if index is None:
             result.unexplained.append(f"{request.request_id}: {len(got)} tokens instead of {len(wanted)}")
             return
-        margin = self.margin(request, wanted[:index], got[index], wanted[index])
+        margin = self._margin(request, wanted[:index], got[index], wanted[index])
         if margin < NEAR_TIE:
             result.num_near_ties += 1
             result.largest_margin = max(result.largest_margin, margin)
         else:
             result.unexplained.append(f"{request.request_id}: token {index} differs, margin {margin:.2e}")
 
-    def margin(self, request: Request, prefix: list[int], token_a: int, token_b: int) -> float:
+    def _margin(self, request: Request, prefix: list[int], token_a: int, token_b: int) -> float:
         """|score a - score b| after `prefix`, by the target in one plain call over the whole of it.
 
         A score is a logit / temperature + noise, or the logit if greedy.
         """
         token_ids = np.concatenate([request.prompt_ids, np.array(prefix, np.int64)])
-        num_blocks = -(-token_ids.size // self._block_size)
-        rows = RowBatch(
-            token_ids,
-            np.array([0, token_ids.size]),
-            np.zeros(1, np.int64),
-            np.arange(num_blocks)[None],
-            np.array([token_ids.size - 1]),
-        )
-        scores = run_model(self._runner, rows)[0].astype(np.float64)
+        scores = self._target.logits(token_ids)[0].astype(np.float64)
         sampling = request.sampling
         if not sampling.is_greedy:
             seeds = np.array([sampling.seed], np.uint64)
@@ -214,11 +174,13 @@ def main() -> int:
     has_exits = bool(load_knowledge(engine_dir, EngineManifest.load(engine_dir)).exits)
     if not has_exits:
         print(f"{engine_dir} has no calibrated exits: early exit is left out", file=sys.stderr)
-    chosen = [way for way in ways(has_exits=has_exits) if args.ways in way.name]
     results = []
     for temperature in (0.0, 1.0):
         requests = make_requests(engine_dir, args.num_prompts, args.max_tokens, temperature)
-        results += check(engine_dir, requests, f"T={temperature:g}", chosen)
+        reference = Reference(engine_dir, requests)
+        for name, options in ways(has_exits=has_exits).items():
+            if args.ways in name:
+                results += check(engine_dir, reference, requests, f"T={temperature:g} {name}", options)
     meta = environment.describe(SEED) | {"num_prompts": args.num_prompts, "max_tokens": args.max_tokens}
     lines = [f"{args.num_prompts} held-out prompts x {args.max_tokens} tokens.", ""]
     lines += markdown_table(COLUMNS, rows := [asdict(result) for result in results])
@@ -244,49 +206,36 @@ def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperatu
     ]
 
 
-def check(engine_dir: Path, requests: list[Request], label: str, chosen: list[Way]) -> list[Comparison]:
-    """Every way alone, mixed, and mixed on a pool so small that it must preempt."""
+def check(
+    engine_dir: Path, reference: Reference, requests: list[Request], label: str, options: dict[str, str]
+) -> list[Comparison]:
+    """One way alone, mixed, and mixed on a pool so small that it must preempt."""
     manifest = EngineManifest.load(engine_dir)
+    results: list[Comparison] = []
     size = manifest.kv_block_size
-    one_context = -(-manifest.target.spec.max_context // size)
     # Room for about two requests: more than one context, far less than 16 of these requests need.
     longest = max(-(-(r.prompt_ids.size + r.max_tokens) // size) for r in requests)
-    small_pool = max(one_context, 2 * longest + 2)
-    runtime = open_runtime(engine_dir, manifest, EngineConfig())
-    pool = runtime.open_pool(manifest.target, one_context)
-    runner = runtime.open_runner(manifest.target, runtime.menu.whole, pool)
-    plain = build_engine(engine_dir, EngineConfig(policy="none", enable_prefix_reuse=False))
-    expected = run_alone(plain, tqdm(requests, f"{label} reference", leave=False))
-    plain.close()
-    reference = Reference(requests, expected, runner, size)
-    results = []
-    for way in chosen:
-        for name, num_blocks in (("", None), (", preempting", small_pool)):
-            config = EngineConfig.from_options(max_num_seqs=16, num_kv_blocks=num_blocks, **way.options)
-            results += check_engine(engine_dir, config, reference, requests, f"{label} {way.name}", pool=name)
-    runner.close()
-    return results
-
-
-def check_engine(
-    engine_dir: Path, config: EngineConfig, reference: Reference, requests: list[Request], label: str, *, pool: str
-) -> list[Comparison]:
-    """One engine: each request alone (where the pool is large), then in batches of 1, 4 and 16."""
-    engine = build_engine(engine_dir, config)
-    counts, results = StepCounts(engine), []
-
-    def add(name: str, tokens: dict[str, list[int]], cancelled: set[str]) -> None:
-        result = reference.compare(name, tokens, cancelled)
-        result.num_preemptions = engine.metrics().num_preemptions
-        counts.take(result)
-        results.append(result)
-
-    if config.policy != "none" and not pool:
-        add(f"{label} alone", run_alone(engine, tqdm(requests, f"{label} alone", leave=False)), set())
-    for concurrency in tqdm((1, 4, 16), f"{label} mixed{pool}", leave=False):
-        drawn = run_mixed(engine, requests, seed=concurrency, max_concurrency=concurrency, cancelled_share=0.15)
-        add(f"{label} mixed{pool} <= {concurrency}", *drawn)
-    metrics = engine.metrics()
-    assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
-    engine.close()
+    small_pool = max(-(-manifest.target.spec.max_context // size), 2 * longest + 2)
+    for pool, num_blocks in (("", None), (", preempting", small_pool)):
+        config = EngineConfig.from_options(max_num_seqs=16, num_kv_blocks=num_blocks, **options)
+        with closing(build_engine(engine_dir, config)) as engine:
+            log = StepLog(engine, with_laps=False)
+            for concurrency in (0, 1, 4, 16):
+                if not concurrency and (pool or config.policy == "none"):
+                    continue
+                log.start()
+                if concurrency:
+                    name = f"{label} mixed{pool} <= {concurrency}"
+                    found = run_mixed(
+                        engine, requests, seed=concurrency, max_concurrency=concurrency, cancelled_share=0.15
+                    )
+                else:
+                    name = f"{label} alone"
+                    found = run_alone(engine, tqdm(requests, name, leave=False, disable=None)), set()
+                steps, result = figures(log, manifest.target.spec.num_layers), reference.compare(name, *found)
+                result.num_preemptions = engine.metrics().num_preemptions
+                result.num_pruned, result.overlap_share = int(steps["rows_pruned"]), steps["overlap_share"]
+                results.append(result)
+            metrics = engine.metrics()
+            assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
     return results

@@ -6,7 +6,7 @@ Knows nothing of what a contestant is: an engine of ours in this process, a serv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,16 @@ from lab.answers import (
     summarise,
     summarise_categories,
 )
-from lab.bench.estimate import PROBE_TOKENS, Speed, closed_loads
+from lab.bench.plan import CLOSED_LOADS, PROBE_TOKENS, Speed
 from lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing, taking_part
 from lab.drive import ClosedLoop, Feed, InProcess, OpenLoop, turn_orders
 from lab.prompts import Prompt, PromptMaker
-from lab.steps import StepLog, figures, series
+from lab.steps import StepLog, figures
 from lab.traces import Trace, fitted_to, make_lengths, picked, with_rate_curve
 
 PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated
-NUM_SERIES_BINS = 40
 
-Report = Callable[[str, float], None]  # what is running; how many runs more are done, in whole or in part
 Served = tuple[list[Answer], float]  # an answer per job, and seconds
 Serve = Callable[[Sequence[str]], Iterable[tuple[str, Served]]]  # has contestants answer the jobs, in this order
 
@@ -51,7 +49,7 @@ def measure(
     """A row per contestant, medians over the repeats, each of which another one begins. The first one's answers and
     speed are what the others' are held against.
 
-    before, more: what is done before a contestant's run, and figures of the run that just ended. One that is not
+    before, more: called before a contestant's run, and for figures of the run that just ended. One that is not
     served in any repeat has no row.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -70,17 +68,16 @@ def measure(
         row["tokens_per_s_min"], row["tokens_per_s_max"] = (end(row["tokens_per_s_repeats"]) for end in (min, max))
         row["num_different"] = count_different(answers[name], answers[names[0]]) if names[0] in answers else None
         row["categories"] = merge_categories(categories[name]) if categories[name] else {}
-        first = rows[0] if rows else row
-        row["speedup"] = row["tokens_per_s"] / first["tokens_per_s"]
         rows.append(row)
     for row in reversed(rows):
+        row["speedup"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
         add_category_speedups(row["categories"], rows[0]["categories"])
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What contestants are asked: prompts in closed loops, and the lengths of a bursty trace."""
+    """Prompts of closed loops, and the lengths of a bursty trace."""
 
     prompts: list[Prompt]
     maker: PromptMaker
@@ -89,113 +86,95 @@ class Workload:
     seed: int
 
 
-@dataclass(slots=True)
-class Results:
-    """What a ladder came to; `bursty` describes the arrivals of each temperature's bursty load."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    series: list[dict[str, Any]] = field(default_factory=list)
-    bursty: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # loads for which there was no time
-
-
 def reference_speeds(place: InProcess, workload: Workload) -> dict[str, Speed]:
     """How fast the reference is under each closed load: one wave of short answers."""
     found = {}
-    for load in closed_loads():
+    for load in CLOSED_LOADS:
         jobs = jobs_of(workload.prompts, load.num_clients, PROBE_TOKENS, 0.8, workload.seed)
         found[load.name] = Speed.of(*place.run(REFERENCE, jobs, load.num_clients))
     return found
 
 
 class Ladder:
-    """Contestants on loaded engines. `report` is told of progress, `num_runs` in all."""
+    """Contestants on loaded engines, and what was measured of them: rows of bench.json, arrivals of each
+    temperature's bursty load, and loads for which there was no time.
+
+    report: called with what is running and how many runs more are done, in whole or in part; `num_runs` in all.
+    """
 
     def __init__(
-        self, place: InProcess, contestants: list[Contestant], workload: Workload, num_layers: int, report: Report
+        self,
+        place: InProcess,
+        contestants: list[Contestant],
+        workload: Workload,
+        sizing: Sizing,
+        report: Callable[[str, float], None],
+        *,
+        num_layers: int,
     ) -> None:
-        self._place = place
-        self._contestants = contestants
-        self._workload = workload
-        self._num_layers = num_layers
-        self._report = report
+        self.rows: list[dict[str, Any]] = []
+        self.bursty: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self._place, self._contestants, self._workload, self._sizing = place, contestants, workload, sizing
+        self._num_layers, self._report = num_layers, report
         self._logs = {contestant.name: StepLog(place.engine(contestant.name)) for contestant in contestants}
 
-    @staticmethod
-    def num_runs(contestants: list[Contestant], sizing: Sizing) -> int:
-        """How many runs `report` will be told of in all."""
-        per_load = [len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
+    @property
+    def num_runs(self) -> int:
+        sizing = self._sizing
+        per_load = [len(taking_part(self._contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
         return sum(per_load) * len(sizing.temperatures)
 
-    def run(self, sizing: Sizing, results: Results, has_time: Callable[[Load], bool] = lambda load: True) -> None:
-        """All loads at all temperatures into `results`, load by load; behind the first, those for which there is no
-        time are left out, by name."""
-        for temperature in sizing.temperatures:
+    def run(self, has_time: Callable[[Load], bool] = lambda load: True) -> None:
+        """All loads at all temperatures, load by load; behind the first, those for which there is no time are left
+        out."""
+        for temperature in self._sizing.temperatures:
             for load in LOADS:
-                if results.rows and not has_time(load):
-                    results.left_out.append(f"{load.name}, T={temperature:g}")
+                if self.rows and not has_time(load):
+                    self.left_out.append(f"{load.name}, T={temperature:g}")
                     continue
-                if load.is_open:
-                    jobs, feed, described = self._bursty(sizing, temperature)
-                    results.bursty.append({"temperature": temperature, **described})
-                else:
-                    jobs, feed = self._closed(load, sizing, temperature)
-                where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients}
-                present = taking_part(self._contestants, load, sizing)
-                self._measure(present, jobs, feed, sizing.repeats_of(load), where=where, results=results)
+                jobs, feed = self._bursty(temperature) if load.is_open else self._closed(load, temperature)
+                self._measure(load, temperature, jobs, feed)
 
-    def _measure(
-        self,
-        present: list[Contestant],
-        jobs: list[Job],
-        feed: Feed,
-        repeats: int,
-        *,
-        where: dict[str, Any],
-        results: Results,
-    ) -> None:
-        shown, by_name = f"{where['load']}, T={where['temperature']:g}", {each.name: each for each in present}
+    def _measure(self, load: Load, temperature: float, jobs: list[Job], feed: Feed) -> None:
+        by_name = {each.name: each for each in taking_part(self._contestants, load, self._sizing)}
 
         def serve(order: Sequence[str]) -> Iterable[tuple[str, Served]]:
             told = 0.0
 
             def on_turn(share: float) -> None:
                 nonlocal told
-                self._report(shown, (share - told) * len(order))
+                self._report(f"{load.name}, T={temperature:g}", (share - told) * len(order))
                 told = share
 
             return self._place.serve_in_turns(order, jobs, feed, on_turn).items()
 
-        serve(
-            list(by_name)
-        )  # allocations, first calls of shapes, and what adaptive policies find out, are not measured
+        serve(list(by_name))  # allocations, first calls of shapes and what adaptive policies learn are not measured
+        where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients}
         for row in measure(
             serve,
             list(by_name),
             jobs,
-            repeats,
+            self._sizing.repeats_of(load),
             more=lambda name: figures(self._logs[name], self._num_layers),
             before=lambda name: self._logs[name].start(),
         ):
-            contestant = by_name[row["policy"]]
-            own = {"num_jobs": len(jobs), "spec": contestant.policy, "options": contestant.options}
-            results.rows.append(row | where | own)
-            course = series(self._logs[contestant.name].notes, NUM_SERIES_BINS)
-            results.series.append({"policy": contestant.name, **where, **course})
+            name = row["policy"]
+            own = {"num_jobs": len(jobs), "spec": by_name[name].policy, "options": by_name[name].options}
+            self.rows.append(row | where | own)
 
-    def _closed(self, load: Load, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed]:
+    def _closed(self, load: Load, temperature: float) -> tuple[list[Job], Feed]:
         """As many whole waves of jobs as keep the reference busy for sizing.cell_s; min_waves at least, and enough to
         ask something of every category."""
-        count, prompts = load.num_clients, self._workload.prompts
-        trial = jobs_of(prompts, count, sizing.max_tokens, temperature, self._workload.seed)
+        sizing, count, prompts, seed = self._sizing, load.num_clients, self._workload.prompts, self._workload.seed
+        trial = jobs_of(prompts, count, sizing.max_tokens, temperature, seed)
         self._place.run(REFERENCE, trial[: max(1, count // 4)], count)
         _, seconds = self._place.run(REFERENCE, trial, count)
         num_categories = len({prompt.category for prompt in prompts})
         num_waves = max(sizing.min_waves, round(sizing.cell_s / seconds), -(-num_categories // count))
-        jobs = jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, self._workload.seed)
-        return jobs, ClosedLoop(count)
+        return jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, seed), ClosedLoop(count)
 
-    def _bursty(self, sizing: Sizing, temperature: float) -> tuple[list[Job], Feed, dict[str, Any]]:
+    def _bursty(self, temperature: float) -> tuple[list[Job], Feed]:
         """Requests in bursts, at a stated share of the rate at which the reference answers such requests."""
         workload, seed = self._workload, self._workload.seed
         rng = np.random.default_rng(seed)
@@ -203,9 +182,10 @@ class Ladder:
         trial = self._jobs_of(picked(lengths, 2 * MAX_NUM_SEQS, rng), temperature)
         _, seconds = self._place.run(REFERENCE, trial, MAX_NUM_SEQS)
         rate = BURSTY_SHARE * len(trial) / seconds
-        count = max(2, round(rate * sizing.bursty_s))
+        count = max(2, round(rate * self._sizing.bursty_s))
         trace = with_rate_curve(picked(lengths, count, rng), rate, PEAK_TO_TROUGH, seed)
-        described = {
+        self.bursty.append({
+            "temperature": temperature,
             "arrivals": trace.description,
             "lengths": lengths.description,
             "requests_per_s": rate,
@@ -213,13 +193,17 @@ class Ladder:
             "saturated_requests_per_s": len(trial) / seconds,
             "peak_to_trough": PEAK_TO_TROUGH,
             "seed": seed,
-        }
-        return self._jobs_of(trace, temperature), OpenLoop(trace.arrivals_s.tolist()), described
+        })  # fmt: skip
+        return self._jobs_of(trace, temperature), OpenLoop(trace.arrivals_s.tolist())
 
     def _jobs_of(self, trace: Trace, temperature: float) -> list[Job]:
-        workload = self._workload
-        pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
-        return [
-            Job(workload.maker.prompt(num_prompt, index), num_output, temperature, workload.seed + index)
-            for index, (num_prompt, num_output) in enumerate(pairs)
-        ]
+        return trace_jobs(trace, self._workload.maker, temperature, self._workload.seed)
+
+
+def trace_jobs(trace: Trace, maker: PromptMaker, temperature: float, seed: int) -> list[Job]:
+    """A job of each request's lengths. Job i draws with seed + i."""
+    pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
+    return [
+        Job(maker.prompt(num_prompt, index), num_output, temperature, seed + index)
+        for index, (num_prompt, num_output) in enumerate(pairs)
+    ]

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tritonclient.grpc import service_pb2_grpc
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from lab.answers import Answer, Job, summarise
+from lab.bench.measure import trace_jobs
 from lab.bench.wire import RefusedError, ask, make_request, read_answer
 from lab.progress import progress_bar
 from lab.prompts import DEMO_PROMPTS, PromptMaker, read_prompts
@@ -65,23 +66,17 @@ class Replayed:
     start_s: float = 0.0
     end_s: float = 0.0
 
-    @property
-    def num_sent(self) -> int:
-        return len(self.lateness_ms)
-
 
 def run_replay(options: ReplayOptions) -> int:
     """Replays, prints and writes what was measured, also after Ctrl-C. Returns the exit status. Raises FaserError."""
     _check(options)
-    if options.output is not None:
-        check_output(options.output.parent, REPORT_BYTES)
     # The command ends quietly when its output is cut off, but a connection that ends must not end it.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)
+    jobs = trace_jobs(trace, _maker(options), options.temperature, options.seed)
     replayed = Replayed()
     is_whole = True
     with progress_bar() as bar:
-        jobs = list(bar.track(_jobs(options, trace), total=len(trace), description="prompts"))
         task = bar.add_task("answers", total=len(jobs))
         try:
             asyncio.run(_replay(options, trace, jobs, replayed, lambda: bar.advance(task)))
@@ -110,8 +105,10 @@ def _check(options: ReplayOptions) -> None:
         raise ConfigError(f"--url = {options.url!r}: must be HOST:PORT, the server's gRPC port, without a scheme")
     if options.max_context <= 2 * SPARE_TOKENS:
         raise ConfigError(f"--max-context = {options.max_context}: must be above {2 * SPARE_TOKENS}")
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ConfigError(f"--output = {str(options.output)!r}: its directory does not exist")
+    if options.output is not None:
+        if not options.output.parent.is_dir():
+            raise ConfigError(f"--output = {str(options.output)!r}: its directory does not exist")
+        check_output(options.output.parent, REPORT_BYTES)
 
 
 def _timed(options: ReplayOptions) -> Trace:
@@ -123,15 +120,12 @@ def _timed(options: ReplayOptions) -> Trace:
     return trace if options.rate is None else scaled(trace, options.rate)
 
 
-def _jobs(options: ReplayOptions, trace: Trace) -> Iterator[Job]:
+def _maker(options: ReplayOptions) -> PromptMaker:
     path = options.tokenizer or DEMO_PAIR / "target" / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
     texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PROMPTS)]
-    maker = PromptMaker(Tokenizer.from_file(str(path)), texts)
-    pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
-    for index, (num_prompt, num_output) in enumerate(pairs):
-        yield Job(maker.prompt(num_prompt, index), num_output, options.temperature, options.seed + index)
+    return PromptMaker(Tokenizer.from_file(str(path)), texts)
 
 
 async def _replay(
@@ -179,7 +173,7 @@ def figures(replayed: Replayed, trace: Trace) -> dict[str, Any]:
     seconds = replayed.end_s - replayed.start_s
     found: dict[str, Any] = {
         "num_requests": len(trace),
-        "num_sent": replayed.num_sent,
+        "num_sent": len(replayed.lateness_ms),
         "num_answered": len(replayed.answers),
         "errors": dict(replayed.errors.most_common()),
         "seconds": seconds,
@@ -204,13 +198,10 @@ def print_report(found: dict[str, Any]) -> None:
     print(f"trace: {found['trace']}")
     for kind, count in found["errors"].items():
         print(f"  {count} failed: {kind}")
-    if "lateness_ms_p50" in found:
+    if found["num_sent"]:
+        late = ", ".join(f"{name} {found[f'lateness_ms_{name}']:.1f} ms" for name in ("p50", "p99", "max"))
         wanted = found["requests_per_s_wanted"]
-        due = "" if wanted is None else f", {wanted:.2f} requests/s wanted"
-        print(
-            f"sent late by p50 {found['lateness_ms_p50']:.1f} ms, p99 {found['lateness_ms_p99']:.1f} ms, "
-            f"at most {found['lateness_ms_max']:.1f} ms{due}"
-        )
+        print(f"sent late by {late}" + ("" if wanted is None else f"; {wanted:.2f} requests/s wanted"))
     if found["num_answered"]:
         print(f"{found['tokens_per_s']:.0f} tokens/s, {found['requests_per_s']:.2f} requests/s")
         for name, heading in (("ttft", "first token"), ("tpot", "per token"), ("itl", "gap"), ("e2e", "whole answer")):

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import time
 from collections.abc import Callable
+from contextlib import closing
+from statistics import median
 from typing import Any
 
-import numpy as np
+import matplotlib as mpl
+
+mpl.use("Agg")  # files only: no window system is needed
+
+import matplotlib.pyplot as plt
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
-from threadpoolctl import threadpool_limits
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from faser_backend.manifest import ModelSpec
+from faser_backend.core.model import ModelSpec
 from lab.answers import category_rows
-from lab.bench.compare import groups, in_words
-from lab.bench.plots import draw_all
-from lab.contestants import MAX_NUM_SEQS
+from lab.bench.compare import gain, gains, groups, in_words
+from lab.bench.rows import MachineLimits
+from lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
 from lab.shapes import row_flops
 from lab.tables import Column
 
 Row = dict[str, Any]
-ROOFLINE_REPEATS = 7
-MATMUL_SIZE = 1024
-
-
-def _columns(*fields: tuple[str, str, str | Callable[[Row], Any], str, str]) -> tuple[Column, ...]:
-    """Heading, unit, key, form and meaning of each."""
-    return tuple(Column(heading, key, form, unit, meaning) for heading, unit, key, form, meaning in fields)
+ROOFLINE_REPEATS = 5
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.hashsalt": "faser",
+}
+COLOURS = {
+    "none": "#6b6b6b", "fixed:1": "#b3cde8", "fixed:2": "#84b0da", "fixed:4": "#4a88c2", "fixed:8": "#1f5591",
+    "goodput": "#2a9d8f", "survival": "#7aa63f", "gp-lcb": "#e09f3e", "faser": "#c8344b",
+}  # fmt: skip
+OTHER_COLOUR = "#8c564b"
 
 
 def _share(part: str) -> Callable[[Row], float]:
@@ -40,82 +57,82 @@ def _percent(key: str) -> Callable[[Row], float]:
     return lambda row: 100 * row[key]
 
 
-def _range(key: str) -> Callable[[Row], str | None]:
-    return lambda row: row[f"{key}_range"] and "{:.2f}-{:.2f}".format(*row[f"{key}_range"])
+def _range(row: Row) -> str | None:
+    return row["speedup_none_range"] and "{:.2f}-{:.2f}".format(*row["speedup_none_range"])
 
 
-SPEED = _columns(
-    ("throughput", "tokens/s", "tokens_per_s", "{:.0f}", "Output tokens per second of the whole run."),
-    ("lowest", "tokens/s", "tokens_per_s_min", "{:.0f}", "Throughput of the slowest repeat."),
-    ("highest", "tokens/s", "tokens_per_s_max", "{:.0f}", "Throughput of the fastest repeat."),
-    ("of none", "x", "speedup_none", "{:.2f}", "Throughput over that of plain decoding, median of repeats."),
-    ("of none", "lowest-highest", _range("speedup_none"), "{}", "The same, in the worst and the best repeat."),
-    ("of fixed:4", "x", "speedup_fixed4", "{:.2f}", "Throughput over that of four draft tokens, always."),
-    (
-        "of best static", "x", "speedup_best_static", "{:.2f}",
-        "Throughput over that of the fixed length that did best under this load, known only afterwards.",
-    ),
-    ("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token, from when the request was due."),
-    ("p99", "ms", "ttft_ms_p99", "{:.1f}", "The same, 99th percentile."),
-    ("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
-    ("ITL p50", "ms", "itl_ms_p50", "{:.2f}", "Gap between two responses, which may carry several tokens."),
-    ("p99", "ms", "itl_ms_p99", "{:.2f}", "The same, 99th percentile."),
-    ("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
-    ("p99", "ms", "e2e_ms_p99", "{:.0f}", "The same, 99th percentile."),
-    ("differ", "answers", "num_different", "{}", "Answers unlike plain decoding's."),
-)  # fmt: skip
-WORK = _columns(
-    ("batch", "requests", "mean_batch_size", "{:.1f}", "Requests verified in a step, mean."),
-    ("length", "tokens", "mean_length", "{:.2f}", "Draft tokens per request and verification, mean."),
-    (
-        "accepted", "tokens", "mean_accepted", "{:.2f}",
-        "Draft tokens kept per verification, without the recovered or bonus token.",
-    ),
-    ("drafted", "tokens", "rows_drafted", "{:.0f}", "Draft tokens that reached a verification."),
-    ("verified", "rows", "rows_verified", "{:.0f}", "Rows that entered the target's verifications."),
-    ("trimmed", "rows", "rows_trimmed", "{:.0f}", "Rows that confidence left out before verification."),
-    ("pruned", "rows", "rows_pruned", "{:.0f}", "Rows that left at an exit layer."),
-    ("work accepted", "%", _share("accepted"), "{:.1f}", "Row-layers whose row gave a token."),
-    ("rejected", "%", _share("rejected"), "{:.1f}", "Row-layers of rows run whole, behind a rejection."),
-    ("pruned", "%", _share("pruned"), "{:.1f}", "Row-layers that pruned rows ran before they left."),
-    (
-        "saved by trim", "row-layers", "row_layers_saved_by_trim", "{:.0f}", "Layers that trimmed rows did not run.",
-    ),
-    ("by exit", "row-layers", "row_layers_saved_by_exit", "{:.0f}", "Layers that pruned rows did not run."),
-    (
-        "retention", "%", _percent("retention"), "{:.1f}",
-        "Accepted draft tokens, of those that would have been accepted had nothing been trimmed or pruned: exact, "
-        "as dropped tokens are compared with the answer.",
-    ),
-    ("overlap", "%", _percent("overlap_share"), "{:.1f}", "Of drafting and verifying time, both at once."),
-    (
-        "ahead lost", "%", lambda row: 100 * row["chains_ahead_discarded"] / row["chains_ahead"] if row["chains_ahead"]
-        else None, "{:.0f}", "Chains drafted ahead that fell with the chain before them.",
-    ),
-    ("plan p50", "us", "plan_us_p50", "{:.0f}", "Scheduler and policy per step, what it learns included."),
-    ("p99", "us", "plan_us_p99", "{:.0f}", "The same, 99th percentile."),
-    ("plan", "%", _percent("plan_share"), "{:.1f}", "The same, of all time spent in steps."),
-    (
-        "overhead", "%", _percent("step_overhead_share"), "{:.1f}", "Time in steps in which no model call was running.",
-    ),
-)  # fmt: skip
+def _ahead_lost(row: Row) -> float | None:
+    return 100 * row["chains_ahead_discarded"] / row["chains_ahead"] if row["chains_ahead"] else None
 
-CATEGORIES = _columns(
-    ("answers", "", "num_answers", "{}", "Answers to prompts of the category, in a repeat."),
-    ("output", "tokens", "num_tokens", "{}", "Tokens of these answers."),
-    (
-        "of a request", "tokens/s", "request_tokens_per_s", "{:.0f}",
-        "Tokens of the answers over the time for which their requests were in flight.",
-    ),
-    ("of none", "x", "speedup", "{:.2f}", "The same over that of plain decoding, median of repeats."),
-    (
-        "emitted", "tokens", "mean_emitted", "{:.2f}",
-        "Tokens per verification, the recovered or bonus token included.",
-    ),
-    ("TTFT p50", "ms", "ttft_ms_p50", "{:.1f}", "Time to the first token."),
-    ("TPOT p50", "ms", "tpot_ms_p50", "{:.2f}", "Mean time per further output token of an answer."),
-    ("whole p50", "ms", "e2e_ms_p50", "{:.0f}", "Time of a whole answer."),
-)  # fmt: skip
+
+# Heading, key, form, unit and meaning of each.
+SPEED = tuple(
+    Column(*column)
+    for column in (
+        ("throughput", "tokens_per_s", "{:.0f}", "tokens/s", "Output tokens per second of the whole run."),
+        ("of none", "speedup_none", "{:.2f}", "x", "Throughput over that of plain decoding, median of repeats."),
+        ("of none", _range, "{}", "lowest-highest", "The same, in the worst and the best repeat."),
+        ("of fixed:4", "speedup_fixed4", "{:.2f}", "x", "Throughput over that of four draft tokens, always."),
+        (
+            "of best static",
+            "speedup_best_static",
+            "{:.2f}",
+            "x",
+            "Over that of the best fixed length, known afterwards.",
+        ),
+        ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token, from when the request was due."),
+        ("p99", "ttft_ms_p99", "{:.1f}", "ms", "The same, 99th percentile."),
+        ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
+        ("ITL p50", "itl_ms_p50", "{:.2f}", "ms", "Gap between two responses, which may carry several tokens."),
+        ("p99", "itl_ms_p99", "{:.2f}", "ms", "The same, 99th percentile."),
+        ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
+        ("p99", "e2e_ms_p99", "{:.0f}", "ms", "The same, 99th percentile."),
+        ("differ", "num_different", "{}", "answers", "Answers unlike plain decoding's."),
+    )
+)
+WORK = tuple(
+    Column(*column)
+    for column in (
+        ("batch", "mean_batch_size", "{:.1f}", "requests", "Requests verified in a step, mean."),
+        ("length", "mean_length", "{:.2f}", "tokens", "Draft tokens per request and verification, mean."),
+        ("accepted", "mean_accepted", "{:.2f}", "tokens", "Draft tokens accepted per verification, no bonus token."),
+        ("drafted", "rows_drafted", "{:.0f}", "tokens", "Draft tokens that reached a verification."),
+        ("verified", "rows_verified", "{:.0f}", "rows", "Rows that entered the target's verifications."),
+        ("trimmed", "rows_trimmed", "{:.0f}", "rows", "Rows that confidence left out before verification."),
+        ("pruned", "rows_pruned", "{:.0f}", "rows", "Rows that left at an exit layer."),
+        ("work accepted", _share("accepted"), "{:.1f}", "%", "Row-layers whose row gave a token."),
+        ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows run whole, behind a rejection."),
+        ("pruned", _share("pruned"), "{:.1f}", "%", "Row-layers that pruned rows ran before they left."),
+        ("saved by trim", "row_layers_saved_by_trim", "{:.0f}", "row-layers", "Layers that trimmed rows did not run."),
+        ("by exit", "row_layers_saved_by_exit", "{:.0f}", "row-layers", "Layers that pruned rows did not run."),
+        ("retention", _percent("retention"), "{:.1f}", "%", "Accepted, of what would have been without trim and exit."),
+        ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Of drafting and verifying time, both at once."),
+        ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead that fell with the chain before them."),
+        ("plan p50", "plan_us_p50", "{:.0f}", "us", "Scheduler and policy per step, what it learns included."),
+        ("p99", "plan_us_p99", "{:.0f}", "us", "The same, 99th percentile."),
+        ("plan", _percent("plan_share"), "{:.1f}", "%", "The same, of all time spent in steps."),
+        ("overhead", _percent("step_overhead_share"), "{:.1f}", "%", "Time in steps without a model call running."),
+    )
+)
+CATEGORIES = tuple(
+    Column(*column)
+    for column in (
+        ("answers", "num_answers", "{}", "", "Answers to prompts of the category, in a repeat."),
+        ("output", "num_tokens", "{}", "tokens", "Tokens of these answers."),
+        (
+            "of a request",
+            "request_tokens_per_s",
+            "{:.0f}",
+            "tokens/s",
+            "Their tokens over their requests' time in flight.",
+        ),
+        ("of none", "speedup", "{:.2f}", "x", "The same over that of plain decoding, median of repeats."),
+        ("emitted", "mean_emitted", "{:.2f}", "tokens", "Tokens per verification, bonus token included."),
+        ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token."),
+        ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
+        ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
+    )
+)
 
 
 def render(bench: dict[str, Any]) -> str:
@@ -123,8 +140,8 @@ def render(bench: dict[str, Any]) -> str:
     environment = Environment(loader=PackageLoader("lab.bench", "."), autoescape=True, undefined=StrictUndefined)
     environment.filters["ticks"] = _ticks
     rows, meta = bench["rows"], bench["meta"]
-    plots: dict[str, Markup | None] = {"throughput_latency": None}
-    plots |= {name: Markup(svg) for name, svg in draw_all(rows).items()}
+    with plt.rc_context(STYLE):
+        plots = {"gains": _svg(draw_gains(rows)), "throughput_latency": _svg(draw_throughput_latency(rows))}
     return environment.get_template("report.html.j2").render(
         meta=meta,
         rows=rows,
@@ -140,22 +157,104 @@ def render(bench: dict[str, Any]) -> str:
     )
 
 
-def roofline(spec: ModelSpec, weight_bytes: int) -> dict[str, float]:
-    """Floors of one target call of 1 row and of R rows, without attention and KV traffic.
+def _ticks(text: str) -> Markup:
+    """`word` becomes code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
-    They are its bytes and FLOPs over peaks that numpy measures: copying a buffer as large as the weights (so the same
-    caches serve it), and a large float32 product.
-    """
-    source = np.ones(weight_bytes // 4, np.float32)
-    sink, square = np.empty_like(source), np.ones((MATMUL_SIZE, MATMUL_SIZE), np.float32)
-    bandwidth = 2 * source.nbytes / _best_s(lambda: np.copyto(sink, source))
-    with threadpool_limits(len(os.sched_getaffinity(0)), user_api="blas"):  # engines keep numpy to one thread
-        peak = 2.0 * MATMUL_SIZE**3 / _best_s(lambda: square @ square)
+
+def _svg(figure: Figure) -> Markup:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    return Markup(text.getvalue()[text.getvalue().index("<svg") :])
+
+
+def _distinct(rows: list[Row], key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _temperature(value: float) -> str:
+    return "greedy" if value == 0 else f"T = {value:g}"
+
+
+def draw_gains(rows: list[Row]) -> Figure:
+    """A mark per contestant, a panel per load: how much better than the reference, from the worst to the best repeat.
+    Hollow: ablations."""
+    names, loads, temperatures = (_distinct(rows, key) for key in ("policy", "load", "temperature"))
+    size = (2.6 * len(loads) + 1.6, 0.29 * len(names) + 1.4)
+    figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size, layout="constrained")
+    for (load, temperature), group in groups(rows).items():
+        axes, index = grid[0, loads.index(load)], temperatures.index(temperature)
+        reference = next(row for row in group if row["policy"] == REFERENCE)
+        for row in group:
+            ratios, colour = gains(row, reference), COLOURS.get(row["spec"], OTHER_COLOUR)
+            middle = gain(row, reference)
+            axes.errorbar(
+                middle,
+                names.index(row["policy"]) + 0.3 * (index - (len(temperatures) - 1) / 2),
+                xerr=[[middle - min(ratios)], [max(ratios) - middle]],
+                fmt="os^D"[index % 4],
+                markersize=5,
+                color=colour,
+                markerfacecolor="white" if row["options"] else colour,
+            )
+        axes.axvline(1.0, color="#6b6b6b", linewidth=1, linestyle="--")
+        axes.set_title(f"{load} ({'whole answers' if load == BURSTY.name else 'throughput'})")
+        axes.set_xlim(left=0.0)
+        axes.grid(axis="y", visible=False)
+    grid[0, 0].set_yticks(range(len(names)), names)
+    grid[0, 0].set_ylim(len(names) - 0.5, -0.5)
+    marks = ", ".join(
+        f"{mark}: {_temperature(t)}" for mark, t in zip(("circles", "squares"), temperatures, strict=False)
+    )
+    figure.supxlabel(f"times as fast as {REFERENCE} ({marks})", fontsize=9.5)
+    return figure
+
+
+def draw_throughput_latency(rows: list[Row]) -> Figure:
+    """A line per policy through the closed loops: tokens per second against time per output token."""
+    closed = [row for row in rows if row["load"] != BURSTY.name and not row["options"]]
+    temperatures = _distinct(closed, "temperature")
+    size = (4.6 * len(temperatures) + 1.8, 3.9)
+    figure, grid = plt.subplots(1, len(temperatures), sharey=True, squeeze=False, figsize=size, layout="constrained")
+    for axes, temperature in zip(grid[0], temperatures, strict=True):
+        for name in _distinct(closed, "policy"):
+            line = [row for row in closed if (row["policy"], row["temperature"]) == (name, temperature)]
+            line.sort(key=lambda row: row["num_clients"])
+            x, y = ([row[key] for row in line] for key in ("tokens_per_s", "tpot_ms_p50"))
+            colour = COLOURS.get(name, OTHER_COLOUR)
+            axes.plot(
+                x,
+                y,
+                "o-",
+                markersize=4.5,
+                linewidth=2.4 if name in ("none", "faser") else 1.4,
+                color=colour,
+                label=name,
+            )
+        axes.set(yscale="log", title=_temperature(temperature), xlabel="output tokens per second")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlim(left=0)
+    grid[0, 0].set_ylabel("time per output token, median, ms")
+    counts = " / ".join(map(str, sorted(_distinct(closed, "num_clients"))))
+    grid[0, -1].legend(title=f"points: {counts}\nin flight", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def roofline(spec: ModelSpec, weight_bytes: int) -> dict[str, float]:
+    """Floors of one target call of 1 row and of R rows, without attention and KV traffic: its bytes and operations over
+    what the machine reads and multiplies at most."""
+    num_threads = len(os.sched_getaffinity(0))
+    with closing(MachineLimits(num_threads, weight_bytes // num_threads)) as limits:  # the weights' own caches serve
+        bandwidth = median(limits.bandwidth() for _ in range(ROOFLINE_REPEATS))
+        peak = median(limits.peak() for _ in range(ROOFLINE_REPEATS))
     memory_s, row_s = weight_bytes / bandwidth, row_flops(spec) / peak
     return {
         "weight_bytes": weight_bytes,
         "flops_per_row": row_flops(spec),
-        "copy_gb_per_s": bandwidth / 1e9,
+        "read_gb_per_s": bandwidth / 1e9,
         "matmul_gflops": peak / 1e9,
         "floor_us_1_row": 1e6 * max(memory_s, row_s),
         "floor_us_per_row": 1e6 * row_s,
@@ -163,30 +262,16 @@ def roofline(spec: ModelSpec, weight_bytes: int) -> dict[str, float]:
     }
 
 
-def _best_s(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(ROOFLINE_REPEATS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def roofline_in_words(found: dict[str, float], rows: list[Row]) -> str:
     """The floors, and how the reference's smallest verification compares with them."""
     text = (
-        f"Weights {found['weight_bytes'] / 1e6:.1f} MB, {found['flops_per_row'] / 1e6:.1f} MFLOP per row. "
-        f"Measured here: copying a buffer of that size {found['copy_gb_per_s']:.1f} GB/s, float32 matrix products "
+        f"Weights {found['weight_bytes'] / 1e6:.1f} MB, {found['flops_per_row'] / 1e6:.1f} MFLOP per row. Measured "
+        f"here: memory is read at {found['read_gb_per_s']:.1f} GB/s, float32 matrix products run at "
         f"{found['matmul_gflops']:.0f} GFLOP/s. So one row takes at least {found['floor_us_1_row']:.0f} us, and beyond "
-        "about "
-        f"{found['memory_bound_rows']:.1f} rows arithmetic ({found['floor_us_per_row']:.0f} us per row) is the floor."
+        f"about {found['memory_bound_rows']:.1f} rows arithmetic ({found['floor_us_per_row']:.0f} us per row) is the "
+        "floor."
     )
-    low = next((row for row in rows if row["policy"] == "none" and row["mean_batch_size"] == 1), None)
+    low = next((row for row in rows if row["policy"] == REFERENCE and row["mean_batch_size"] == 1), None)
     if low is not None:
         text += f" Measured: a verification of one row takes {low['verify_us_p50']:.0f} us, attention included."
     return text
-
-
-def _ticks(text: str) -> Markup:
-    """`word` becomes code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

@@ -1,39 +1,29 @@
-"""What calls of few rows cost on a CPU, beside what the machine could do.
+"""Times of calls of few rows on a CPU, beside what the machine could do.
 
-    python scripts/bench_rows.py ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--json FILE]
+    python -m lab.bench.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--json FILE]
 
 A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
 a large product of matrices, so that all are of the same minutes. It writes {"bandwidth_gb_s", "peak_gflops",
 "weight_bytes", "rows_ms": {"1": ..}} and the quartiles.
-
-Numpy's library must run on one thread (OPENBLAS_NUM_THREADS = 1 before numpy is loaded, as the script sets it), for
-threads here are callers of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numba
 import numpy as np
+from threadpoolctl import threadpool_limits
 
-from faser_backend.config import EngineConfig
-from faser_backend.core.batch import RowBatch
-from faser_backend.core.ports import ModelRunner
-from faser_backend.manifest import EngineManifest, ModelEngine
-from faser_backend.pipeline.model_call import run_model
-from faser_backend.serving.runtimes import open_runtime
 from lab.options import integers, make_parser
-from lab.profiling.cases import Case, make_batch
+from lab.target import OpenTarget
 
 READ_BYTES = 1 << 28  # of a thread: no cache holds them
 MATRIX_SIZE = 1024
@@ -48,107 +38,72 @@ def _sum_of(words):
 
 
 class MachineLimits:
-    """What a machine can do at most: bytes read from memory and float32 operations a second, on num_threads threads,
+    """The most that a machine does: bytes read from memory and float32 operations a second, on num_threads threads,
     which wait in between."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, read_bytes: int = READ_BYTES) -> None:
+        """read_bytes: of a thread, the same again and again; caches serve what they hold."""
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads)
-        self._words = [np.ones(READ_BYTES // 8, np.int64) for _ in range(num_threads)]
+        self._words = [np.ones(max(read_bytes // 8, 1), np.int64) for _ in range(num_threads)]
         self._matrices = [np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32) for _ in range(num_threads)]
-        _sum_of(self._words[0])
+        self.bandwidth()  # compiles, and reads once
 
     def bandwidth(self) -> float:
         """Bytes a second that all threads together read."""
-        return self._rate(lambda thread: _sum_of(self._words[thread]), READ_BYTES)
+        return self._rate(lambda thread: _sum_of(self._words[thread]), self._words[0].nbytes)
 
     def peak(self) -> float:
         """Operations a second of a large product of matrices; a multiplication and an addition are two."""
-        return self._rate(lambda thread: self._matrices[thread] @ self._matrices[thread], 2 * MATRIX_SIZE**3)
-
-    def seconds(self, work: Callable[[int], object]) -> float:
-        """Of the work of all threads, each told its number."""
-        began = time.perf_counter()
-        list(self._threads.map(work, range(self._num_threads)))
-        return time.perf_counter() - began
+        with threadpool_limits(1, user_api="blas"):  # threads here are callers of their own
+            return self._rate(lambda thread: self._matrices[thread] @ self._matrices[thread], 2 * MATRIX_SIZE**3)
 
     def close(self) -> None:
         self._threads.shutdown()
 
     def _rate(self, work: Callable[[int], object], amount: int) -> float:
-        return amount * self._num_threads / self.seconds(work)
-
-
-class OpenModel:
-    """A model on so many threads, with a filled pool for its largest case. Pages that were never written are all one
-    page, which stays in the cache: attention then looks far too fast."""
-
-    def __init__(self, engine_dir: Path, name: str, num_threads: int, cases: list[Case], stack: ExitStack) -> None:
-        manifest = EngineManifest.load(engine_dir)
-        self.model: ModelEngine = getattr(manifest, name)
-        self._rng, self._size = np.random.default_rng(0), manifest.kv_block_size
-        runtime = open_runtime(engine_dir, manifest, EngineConfig(num_threads=num_threads))
-        stack.callback(runtime.close)
-        self._num_blocks = max(len(case.counts) * -(-case.num_tokens // self._size) for case in cases)
-        pool = runtime.open_pool(self.model, self._num_blocks)
-        runtime.fill_pool(pool, self._rng.standard_normal(self.model.spec.head_dim).astype(np.float32))
-        self.runner: ModelRunner = runtime.open_runner(self.model, runtime.menu.whole, pool)
-
-    def batch(self, case: Case) -> RowBatch:
-        return make_batch(case, self.model.spec.vocab_size, self._size, self._num_blocks, self._rng)
-
-    def call_ms(self, batch: RowBatch) -> float:
         began = time.perf_counter()
-        run_model(self.runner, batch)
-        return 1e3 * (time.perf_counter() - began)
+        list(self._threads.map(work, range(self._num_threads)))
+        return amount * self._num_threads / (time.perf_counter() - began)
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "json", "rows", "repeats", threads=len(os.sched_getaffinity(0)))
+    parser = make_parser(__doc__, "json", repeats=30, threads=len(os.sched_getaffinity(0)))
     parser.add_argument("engine_dir", type=Path)
+    parser.add_argument("--rows", default="1,6,16", help="of a call, separated by commas")
     parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
     help_text = "rows with logits: a verification's, or a prompt's"
     parser.add_argument("--logits", choices=["all", "last"], default="all", help=help_text)
     args = parser.parse_args()
-    with closing(MachineLimits(args.threads)) as limits:
-        time_calls(args, limits)
+    counts, rates = integers(args.rows), []
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    longest = args.context + max(counts)
+    with (
+        closing(MachineLimits(args.threads)) as limits,
+        closing(OpenTarget(args.engine_dir, longest, num_threads=args.threads, is_filled=True)) as target,
+    ):
+        model, rng = target.manifest.target, np.random.default_rng(0)
+        tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in counts}
 
+        def call_ms(count: int) -> float:
+            began = time.perf_counter()
+            target.logits(tokens[count], args.context, count if args.logits == "all" else 1)
+            return 1e3 * (time.perf_counter() - began)
 
-def time_calls(args: argparse.Namespace, limits: MachineLimits) -> None:
-    counts = integers(args.rows or "1,6,16")
-    cases = [Case((count,), args.context, count if args.logits == "all" else 1) for count in counts]
-    manifest = EngineManifest.load(args.engine_dir)
-    bytes_per_s, operations_per_s = [], []
-    milliseconds: dict[int, list[float]] = {count: [] for count in counts}
-    with ExitStack() as stack:
-        opened = OpenModel(args.engine_dir, "target", args.threads, cases, stack)
-        batches = {count: opened.batch(case) for count, case in zip(counts, cases, strict=True)}
-        for batch in batches.values():
-            opened.call_ms(batch)
-        for _ in range(args.repeats or 30):
-            bytes_per_s.append(limits.bandwidth())
-            operations_per_s.append(limits.peak())
-            for count, batch in batches.items():
-                opened.call_ms(batch)  # weights and rows of the limits leave the caches
-                milliseconds[count].append(opened.call_ms(batch))
-    weight_bytes, bandwidth = manifest.target.num_weight_bytes, statistics.median(bytes_per_s)
-    quartiles = {count: statistics.quantiles(times, n=4) for count, times in milliseconds.items()}
-    result: dict[str, Any] = {
-        "runtime": manifest.runtime,
-        "weights": manifest.target.weight_format.title,
-        "threads": args.threads,
-        "context": args.context,
-        "logits": args.logits,
-        "bandwidth_gb_s": bandwidth / 1e9,
-        "peak_gflops": statistics.median(operations_per_s) / 1e9,
-        "weight_bytes": weight_bytes,
-        "rows_ms": {str(count): middle for count, (_, middle, _) in quartiles.items()},
-        "rows_ms_quartiles": {str(count): [low, high] for count, (low, _, high) in quartiles.items()},
-    }
-    floor_ms = 1e3 * weight_bytes / bandwidth
+        for count in counts:
+            call_ms(count)
+        for _ in range(args.repeats):
+            rates.append((limits.bandwidth(), limits.peak()))
+            for count in counts:
+                call_ms(count)  # weights and rows of the limits leave the caches
+                times[count].append(call_ms(count))
+    bandwidth, peak = map(statistics.median, zip(*rates, strict=True))
+    quartiles = {count: statistics.quantiles(found, n=4) for count, found in times.items()}
+    floor_ms = 1e3 * model.num_weight_bytes / bandwidth
     print(
-        f"{manifest.runtime}, weights {result['weights']}, {args.threads} threads: {weight_bytes / 1e6:.0f} MB at "
-        f"{result['bandwidth_gb_s']:.1f} GB/s take {floor_ms:.2f} ms; products: {result['peak_gflops']:.0f} GFLOP/s"
+        f"{target.manifest.runtime}, weights {model.weight_format.title}, {args.threads} threads: "
+        f"{model.num_weight_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s take {floor_ms:.2f} ms; products: "
+        f"{peak / 1e9:.0f} GFLOP/s"
     )
     for count, (low, middle, high) in quartiles.items():
         print(
@@ -156,4 +111,20 @@ def time_calls(args: argparse.Namespace, limits: MachineLimits) -> None:
             f"weights, {middle / quartiles[counts[0]][1]:.2f}x the call of {counts[0]}"
         )
     if args.json is not None:
+        result = {
+            "runtime": target.manifest.runtime,
+            "weights": model.weight_format.title,
+            "threads": args.threads,
+            "context": args.context,
+            "logits": args.logits,
+            "bandwidth_gb_s": bandwidth / 1e9,
+            "peak_gflops": peak / 1e9,
+            "weight_bytes": model.num_weight_bytes,
+            "rows_ms": {str(count): middle for count, (_, middle, _) in quartiles.items()},
+            "rows_ms_quartiles": {str(count): [low, high] for count, (low, _, high) in quartiles.items()},
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

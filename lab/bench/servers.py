@@ -5,7 +5,7 @@ Knows the `faser serve` command line and nothing of what is behind it.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import socket
@@ -15,9 +15,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -88,30 +89,20 @@ class LoadClient:
     """lab.bench.wire in a process of its own, which the stack ends."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._client = subprocess.Popen(
-            [sys.executable, "-m", "lab.bench.wire"],
-            cwd=ROOT,
-            env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
-            # Linux shares cores between sessions first: in one with other busy programs the client
-            # could wait 100 ms for its turn, which would be charged to the server.
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(self._client.terminate)
+        # Linux shares cores between sessions first: in one with other busy programs the client
+        # could wait 100 ms for its turn, which would be charged to the server.
+        self._process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), os.setsid))
 
     def run(self, url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """num_clients streams until all jobs are answered. Returns answers and seconds."""
-        assert self._client.stdin is not None and self._client.stdout is not None
-        order = {"url": url, "num_clients": num_clients, "jobs": [asdict(job) for job in jobs]}
-        self._client.stdin.write(json.dumps(order) + "\n")
-        self._client.stdin.flush()
-        answer = self._client.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the load client ended while it asked {url} with {num_clients} clients")
-        found = json.loads(answer)
-        return [Answer(**answer) for answer in found["answers"]], found["seconds"]
+        return self._process.submit(_run_jobs, url, jobs, num_clients).result()
+
+
+def _run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+    os.environ["GRPC_VERBOSITY"] = "ERROR"
+    from lab.bench.wire import run_jobs  # gRPC reads the environment when it is loaded
+
+    return asyncio.run(run_jobs(url, jobs, num_clients))
 
 
 def serve_all(stack: ExitStack, client: LoadClient, options: Mapping[str, list[str]], log_dir: Path) -> dict[str, Run]:

@@ -1,8 +1,6 @@
-"""Text requests to a running server over gRPC streams, and a load client in a process of its own that sends them.
+"""Text requests to a running server over gRPC streams.
 
 Built on the wire messages, as light as Python allows: responses are time-stamped when they come and read afterwards.
-The client reads one JSON object per line, {"url", "num_clients", "jobs"}, and answers each with one line,
-{"seconds", "answers"}.
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ import asyncio
 import hashlib
 import json
 import struct
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -109,7 +105,8 @@ async def run_client(
     await stream.done_writing()
 
 
-async def run_jobs(url: str, num_clients: int, jobs: list[Job]) -> dict[str, Any]:
+async def run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+    """num_clients streams until all jobs are answered. Returns answers and seconds."""
     requests = iter(list(enumerate(make_request(job, number) for number, job in enumerate(jobs))))
     answers: list[tuple[float, list[Received]] | None] = [None] * len(jobs)
     async with grpc.aio.insecure_channel(url) as channel:
@@ -122,15 +119,4 @@ async def run_jobs(url: str, num_clients: int, jobs: list[Job]) -> dict[str, Any
     for job, answer in zip(jobs, found, strict=True):
         if job.is_chat:
             answer.cut_accepted()
-    return {"seconds": seconds, "answers": [asdict(answer) for answer in found]}
-
-
-def main() -> None:
-    for line in sys.stdin:
-        order = json.loads(line)
-        jobs = [Job(**job) for job in order["jobs"]]
-        print(json.dumps(asyncio.run(run_jobs(order["url"], order["num_clients"], jobs))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return found, seconds

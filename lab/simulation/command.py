@@ -1,4 +1,4 @@
-"""`faser simulate`: a trace through simulated engines, policy beside policy, with progress, table and files."""
+"""`faser simulate`: a trace through simulated engines, policy beside policy, with progress, one table and files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from lab.contestants import ORACLE, STATIC, Contestant, simulated_contestants, split_names
+from lab.contestants import FIXED_REFERENCE, ORACLE, STATIC, Contestant, simulated_contestants, split_names
 from lab.environment import commit
 from lab.interrupts import in_processes, terminable
 from lab.progress import progress_bar
-from lab.simulation import report
-from lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
+from lab.simulation.engine import World, build_sim_engine, run_open_loop
 from lab.simulation.worlds import (
     ACCEPTANCE,
     EXIT_AUC,
@@ -27,13 +26,44 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import check_output, table_console, terminal_table
+from lab.tables import Column, check_output, markdown_table, table_console, terminal_table
 from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
 
 AT_ONCE = 9e5  # requests per second
 MOST_REQUESTS = 1000  # unless more are asked for
 REPORT_BYTES = 1 << 20  # of both files, at most
 MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
+LEAST_HEADROOM = 0.01  # of the reference's time, below which a share of it means nothing
+EXCLUSIVE = (("peak_trough", "arrivals"), ("rate", "loads"), ("spread", "mix"), ("acceptance", "mix"))
+RANGES = {
+    "acceptance": (0.0, 1.0),
+    "exit_auc": (0.5, 1.0),
+    "spread": (0.0, 0.5),
+    "draft_call_ms": (0.0, 1e3),
+    "host_step_ms": (0.0, 1e3),
+}
+COLUMNS = (
+    Column("policy", "policy"),
+    Column("tok/s", "tokens_per_s", "{:.0f}"),
+    Column("x", "speedup", "{:.2f}"),
+    Column("e2e mean s", "e2e_s_mean", "{:.2f}"),
+    Column("change", "e2e_change", "{:+.0%}"),
+    Column("of oracle's headroom", "headroom_share", "{:.0%}"),
+    Column("ttft p50 ms", "ttft_ms_p50", "{:.0f}"),
+    Column("tpot p50 ms", "tpot_ms_p50", "{:.1f}"),
+    Column("kept", "mean_accepted", "{:.2f}"),
+    Column("pruned", "pruned_share", "{:.1%}"),
+    Column("overlap", "overlap_share", "{:.0%}"),
+    Column("mean batch", "mean_batch_size", "{:.0f}"),
+)
+NOTES = (
+    "x and change: throughput and mean end-to-end latency against `fixed:4`, the fixed length that stands for VSD. Of "
+    "oracle's headroom: the share of the time that the oracle saves over `fixed:4` that a policy saves too. Kept: "
+    "draft tokens per request and verification; pruned: of the draft rows that entered a verification; overlap: of the "
+    "time of drafting and verifying, both ran."
+)
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +98,12 @@ class SimulateOptions:
             raise ConfigError("give either --hardware and --pair, or --profile ENGINE_DIR")
         if self.profile is not None and (self.hardware is not None or self.pair is not None):
             raise ConfigError("--profile: an engine directory is a machine and a pair; leave out --hardware and --pair")
-        for one, other in (("peak_trough", "arrivals"), ("rate", "loads"), ("spread", "mix"), ("acceptance", "mix")):
+        for one, other in EXCLUSIVE:
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ConfigError(f"give at most one of --{one.replace('_', '-')} and --{other}")
         if self.num_requests is not None and self.num_requests < 1:
             raise ConfigError(f"--requests = {self.num_requests}: must be at least 1")
-        for name, low, high in (
-            ("acceptance", 0.0, 1.0),
-            ("exit_auc", 0.5, 1.0),
-            ("spread", 0.0, 0.5),
-            ("draft_call_ms", 0.0, 1e3),
-            ("host_step_ms", 0.0, 1e3),
-        ):
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not low < value < high:
                 raise ConfigError(f"--{name.replace('_', '-')} = {value:g}: must lie in ({low:g}, {high:g})")
@@ -89,10 +113,7 @@ class SimulateOptions:
         """[] where none are asked for. Raises ConfigError."""
         if self.loads is None:
             return []
-        shares = _numbers("--loads", self.loads, ",", "shares of a capacity, e.g. 0.5,0.7,0.9,1.2")
-        if not all(0.0 < share <= 10.0 for share in shares):
-            raise ConfigError(f"--loads = {self.loads!r}: every share must lie in (0, 10]")
-        return shares
+        return _numbers("--loads", self.loads, "shares of a capacity in (0, 10], e.g. 0.5,0.7,0.9,1.2", 10.0)
 
     def make_trace(self) -> Trace:
         """Raises ConfigError for a file that is no trace, or too short."""
@@ -100,7 +121,7 @@ class SimulateOptions:
         if self.arrivals is not None:
             trace = arriving_as(trace, read_trace(self.arrivals, len(trace)))
         if self.lengths is not None:
-            means = _numbers("--lengths", self.lengths, "/", "mean prompt and output tokens, e.g. 755/200", 2)
+            means = _numbers("--lengths", self.lengths, "mean prompt and output tokens, e.g. 755/200", 1e6)
             trace = with_mean_lengths(trace, *means)
         if self.peak_trough is not None:
             return with_rate_curve(trace, self.rate or trace.rate, self.peak_trough, self.seed)
@@ -108,30 +129,36 @@ class SimulateOptions:
 
     def make_world(self, trace: Trace) -> tuple[World, Trace]:
         """And the trace, with lengths that fit where a profiled engine's context is short. Raises ConfigError."""
+        mean = self.acceptance or ACCEPTANCE
         if self.profile is not None:
             world = profile_world(self.profile, self.max_num_seqs, self.acceptance)
             trace = fitted_to(trace, world.max_context)
         else:
             assert self.hardware is not None and self.pair is not None
+            exit_auc = self.exit_auc or EXIT_AUC
             world = roofline_world(
-                self.hardware,
-                self.pair,
-                max_context=trace.longest,
-                acceptance=self.acceptance or ACCEPTANCE,
-                exit_auc=self.exit_auc or EXIT_AUC,
+                self.hardware, self.pair, max_context=trace.longest, acceptance=mean, exit_auc=exit_auc
             )
         if self.mix is not None:
-            levels = _numbers("--mix", self.mix, "/", "two acceptances, e.g. 0.9/0.6", 2)
-            if not all(0.0 < level < 1.0 for level in levels):
-                raise ConfigError(f"--mix = {self.mix!r}: both acceptances must lie in (0, 1)")
-            world = with_levels(
-                world, levels, f"half of them agree at {levels[0]:.0%} of positions, half at {levels[1]:.0%}"
-            )
+            levels = _numbers("--mix", self.mix, "two acceptances in (0, 1), e.g. 0.9/0.6", 1.0 - 1e-9)
+            words = f"half of them agree at {levels[0]:.0%} of positions, half at {levels[1]:.0%}"
+            world = with_levels(world, levels, words)
         if self.spread is not None:
-            mean = self.acceptance or ACCEPTANCE
             words = f"normal around {mean:.0%} with standard deviation {self.spread:g}, cut to 2 to 98 %"
             world = with_levels(world, spread_levels(mean, self.spread), words)
         return behind_host(world, self.draft_call_ms, self.host_step_ms), trace
+
+
+def _numbers(option: str, text: str, meaning: str, most: float) -> list[float]:
+    """Numbers in (0, most], separated by commas, or two of them by a slash. Raises ConfigError."""
+    is_pair = "/" in meaning
+    try:
+        numbers = [float(part) for part in text.split("/" if is_pair else ",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0.0 < number <= most for number in numbers) or (is_pair and len(numbers) != 2):
+        raise ConfigError(f"{option} = {text!r}: must be {meaning}")
+    return numbers
 
 
 def run_simulate(options: SimulateOptions, *, command: str) -> None:
@@ -141,18 +168,18 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     check_output(options.output, REPORT_BYTES)
     shares = options.load_shares
     world, trace = options.make_world(options.make_trace())
-    capacity: dict[str, Any] = {}
-    jobs = [(options, contestant, "") for contestant in contestants]
+    capacity: Row = {}
+    loads = {"": options}  # by what the load is in words
     if shares:
-        capacity = find_capacity(options, trace)
-        jobs = []
-        for share in shares:
-            loaded = replace(options, rate=share * capacity["requests_per_s"], loads=None)
-            jobs += [
-                (loaded, contestant, f"Load {share:g}, {loaded.rate:.3g} requests/s") for contestant in contestants
-            ]
-    rows = _simulate_all(jobs, "simulating")
-    rows = [row for group in report.by_load(rows).values() for row in report.compared(group)]
+        capacity = find_capacity(options)
+        rates = [share * capacity["requests_per_s"] for share in shares]
+        loads = {
+            f"Load {share:g}, {rate:.3g} requests/s": replace(options, rate=rate, loads=None)
+            for share, rate in zip(shares, rates, strict=True)
+        }
+    jobs = [(loaded, contestant) for loaded in loads.values() for contestant in contestants]
+    simulated = iter(simulate_all(jobs, "simulating"))
+    tables = {load: compared([next(simulated) for _ in contestants], load) for load in loads}
     meta = {
         "world": world.name,
         "trace": options.trace.name,
@@ -170,21 +197,41 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
         "assumptions": list(world.assumptions),
         "missing": missing,
     }
+    rows = [row for table in tables.values() for row in table]
     (options.output / "simulation.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-    (options.output / "simulation.md").write_text(report.markdown(meta, rows))
-    _print(meta, rows, options.output)
+    (options.output / "simulation.md").write_text(markdown(meta, tables))
+    console = table_console()
+    for load, table in tables.items():
+        title = load or f"{world.name}: {len(trace)} requests, {trace.description}"
+        console.print(terminal_table(title, COLUMNS, table))
+    for line in [
+        *(f"not simulated: {each}" for each in missing),
+        "assumptions:",
+        *(f"- {a}" for a in world.assumptions),
+    ]:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"wrote {options.output / 'simulation.json'} and .md")
 
 
-def find_capacity(options: SimulateOptions, trace: Trace) -> dict[str, Any]:
+def find_capacity(options: SimulateOptions) -> Row:
     """What the best static length answers while more requests wait than it can take: policy and requests per second."""
     at_once = replace(options, rate=AT_ONCE, loads=None, peak_trough=None)
-    rows = _simulate_all([(at_once, Contestant(name), "") for name in STATIC], "capacity")
+    rows = simulate_all([(at_once, Contestant(name)) for name in STATIC], "capacity")
     best = max(rows, key=lambda row: row["middle_requests_per_s"])
     return {"policy": best["policy"], "requests_per_s": best["middle_requests_per_s"]}
 
 
-def simulate_one(options: SimulateOptions, contestant: Contestant, load: str = "") -> dict[str, Any]:
+def simulate_all(jobs: list[tuple[SimulateOptions, Contestant]], what: str) -> list[Row]:
+    """A row of each, side by side on all cores, in the order of the jobs."""
+    num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
+    with terminable(), progress_bar() as bar:
+        results = map(simulate_one, jobs) if num_workers == 1 else in_processes(simulate_one, jobs, num_workers)
+        return list(bar.track(results, total=len(jobs), description=what))
+
+
+def simulate_one(job: tuple[SimulateOptions, Contestant]) -> Row:
     """One row; a process of its own may run it."""
+    options, contestant = job
     world, trace = options.make_world(options.make_trace())
     config = EngineConfig.from_options(
         policy="none" if contestant.policy == ORACLE else contestant.policy,
@@ -196,56 +243,47 @@ def simulate_one(options: SimulateOptions, contestant: Contestant, load: str = "
     longest = int(trace.num_output_tokens.max())
     sim = build_sim_engine(world, config, seed=options.seed, max_output_tokens=longest, name=contestant.name)
     outcome = run_open_loop(sim, trace)
-    row = {"policy": contestant.name, **outcome.summary(), "middle_requests_per_s": middle_rate(outcome)}
-    return row | ({"load": load} if load else {})
-
-
-def middle_rate(outcome: Outcome) -> float:
-    """Requests answered per second between the first quarter of the answers and the last."""
+    # Requests answered per second between the first quarter of the answers and the last.
     ends = [answer.response_s[-1] for answer in outcome.answers]
     first, last = np.percentile(ends, MIDDLE)
-    share = (MIDDLE[1] - MIDDLE[0]) / 100
-    return float(share * len(ends) / (last - first)) if last > first else len(ends) / outcome.seconds
+    middle = (MIDDLE[1] - MIDDLE[0]) / 100 * len(ends) / (last - first) if last > first else len(ends) / outcome.seconds
+    return {"policy": contestant.name, **outcome.summary(), "middle_requests_per_s": float(middle)}
 
 
-def _numbers(option: str, text: str, separator: str, meaning: str, count: int | None = None) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(separator)]
-    except ValueError:
-        numbers = []
-    if not numbers or count not in (None, len(numbers)):
-        raise ConfigError(f"{option} = {text!r}: must be {meaning}")
-    return numbers
-
-
-Job = tuple[SimulateOptions, Contestant, str]
-
-
-def _simulate_all(jobs: list[Job], what: str) -> list[dict[str, Any]]:
-    """Side by side on all cores, in the order of the jobs."""
-    num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
-    with terminable(), progress_bar() as bar:
-        task = bar.add_task(what, total=len(jobs))
-        rows: list[dict[str, Any]] = []
-        results = map(_simulate_job, jobs) if num_workers == 1 else in_processes(_simulate_job, jobs, num_workers)
-        for row in results:
-            rows.append(row)
-            bar.advance(task)
+def compared(rows: list[Row], load: str) -> list[Row]:
+    """Rows of one load with what tables show beside the plain figures; ratios only where the reference took part."""
+    by_name = {row["policy"]: row for row in rows}
+    reference, oracle = by_name.get(FIXED_REFERENCE), by_name.get(ORACLE)
+    for row in rows:
+        if load:
+            row["load"] = load
+        row["e2e_s_mean"] = row["e2e_ms_mean"] / 1e3
+        if reference is not None:
+            row["speedup"] = row["tokens_per_s"] / reference["tokens_per_s"]
+            row["e2e_change"] = row["e2e_ms_mean"] / reference["e2e_ms_mean"] - 1.0
+            headroom = 0.0 if oracle is None else reference["e2e_ms_mean"] - oracle["e2e_ms_mean"]
+            if headroom > LEAST_HEADROOM * reference["e2e_ms_mean"]:
+                row["headroom_share"] = (reference["e2e_ms_mean"] - row["e2e_ms_mean"]) / headroom
     return rows
 
 
-def _simulate_job(job: Job) -> dict[str, Any]:
-    return simulate_one(*job)
-
-
-def _print(meta: dict[str, Any], rows: list[dict[str, Any]], output: Path) -> None:
-    console = table_console()
-    for load, group in report.by_load(rows).items():
-        title = load or f"{meta['world']}: {meta['num_requests']} requests, {meta['arrivals']}"
-        console.print(terminal_table(title, report.COLUMNS, group))
-    for line in meta["missing"]:
-        console.print(f"not simulated: {line}")
-    console.print("assumptions:")
-    for line in meta["assumptions"]:
-        console.print(f"- {line}", highlight=False, soft_wrap=True)
-    console.print(f"wrote {output / 'simulation.json'} and .md")
+def markdown(meta: Row, tables: dict[str, list[Row]]) -> str:
+    """tables: rows as `compared` gives them, by load."""
+    lines = [
+        f"# Simulation: {meta['world']}",
+        "",
+        f"{meta['num_requests']} requests of {meta['trace']}: {meta['arrivals']}. Seed {meta['seed']}, commit "
+        f"{meta['commit']}. Remade by `{meta['command']}`.",
+        f"Prompts of {meta['mean_prompt_tokens']:.0f} and outputs of {meta['mean_output_tokens']:.0f} tokens on "
+        f"average. Up to {meta['max_num_seqs']} requests at once, {meta['max_prefill_tokens']} prompt tokens per step.",
+    ]
+    if meta["capacity"]:
+        lines.append(
+            f"Loads are shares of {meta['capacity']['requests_per_s']:.2f} requests/s, which "
+            f"`{meta['capacity']['policy']}` answers when all of them wait, more than any other fixed length."
+        )
+    for load, table in tables.items():
+        lines += ["", *([f"## {load}", ""] if load else []), *markdown_table(COLUMNS, table)]
+    lines += ["", NOTES, "", "## Assumptions", "", *(f"- {line}" for line in meta["assumptions"])]
+    lines += [f"- Not simulated: {line}" for line in meta["missing"]]
+    return "\n".join(lines) + "\n"

@@ -88,30 +88,18 @@ def roofline(machine: Machine, pair: Pair) -> CostModel:
     return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True, is_padded=False)
 
 
-def with_host(costs: CostModel, draft_call_ms: float | None, host_step_ms: float | None) -> CostModel:
+def with_host(costs: CostModel, draft_call_ms: float, host_step_ms: float | None) -> CostModel:
     """The same device behind another host: a draft call takes so long at least, as its launches do, and the work around
-    the calls of a step so long. None leaves what is."""
-    segments, overhead = dict(costs.segments), costs.overhead
-    if draft_call_ms is not None:
-        for (model, partition), parts in costs.segments.items():
-            if model == DRAFT:
-                floors = [1e3 * draft_call_ms / len(parts)] * len(parts)
-                segments[model, partition] = tuple(
-                    replace(part, rows=_at_least(part.rows, floor)) for part, floor in zip(parts, floors, strict=True)
-                )
-    if host_step_ms is not None:
-        overhead = replace(overhead, step_us=1e3 * host_step_ms)
-    return replace(costs, segments=segments, overhead=overhead)
+    the calls of a step so long, or as before."""
 
+    def floored(call: CallCost) -> CallCost:
+        rows, floor_us = call.rows, 1e3 * draft_call_ms
+        knots = np.union1d(rows.knots, [np.interp(floor_us, rows.values_us, rows.knots)])  # one where both meet
+        return replace(call, rows=Curve(knots, np.maximum(rows(knots), floor_us)))
 
-def host_in_words(draft_call_ms: float | None, host_step_ms: float | None) -> list[str]:
-    """Assumptions for the report."""
-    words = []
-    if draft_call_ms is not None:
-        words.append(f"A draft call takes {draft_call_ms:g} ms at least: what the host needs to launch it.")
-    if host_step_ms is not None:
-        words.append(f"The host takes {host_step_ms:g} ms a step around the calls, instead of what is said elsewhere.")
-    return words
+    segments = {key: tuple(map(floored, each)) if key[0] == DRAFT else each for key, each in costs.segments.items()}
+    step_us = costs.overhead.step_us if host_step_ms is None else 1e3 * host_step_ms
+    return replace(costs, segments=segments, overhead=replace(costs.overhead, step_us=step_us))
 
 
 def kv_capacity_tokens(machine: Machine, pair: Pair) -> int:
@@ -176,11 +164,3 @@ def _bandwidth_taken(
     rows = COMPANY_SEQUENCES * (COMPANY_CALLS + 1)
     verify_us = sum(float(cost.rows(np.array(rows))) for cost in target_costs)
     return weights_us / draft_us * min(1.0, COMPANY_CALLS * draft_us / verify_us)
-
-
-def _at_least(curve: Curve, floor_us: float) -> Curve:
-    """The larger of the curve and a constant, with a knot where they meet."""
-    knots = curve.knots
-    if curve.values_us[0] < floor_us < curve.values_us[-1]:
-        knots = np.union1d(knots, [np.interp(floor_us, curve.values_us, knots)])
-    return Curve(knots, np.maximum(curve(knots), floor_us))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,13 @@ from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
 from lab.answers import Answer, summarise
 from lab.contestants import ORACLE
-from lab.drive import ClosedLoop, Feed, OpenLoop, finished, serve_requests
+from lab.drive import OpenLoop, finished, serve_requests
 from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes, knowledge_of
 from lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
 from lab.steps import StepLog, figures
 from lab.traces import Trace
 
 KV_BLOCK_SIZE = 16
-BATCH_BINS = {1: "1-7", 8: "8-31", 32: "32-127", 128: "128+"}  # by first batch size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,38 +77,26 @@ class Outcome:
         """Plain figures for tables and JSON."""
         steps = figures(self.log, self.num_layers)
         num_tokens = sum(answer.num_tokens for answer in self.answers)
-        work = sum(steps[f"row_layers_{part}"] for part in ("accepted", "rejected", "pruned"))
-        sizes = Counter(max(low for low in BATCH_BINS if low <= len(note.sequences)) for note in self.log.notes)
         return {
             "num_requests": len(self.answers),
             "num_tokens": num_tokens,
             "makespan_s": self.seconds,
             **summarise(self.answers, self.seconds),
             **steps,
-            "row_layers_per_token": work / max(num_tokens, 1),
             "pruned_share": steps["rows_pruned"] / max(steps["rows_drafted"] - steps["rows_trimmed"], 1),
-            "batch_shares": {name: sizes[low] / max(steps["num_steps"], 1) for low, name in BATCH_BINS.items()},
             "num_preemptions": self.num_preemptions,
         }
 
 
 def run_open_loop(sim: SimEngine, trace: Trace) -> Outcome:
     """Requests arrive at the trace's times, whatever the engine does. Raises FaserError where one fails."""
-    return _run(sim, trace, OpenLoop(trace.arrivals_s.tolist()))
-
-
-def run_closed_loop(sim: SimEngine, trace: Trace, num_clients: int) -> Outcome:
-    """num_clients requests in flight until all are answered; arrivals of the trace do not count."""
-    return _run(sim, trace, ClosedLoop(num_clients))
-
-
-def _run(sim: SimEngine, trace: Trace, feed: Feed) -> Outcome:
     lengths = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     requests = [
         Request(str(index), np.zeros(num_prompt, np.int64), num_output, SamplingParams(seed=index))
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]
     log = StepLog(sim.engine, with_laps=False)
+    feed = OpenLoop(trace.arrivals_s.tolist())
     answers, seconds = finished(serve_requests(sim.engine, sim.clock, requests, feed))
     return Outcome(answers, seconds, log, sim.num_layers, sim.engine.metrics().num_preemptions)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 
@@ -182,17 +183,10 @@ class SimSampler:
             return np.zeros(0, np.float32)
         return self._outcomes.exit_margins(rows.slots, rows.positions, int(scores[0, 0]))
 
-    def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        raise ConfigError("acceptance = 'rejection': is not simulated; use 'match'")
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ConfigError("logits, log-probabilities and acceptance = 'rejection': are not simulated")
 
-    def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
-        raise ConfigError("acceptance = 'rejection': is not simulated; use 'match'")
-
-    def log_probs(self, logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        raise ConfigError("log probabilities: are not simulated")
-
-    def to_host(self, logits: np.ndarray) -> np.ndarray:
-        raise ConfigError("logits: are not simulated")
+    probabilities = uniforms = log_probs = to_host = _refuse
 
 
 class SimProposer(ModelProposer):

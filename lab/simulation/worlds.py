@@ -12,9 +12,9 @@ import numpy as np
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.serving.profile_store import load_cost_model
-from lab.shapes import find_machine, find_pair
+from lab.shapes import MACHINES, PAIRS
 from lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
-from lab.simulation.costs import ASSUMPTIONS, host_in_words, kv_capacity_tokens, roofline, with_host
+from lab.simulation.costs import ASSUMPTIONS, kv_capacity_tokens, roofline, with_host
 from lab.simulation.engine import World
 
 AGREEMENT = ("Draft and target agree", "Acceptance is that")  # how what is assumed of acceptance begins
@@ -27,7 +27,10 @@ def roofline_world(
     hardware: str, pair_name: str, *, max_context: int, acceptance: float = ACCEPTANCE, exit_auc: float = EXIT_AUC
 ) -> World:
     """Raises ConfigError for unknown names and for a pair that does not fit the machine's memory."""
-    machine, pair = find_machine(hardware), find_pair(pair_name)
+    for option, name, known in (("hardware", hardware, MACHINES), ("pair", pair_name, PAIRS)):
+        if name not in known:
+            raise ConfigError(f"{option} = {name!r}: unknown; known are {', '.join(known)}")
+    machine, pair = MACHINES[hardware], PAIRS[pair_name]
     edges = (0, *pair.exit_layers, pair.target.num_layers)
     num_kv_tokens = kv_capacity_tokens(machine, pair)
     process = demo_process("sampled").at_level(acceptance).with_exits((exit_auc,) * len(pair.exit_layers))
@@ -70,10 +73,14 @@ def spread_levels(mean: float, deviation: float) -> list[float]:
 
 
 def behind_host(world: World, draft_call_ms: float | None, host_step_ms: float | None) -> World:
-    told = host_in_words(draft_call_ms, host_step_ms)
-    return replace(
-        world, costs=with_host(world.costs, draft_call_ms, host_step_ms), assumptions=(*world.assumptions, *told)
-    )
+    """See costs.with_host; None leaves what is."""
+    told = []
+    if draft_call_ms is not None:
+        told.append(f"A draft call takes {draft_call_ms:g} ms at least: what the host needs to launch it.")
+    if host_step_ms is not None:
+        told.append(f"The host takes {host_step_ms:g} ms a step around the calls, instead of what is said elsewhere.")
+    costs = with_host(world.costs, draft_call_ms or 0.0, host_step_ms)
+    return replace(world, costs=costs, assumptions=(*world.assumptions, *told))
 
 
 def profile_world(
