@@ -3,7 +3,7 @@
     serve run deploy.ray_serve:app engine_dir=engines_out min_replicas=2 max_replicas=4
 
 Each replica keeps a `faser serve` of its own as a child, on free ports of the loopback, and passes requests on to its
-OpenAI-compatible door: what cancels, drains and tells readiness on one machine does so here. Before the replicas stands
+OpenAI server: what cancels, drains and tells readiness on one machine does so here. Before the replicas stands
 an ingress, whose only knowledge of a request is the text that the router compares.
 """
 
@@ -50,7 +50,7 @@ RETURNED_HEADERS = ("cache-control", "content-type", "retry-after")
 
 
 class Options(BaseModel):
-    """What `serve run` takes as NAME=VALUE. Raises pydantic's error, which names the option, for anything else."""
+    """Options of `serve run`, as NAME=VALUE. Raises pydantic's error, which names the option, for anything else."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -95,7 +95,7 @@ class Head:
 
 
 class Replica:
-    """A `faser serve` as a child process, and the way to its door. It and its child live and die together."""
+    """A `faser serve` as a child process, and the way to its OpenAI server. It and its child live and die together."""
 
     async def __init__(self, options: Options) -> None:
         """Returns once the server is ready. Raises RuntimeError; what was wrong stands in the replica's log."""
@@ -190,7 +190,7 @@ class Ingress:
 
 
 async def _rest(pieces: DeploymentResponseGenerator, head: Head) -> AsyncIterator[bytes]:
-    """The body. A stream whose replica ends is told so by an event, as one of the door is."""
+    """The body. A stream whose replica ends is told so by an event, as one of the server is."""
     try:
         async for piece in pieces:
             yield piece
@@ -215,7 +215,7 @@ def routed_text(body: bytes) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """What is said, without the JSON around it, in which all conversations are alike."""
+    """The text, without the JSON around it, in which all conversations are alike."""
     if isinstance(value, dict):
         value = value.get("content") or value.get("text")
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a benchmark asks for and what it learns: jobs, their answers, and figures of a run and of its categories.
+"""Jobs of a benchmark, their answers, and figures of a run and of its categories.
 
 Knows nothing of who answers: an engine in this process, a simulated one and a Triton server give the same answers.
 """

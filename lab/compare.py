@@ -108,7 +108,7 @@ def measure_loads(  # noqa: PLR0917
 
 
 def config_of(name: str, **options: Any) -> EngineConfig:
-    """Of a contestant: a policy, and perhaps who drafts, as DRAFTS has it. Raises ConfigError."""
+    """Configuration of a contestant: a policy, and perhaps who drafts, as DRAFTS has it. Raises ConfigError."""
     policy, _, who = name.partition(" ")
     if who and who not in DRAFTS:
         raise ConfigError(f"--policies = {name!r}: {who!r} must be one of {', '.join(DRAFTS)}, or nothing")

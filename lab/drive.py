@@ -74,7 +74,7 @@ class OpenLoop:
 
 
 class RunClock(Protocol):
-    """What a run measures by."""
+    """The clock that a run measures by."""
 
     def now_s(self) -> float: ...
 
@@ -117,7 +117,7 @@ def take_turns(
     on_turn: Callable[[float], None],
     turn_s: float = TURN_S,
 ) -> dict[str, T]:
-    """What each run returns, in the order of `runs`. A run yields after each step which share of it is done.
+    """Returns the result of each run, in the order of `runs`. A run yields after each step which share of it is done.
 
     clocks: by which runs measure. on_turn: told the mean share after every turn.
     """
@@ -182,7 +182,7 @@ class InProcess:
         return self._engines[name]
 
     def knowledge(self, config: EngineConfig) -> Knowledge:
-        """What a policy of such an engine may know."""
+        """Returns what a policy of such an engine may know."""
         return serving_knowledge(self._engine_dir, EngineManifest.load(self._engine_dir), config)
 
     def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
@@ -266,7 +266,7 @@ def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:
 
 
 def finished(run: Generator[float, None, T]) -> T:
-    """What a run returns, run to its end without turns."""
+    """Runs to the end without turns; returns the result."""
     while True:
         try:
             next(run)

@@ -39,7 +39,7 @@ def describe(seed: int) -> dict[str, Any]:
 
 
 def describe_checkout() -> dict[str, Any]:
-    """What can be said without any package."""
+    """Returns what can be said without any package."""
     return {
         "num_cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),

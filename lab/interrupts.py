@@ -53,7 +53,7 @@ def terminable() -> Iterator[None]:
 
 
 def in_processes(work: Callable[[J], R], jobs: Sequence[J], num_workers: int) -> Iterator[R]:
-    """What `work` makes of each job, in order. An error or an interrupt ends the processes in the middle of their work,
+    """Results of `work` on each job, in order. An error or an interrupt ends the processes in the middle of their work,
     and none outlives this one. Raises FaserError where somebody else ended one.
     """
     others = set(multiprocessing.active_children())

@@ -43,7 +43,7 @@ def integers(text: str) -> list[int]:
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """What `asked_prompts` reads."""
+    """Adds the options that `asked_prompts` reads."""
     help_text = (
         'JSON lines with "prompt", "text" or "turns" (Spec-Bench: the first is asked) and perhaps "category"; '
         ".txt: lines of text; default: the demo pair's held-out prompts. Categories are asked in turn"

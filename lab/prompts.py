@@ -30,7 +30,7 @@ FIELDS = ("turns", "prompt", "text")  # where a line's prompt is looked for, in 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one request asks."""
+    """The prompt of one request."""
 
     text: str
     category: str = ""  # "": the file names none
@@ -83,9 +83,7 @@ def _prompt_of(line: str, place: str) -> Prompt:
         text = text[0] if isinstance(text, list) and text else None
     for name, value in ((field, text), ("category", "-" if category is None else category)):
         if not isinstance(value, str) or not value.strip() or value != value.encode(errors="replace").decode():
-            raise ConfigError(
-                f"{place}: {name} = {ascii(record[name])[:80]}: must be text, not empty, in valid Unicode"
-            )
+            raise ConfigError(f"{place}: {name} = {ascii(record[name])[:80]}: must be text, not empty, valid Unicode")
     return Prompt(str(text), str(category or ""))
 
 

@@ -115,7 +115,7 @@ def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
 
 
 def row_flops(spec: ModelSpec) -> float:
-    """Of the matrix products of one row with logits: a multiplication and an addition per weight."""
+    """Operations of the matrix products of one row with logits: a multiplication and an addition per weight."""
     return 2.0 * weight_count(spec)
 
 
@@ -132,8 +132,8 @@ class AttentionShape(NamedTuple):
 
 
 def attention_bytes(shape: AttentionShape, itemsize: int) -> int:
-    """Of pruned_chunk_attention: keys and values of the context read; the chunk's read and written to the pool;
-    queries read, outputs written; block table, lengths and slots."""
+    """Bytes that pruned_chunk_attention moves: keys and values of the context read; the chunk's read and written to the
+    pool; queries read, outputs written; block table, lengths and slots."""
     b, context, rows, heads, kv_heads, head_dim, size = shape
     pool = 2 * b * context * kv_heads * head_dim
     chunk = 2 * 2 * b * rows * kv_heads * head_dim  # read, and written to the pool

@@ -1,4 +1,4 @@
-"""What became of drafted tokens and of the target's work, from the records of a run's steps.
+"""Fates of drafted tokens and of the target's work, from the records of a run's steps.
 
 While the engine runs a step is only noted down; figures are worked out afterwards. Tokens are keyed by seed and
 position, so a draft token that nobody tested would have been accepted iff the answer has it in its place.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What formats of weights do to a model, over its own answers. See lab/bench/weights.py."""
+"""Effects of formats of weights on a model, over its own answers. See lab/bench/weights.py."""
 
 import sys
 from pathlib import Path

@@ -88,7 +88,7 @@ def faser_options(name: str) -> set[str]:
 
 @cache
 def help_of(program: str) -> str:
-    """What `python PROGRAM --help` prints; program: `-m lab.module` or a script."""
+    """Output of `python PROGRAM --help`; program: `-m lab.module` or a script."""
     said, argv, path = io.StringIO(), sys.argv, list(sys.path)
     words = program.split()
     sys.argv = [words[-1], *words[2:], "--help"] if words[0] == "-m" else [program, "--help"]
@@ -170,7 +170,7 @@ def test_the_reference_of_the_command_is_what_it_takes():
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Of the page's headings, as the usual renderers make them."""
+    """Anchors of the page's headings, as the usual renderers make them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     found = set()
     for heading in re.findall(r"^#+ +(.*)$", text, re.MULTILINE):

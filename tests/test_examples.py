@@ -27,7 +27,7 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def addresses(engine_dir: Path) -> Iterator[dict[str, str]]:
-    """Of one server, by the example that asks it."""
+    """Addresses of one server, by the example that asks it."""
     [port] = free_ports(1)
     options = ("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--openai-port", port)
     with serve(*options) as served:

@@ -141,36 +141,6 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
         load(questions, engine_dir, max_tokens=600)
 
 
-def test_nothing_is_left_out_in_silence_or_told_without_need(engine_dir: Path, tmp_path: Path):
-    path = write_lines(tmp_path / "p.jsonl", {"text": "a"}, {"text": LONG})
-    assert load(path, engine_dir).left_out.endswith("beside an answer of 10")  # no categories to name
-    assert load(write_lines(path, {"text": "a"}), engine_dir).left_out == ""
-
-
-@pytest.fixture
-def without_template(engine_dir: Path, tmp_path: Path) -> Path:
-    """An engine directory whose builder knew nothing of prompts."""
-    directory = tmp_path / "old"
-    directory.mkdir()
-    for path in engine_dir.iterdir():
-        (directory / path.name).symlink_to(path)
-    fields = json.loads((directory / "manifest.json").read_text())
-    del fields["prompts"]
-    (directory / "manifest.json").unlink()
-    (directory / "manifest.json").write_text(json.dumps(fields))
-    return directory
-
-
-def test_chat_without_a_template_is_refused_before_anything_runs(
-    run, without_template: Path, questions: Path, tmp_path
-):
-    given = ("--engine-dir", without_template, "--prompts", questions, "--chat", "--output", tmp_path / "out")
-    status, out, err = run("bench", "--quick", *given)
-    assert (status, out) == (1, "")
-    assert err.startswith("error: --chat: the engines in") and err.count("\n") == 1
-    assert "without a chat template; leave --chat out" in err
-
-
 def test_comparisons_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path):
     command = [sys.executable, "-m", "lab.compare", str(engine_dir)]
     given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]

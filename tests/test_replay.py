@@ -15,7 +15,6 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.server import LaunchOptions
 from lab.bench import replay
 from lab.bench.replay import ReplayOptions, run_replay
-from lab.bench.servers import free_ports
 from lab.prompts import PromptMaker
 from tests import test_server
 from tests.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
@@ -110,13 +109,6 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
 def test_bad_options_are_named(options: ReplayOptions, changes, message):
     with pytest.raises(ConfigError, match=message):
         run_replay(replace(options, **changes))
-
-
-def test_no_server_is_one_clear_error(options: ReplayOptions, monkeypatch):
-    monkeypatch.setattr(replay, "CONNECT_TIMEOUT_S", 0.2)
-    (port,) = free_ports(1)
-    with pytest.raises(ConfigError, match="no server answers there"):
-        run_replay(replace(options, url=f"127.0.0.1:{port}"))
 
 
 def test_prompts_have_about_the_wanted_lengths_and_differ():

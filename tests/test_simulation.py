@@ -139,18 +139,6 @@ def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends
     assert makespan_us(run(where, trace)) == makespan_us(run(freely, trace)), "nobody decides by confidence"
 
 
-def test_trimming_in_a_lane_takes_the_lane_longer():
-    def records(overhead: OverheadCost) -> list[StepRecord]:
-        found: list[StepRecord] = []
-        policy = Mode(PipelineMode.PING_PONG, ADMITS_ALL)
-        run(world(certain(ALWAYS), overhead), trace_of((5, 12), (5, 12)), chosen=policy, observer=found.append)
-        return [record for record in found if record.overlap_us > 0]
-
-    assert {(r.propose_us, r.step_us) for r in records(TRIMMING)} == {(2 * (50 + 10), 230)}, "hidden behind the target"
-    dear = replace(TRIMMING, trim_us=97.0)
-    assert {(r.propose_us, r.step_us) for r in records(dear)} == {(2 * (50 + 100), 300)}
-
-
 def test_an_overlapped_step_takes_the_longer_of_its_phases():
     records: list[StepRecord] = []
     lanes = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, lanes_us=9.0)
@@ -164,14 +152,6 @@ def test_an_overlapped_step_takes_the_longer_of_its_phases():
         assert record.propose_us in (50, 100)
         assert record.overlap_us == min(record.verify_us, record.propose_us)
         assert record.step_us == max(record.verify_us, record.propose_us) + 9
-
-
-def test_time_of_a_whole_ping_pong_run():
-    # Both prompts; both draft; A is verified; then five steps in which one is verified and the other drafts, of
-    # which nothing is left for the last: 12 tokens are 4 rounds of 3 for each of the two.
-    prompts = (100 + 8 * 10) + 20
-    outcome = run(world(certain(ALWAYS)), trace_of((5, 12), (5, 12)), chosen=Mode(PipelineMode.PING_PONG))
-    assert makespan_us(outcome) == prompts + 2 * 50 + 8 * 230
 
 
 def test_an_arrival_waits_for_the_step_that_runs():
@@ -227,26 +207,6 @@ def test_the_texts_do_not_depend_on_how_they_are_scheduled(options):
     assert ("num_kv_blocks" in options) == (summary["num_preemptions"] > 0)
 
 
-def test_a_run_repeats_exactly_and_a_seed_changes_it():
-    first, again, other = (run(world(), lengths(20, 3), seed=seed) for seed in (0, 0, 1))
-    assert first.summary() == again.summary()
-    assert tokens_of(first) == tokens_of(again) != tokens_of(other)
-
-
-def test_counts_add_up():
-    records: list[StepRecord] = []
-    trace = lengths(40, 4)
-    outcome = run(world(), trace, "fixed:3", observer=records.append)
-    summary = outcome.summary()
-    emitted = sum(int(record.acceptance.num_emitted.sum()) for record in records)
-    assert summary["num_tokens"] == int(trace.num_output_tokens.sum()) == emitted
-    assert summary["tokens_per_s"] * summary["makespan_s"] == pytest.approx(summary["num_tokens"])
-    assert summary["num_steps"] == len(records)
-    for answer, arrival_s in zip(outcome.answers, trace.arrivals_s, strict=True):
-        assert answer.start_s - outcome.answers[0].start_s == pytest.approx(arrival_s - trace.arrivals_s[0])
-        assert answer.start_s < answer.response_s[0] <= answer.response_s[-1]
-
-
 def test_one_server_with_constant_service_waits_as_queueing_theory_says():
     # M/D/1 (Pollaczek and Khinchine): the mean wait is load / (2 (1 - load)) services.
     count, load, service_s = 5_000, 0.5, 110e-6
@@ -260,8 +220,3 @@ def test_one_server_with_constant_service_waits_as_queueing_theory_says():
 def test_what_no_path_of_outcomes_stands_for_is_refused():
     with pytest.raises(ConfigError, match="rejection"):
         run(world(), trace_of((5, 9)), acceptance="rejection")
-
-
-def test_kv_memory_below_one_context_is_refused():
-    with pytest.raises(ConfigError, match="KV memory of 256 tokens does not hold one context of 512 tokens"):
-        run(world(num_kv_tokens=256), trace_of((5, 9)))

@@ -1,9 +1,8 @@
-"""What a simulation is fed: traces, machines and pairs, the acceptance process; and the command around them."""
+"""Inputs of a simulation: traces, machines and pairs, the acceptance process; and the command around them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import logits
 from lab.shapes import MACHINES, PAIRS, layer_weights, stored_count
-from lab.simulation.acceptance import RETENTION, VOCAB_SIZE, demo_process, fitted_fits
+from lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
 from lab.simulation.costs import kv_capacity_tokens, roofline, with_host
 from lab.simulation.worlds import roofline_world, spread_levels
 from tests.test_traces import HEADER, csv
@@ -41,15 +40,6 @@ def test_no_prediction_beats_the_data_sheet(machine, pair):
                 assert us >= costs.call_us(name, WHOLE, rows, min(rows, 64), 1000)
 
 
-def test_a_small_batch_is_bound_by_memory_and_a_large_one_by_arithmetic():
-    costs = roofline(MACHINES["h100"], PAIRS["qwen3-32b/0.6b"])
-    one, eight, large, twice = (
-        float(costs.call_us(TARGET, WHOLE, rows, max(rows // 64, 1), 0)) for rows in (1, 8, 2048, 4096)
-    )
-    assert eight < 1.05 * one
-    assert 1.9 < twice / large < 2.1
-
-
 def test_sizes_of_known_models():
     sizes = {name: (stored_count(pair.target) / 1e9, stored_count(pair.draft) / 1e9) for name, pair in PAIRS.items()}
     known = {"qwen3-32b/0.6b": (32.8, 0.6), "qwen3-8b/0.6b": (8.2, 0.6), "llama3.3-70b/3.2-1b": (70.6, 1.24)}
@@ -64,16 +54,6 @@ def test_a_pair_that_does_not_fit_is_refused_with_both_sizes():
 
 
 # -- the acceptance process ----------------------------------------------------------------------------
-
-
-def test_a_path_depends_on_its_key_alone():
-    process = demo_process("sampled").with_exits((0.8,))
-    short, long, other = process.path((1, 2), 50), process.path((1, 2), 80), process.path((1, 3), 50)
-    for name in ("tokens", "drafted", "margins"):
-        assert (getattr(short, name) == getattr(long, name)[:50]).all()
-        assert (getattr(short, name) != getattr(other, name)).any()
-    assert (short.exit_margins == long.exit_margins[:, :50]).all()
-    assert short.tokens.min() >= 0 and max(short.tokens.max(), short.drafted.max()) < VOCAB_SIZE
 
 
 @pytest.mark.parametrize("level", [0.5, 0.75, 0.9])
@@ -210,11 +190,3 @@ def test_options_that_make_no_sense_are_refused(csv, arguments, message):
     done = simulate("--trace", csv(), *arguments)
     assert done.exit_code != 0
     assert isinstance(done.exception, FaserError) and message in str(done.exception)
-
-
-def test_separate_levels_move_acceptance_not_margins():
-    process = demo_process("sampled")
-    low, high = (process.at_level(level).path((0, 0), 300) for level in (0.4, 0.9))
-    assert (low.margins == high.margins).all()
-    assert ((low.tokens == low.drafted) <= (high.tokens == high.drafted)).all()
-    assert replace(process, shift=100.0).path((0, 0), 9).drafted.tolist() == low.tokens[:9].tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
+from lab.traces import Trace, arriving_as, fitted_to, read_trace, with_mean_lengths, with_rate_curve
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 LINES = [f"2023-11-16 18:15:{46 + i}.6805900,{374 + i},{44 + i}\n" for i in range(6)]
@@ -60,14 +60,6 @@ def test_a_missing_file_and_too_few_requests_are_refused(csv, tmp_path):
         read_trace(csv(), 7)
 
 
-def test_scaling_keeps_the_shape_of_arrivals(csv):
-    trace = read_trace(csv())
-    faster = scaled(trace, 4.0)
-    assert faster.rate == pytest.approx(4.0)
-    assert faster.arrivals_s * 4 == pytest.approx(trace.arrivals_s)
-    assert "4 requests/s" in faster.description
-
-
 def test_a_rate_curve_has_its_mean_and_its_swing():
     trace = with_rate_curve(many(), 8.0, 35.0, seed=3)
     assert trace.rate == pytest.approx(8.0, rel=0.02)
@@ -79,11 +71,6 @@ def test_a_rate_curve_has_its_mean_and_its_swing():
     assert (np.diff(trace.arrivals_s) >= 0).all()
     again, other = with_rate_curve(many(), 8.0, 35.0, seed=3), with_rate_curve(many(), 8.0, 35.0, seed=4)
     assert (trace.arrivals_s == again.arrivals_s).all() and (trace.arrivals_s != other.arrivals_s).any()
-
-
-def test_a_constant_rate_is_poisson():
-    gaps = np.diff(with_rate_curve(many(), 5.0, 1.0, seed=0).arrivals_s)
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize(("rate", "ratio"), [(0.0, 35.0), (-1.0, 35.0), (5.0, 0.5), (5.0, 2000.0)])

@@ -75,7 +75,7 @@ def available_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of the reference under a load: seconds until all of a wave's requests have a token, and from each token on."""
+    """Seconds of the reference under a load until all of a wave's requests have a token, and from each token on."""
 
     first_s: float
     token_s: float

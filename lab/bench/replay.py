@@ -58,7 +58,7 @@ class ReplayOptions:
 
 @dataclass(slots=True)
 class Replayed:
-    """What was measured so far, at any time."""
+    """Measurements so far, at any time."""
 
     answers: list[Answer] = field(default_factory=list)
     lateness_ms: list[float] = field(default_factory=list)

@@ -62,7 +62,7 @@ def _event(name: str, place: tuple[int, str], span_ns: tuple[int, int], origin_n
 
 
 def _args(note: StepNote) -> dict[str, Any]:
-    """What the step did; of a policy that weighs ways to run a step, also its reason and the best of its scores."""
+    """Counts of the step; of a policy that weighs ways to run a step, also its reason and the best of its scores."""
     args: dict[str, Any] = {
         "batch_size": len(note.sequences),
         "drafted": int(note.num_drafted.sum()),

@@ -1,4 +1,4 @@
-"""What formats of weights do to a model, over its own answers: engines beside one with float32 matrices.
+"""Effects of formats of weights on a model, over its own answers: engines beside one with float32 matrices.
 
     python scripts/check_weights.py REFERENCE_DIR ENGINE_DIR... --prompts FILE [--chat] [--texts FILE]
 

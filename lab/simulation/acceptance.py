@@ -59,7 +59,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcceptancePath:
-    """Of one text, position by position from its first output token; [n] each."""
+    """Outcomes of one text, position by position from its first output token; [n] each."""
 
     tokens: np.ndarray  # int64, what the target draws
     drafted: np.ndarray  # int64, what the draft draws after the true prefix
@@ -169,11 +169,11 @@ class Outcomes:
         self._exit_margins[:, slot] = path.exit_margins
 
     def target(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What the target draws; arrays of one shape here and below."""
+        """Draws of the target; arrays of one shape here and below."""
         return self._tokens[slots, self._offsets(slots, positions)]
 
     def draft(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the draft draws after the true prefix, and its margins."""
+        """Draws of the draft after the true prefix, and its margins."""
         offsets = self._offsets(slots, positions)
         return self._drafted[slots, offsets], self._margins[slots, offsets]
 
@@ -207,7 +207,7 @@ def demo_process(kind: str) -> AcceptanceProcess:
 
 
 def knowledge_of(process: AcceptanceProcess, costs: CostModel, exits: tuple[tuple[int, int], ...]) -> Knowledge:
-    """What `faser profile` would have learned of a simulated pair: margins, and how to read its exits.
+    """Knowledge that `faser profile` would have of a simulated pair: margins, and how to read its exits.
 
     The process is known, so nothing is fitted: with exit margins of N(+-d/2, 1) the logit of a chance grows by d times
     the margin. Thresholds are chosen for a retention, as the profiler chooses them. exits: (segment, layer) of each

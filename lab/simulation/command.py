@@ -214,7 +214,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
 
 
 def find_capacity(options: SimulateOptions) -> Row:
-    """What the best static length answers while more requests wait than it can take: policy and requests per second."""
+    """Policy and requests per second of the best static length while more requests wait than it can take."""
     at_once = replace(options, rate=AT_ONCE, loads=None, peak_trough=None)
     rows = simulate_all([(at_once, Contestant(name)) for name in STATIC], "capacity")
     best = max(rows, key=lambda row: row["middle_requests_per_s"])

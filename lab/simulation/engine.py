@@ -46,7 +46,7 @@ class World:
     assumptions: tuple[str, ...]
 
     def knowledge(self) -> Knowledge:
-        """What policies are told of this world."""
+        """Returns what policies know of this world."""
         return knowledge_of(self.process, self.costs, self.exits)
 
 
@@ -65,7 +65,7 @@ class SimEngine:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of N requests in the order of the trace; times in virtual seconds."""
+    """Results of N requests in the order of the trace; times in virtual seconds."""
 
     answers: list[Answer]
     seconds: float  # from the start of the run to the last token

@@ -1,5 +1,5 @@
-"""What a head takes from its target before training, and the checkpoint that it becomes: the public layout, which vLLM,
-SGLang and engines/eagle3.py read."""
+"""The beginnings of a head in its target, and the checkpoint that it becomes: the public layout, which vLLM, SGLang and
+engines/eagle3.py read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def feature_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def published_layers(spec: ModelSpec) -> tuple[int, ...] | None:
-    """What readers take where a config names no layers; None: the target has too few."""
+    """The layers that readers take where a config names none; None: the target has too few."""
     low, middle, high = 2, spec.num_layers // 2, spec.num_layers - 3
     return (low, middle, high) if low < middle < high else None
 

@@ -191,7 +191,7 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Of the plan."""
+        """Steps of the plan."""
         return len(self._batches())
 
     @property
