@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ def serve(*options: object) -> Iterator[Served]:
         yield Served(http, grpc, metrics, ready)
     finally:
         process.terminate()
+        time.sleep(0.2)
+        process.terminate()  # a second signal ends at once
         try:
             process.communicate(timeout=40)
         except subprocess.TimeoutExpired:

@@ -150,12 +150,16 @@ def is_marked(rules: Any, slot: int, params: SamplingParams, *_: object) -> bool
     return params.repetition_penalty == MARK
 
 
-def has_marked_penalty(rules: Any, logits: object, rows: object, index: object, slots: list[int]) -> bool:
-    return any(rules._penalties[slot].repetition == MARK for slot in slots if slot in rules._penalties)
+def marks_rows(kind: str) -> Callable[..., bool]:
+    """Whether the victim's slot is among those that a rule is applied to."""
 
+    def concerns(rules: Any, logits: object, rows: object, index: object, slots: list[int]) -> bool:
+        penalties, biases = rules._penalties, rules._rules
+        if kind == "penalty":
+            return any(penalties[slot].repetition == MARK for slot in slots if slot in penalties)
+        return any(MARK in biases[slot].bias_values for slot in slots if slot in biases)
 
-def has_marked_bias(rules: Any, logits: object, rows: object, index: object, slots: list[int]) -> bool:
-    return any(MARK in rules._rules[slot].bias_values for slot in slots if slot in rules._rules)
+    return concerns
 
 
 def has_marked_word(words: Any, *_: object) -> bool:
@@ -183,13 +187,13 @@ Rules, Words, Penalties = logit_rules.LogitRules, logit_rules._BadWords, logit_r
 Hook = tuple[str, Any, str, Callable[..., object], int]  # field to blame; what raises, for whom, from which call on
 HOOKS: dict[str, Hook] = {
     "bias, add": ("logit_bias", Rules, "_add_bias", is_marked, 1),
-    "bias": ("logit_bias", Rules, "_bias", has_marked_bias, LATE),
+    "bias": ("logit_bias", Rules, "_bias", marks_rows("bias"), LATE),
     "words, add": ("bad_words", Words, "__init__", lambda _, words, committed: words == (MARKED_WORD,), 1),
     "words, append": ("bad_words", Words, "append", has_marked_word, LATE),
     "words": ("bad_words", Words, "forbid", has_marked_word, LATE),
     "penalties, add": ("repetition_penalty", Rules, "_add_penalties", is_marked, 1),
     "penalties, append": ("repetition_penalty", Penalties, "append", lambda counts, _: counts.repetition == MARK, LATE),
-    "penalties": ("repetition_penalty", Rules, "_penalize", has_marked_penalty, LATE),
+    "penalties": ("repetition_penalty", Rules, "_penalize", marks_rows("penalty"), LATE),
     "log-probabilities": ("return_log_probs", NumpySampler, "log_probs", lambda *_: True, LATE),
     "context log-probabilities": ("return_context_log_probs", prefill, "_log_probs", lambda *_: True, 1),
     "context logits": ("return_context_logits", prefill, "context_logits", is_victim, 1),

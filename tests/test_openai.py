@@ -254,16 +254,6 @@ def test_a_required_call_is_made(api: Api, choice: Any, is_streamed: bool):
     assert (reason, text or "") == ("tool_calls", "")
 
 
-def test_a_conversation_with_calls_goes_on(api: Api):
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
-    ]
-    assert ask(api, ChatBody, messages=messages, tools=[WEATHER], max_tokens=4).choices[0].message.content
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_a_response_calls_a_function_and_its_events_build_the_call(api: Api, choice: Any):
     asked = {"input": "Weather in Rome?", "tools": [FLAT_WEATHER], "tool_choice": choice, "temperature": 0}

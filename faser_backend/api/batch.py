@@ -20,6 +20,7 @@ from faser_backend.core.request import Limits, Request
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.core.request import SamplingParams as EngineSampling
 from faser_backend.serving.contract import fitting_max_tokens, nth_sequence
+from faser_backend.serving.engine_loop import Subscription
 from faser_backend.serving.guides import GuideCompiler
 from faser_backend.serving.tokenizer import TextTokenizer
 
@@ -51,16 +52,11 @@ class _Asked:
     prompt: str | None
     prompt_ids: list[int]
     answers: list[GrowingAnswer]
-    is_told: bool = False  # that it has ended
-
-    @property
-    def is_ended(self) -> bool:
-        return all(answer.is_ended for answer in self.answers)
 
     def snapshot(self) -> RequestOutput:
-        first = self.answers[0].request
+        request_id, is_ended = self.answers[0].request.request_id, all(answer.is_ended for answer in self.answers)
         outputs = [answer.snapshot() for answer in self.answers]
-        return RequestOutput(first.request_id, self.index, self.prompt, self.prompt_ids, outputs, self.is_ended)
+        return RequestOutput(request_id, self.index, self.prompt, self.prompt_ids, outputs, is_ended)
 
 
 class Batch:
@@ -73,43 +69,39 @@ class Batch:
         for index, (prompt, wanted) in enumerate(zip(listed, _params_of(params, len(listed)), strict=True)):
             with _naming(f"prompts[{index}]" if len(listed) > 1 else None):
                 self._asked.append(_ask(prompt, wanted, model, index, f"{call_id}.{index}"))
-        self._by_id = {answer.request.request_id: (asked, answer) for asked in self._asked for answer in asked.answers}
+        self._by_id = {answer.request.request_id: answer for asked in self._asked for answer in asked.answers}
         self._stopping: set[str] = set()
 
     @property
-    def requests(self) -> list[Request]:
-        return [answer.request for _, answer in self._by_id.values()]
-
-    @property
     def is_ended(self) -> bool:
-        return all(asked.is_ended for asked in self._asked)
+        return all(answer.is_ended for answer in self._by_id.values())
 
-    def take(self, outputs: list[EngineOutput] | None) -> list[str]:
-        """Adds what steps emitted. Returns the requests that the engine may stop: a stop string has ended their text.
+    def submit(self, engine: Subscription) -> None:
+        for answer in self._by_id.values():
+            engine.submit(answer.request, "")
+
+    def take(self, outputs: list[EngineOutput] | None, engine: Subscription) -> None:
+        """Adds what steps emitted. The engine need not go on with an answer whose text a stop string has ended.
 
         An answer that failed ends with its error, and the others are kept. Raises FaserError where there are no others,
         and where the engine is gone.
         """
         if outputs is None:
             raise UnavailableError("the engine was closed")
-        stopped = []
         for output in outputs:
             failure = output.error
             if failure is not None and (len(self._by_id) == 1 or failure.code is ErrorCode.UNAVAILABLE):
                 raise FailedError(failure)
-            _, answer = self._by_id[output.request_id]
+            answer = self._by_id[output.request_id]
             answer.add(output)
             if answer.is_stopped and not answer.is_ended and output.request_id not in self._stopping:
                 self._stopping.add(output.request_id)
-                stopped.append(output.request_id)
-        return stopped
+                engine.stop(output.request_id)
 
     def news(self) -> Iterator[RequestOutput]:
         """The prompts whose answers have grown or ended since the last call."""
         for asked in self._asked:
-            is_over = asked.is_ended and not asked.is_told
-            if is_over or any(answer.has_news for answer in asked.answers):
-                asked.is_told = asked.is_ended
+            if any(answer.has_news for answer in asked.answers):
                 yield asked.snapshot()
 
     def results(self) -> list[RequestOutput]:

@@ -26,7 +26,7 @@ from faser_backend.pipeline.engine import EngineMetrics
 from faser_backend.serving import loading
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import GuideCompiler
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -143,9 +143,9 @@ class LLM:
         with ExitStack() as stack:
             subscription = self._loop.subscribe()
             stack.callback(subscription.close)
-            _submit(batch, subscription)
+            batch.submit(subscription)
             while not batch.is_ended:
-                _take(batch, subscription, subscription.outputs.get())
+                batch.take(subscription.outputs.get(), subscription)
                 yield
 
     async def _run_async(self, batch: Batch) -> AsyncGenerator[None, None]:
@@ -158,20 +158,10 @@ class LLM:
         with ExitStack() as stack:
             subscription = self._loop.subscribe(deliver)
             stack.callback(subscription.close)
-            _submit(batch, subscription)
+            batch.submit(subscription)
             while not batch.is_ended:
-                _take(batch, subscription, await outputs.get())
+                batch.take(await outputs.get(), subscription)
                 yield
-
-
-def _submit(batch: Batch, subscription: Subscription) -> None:
-    for request in batch.requests:
-        subscription.submit(request, "")
-
-
-def _take(batch: Batch, subscription: Subscription, outputs: list[EngineOutput] | None) -> None:
-    for request_id in batch.take(outputs):
-        subscription.stop(request_id)
 
 
 def _conversations(messages: object) -> list[Conversation]:

@@ -100,6 +100,7 @@ class GrowingAnswer:
 
     def __init__(self, request: Request, params: SamplingParams, tokenizer: TextTokenizer, index: int) -> None:
         self.request = request
+        self.has_news = False  # since the last snapshot: text, or the end
         self._tokenizer = tokenizer
         self._index = index
         self._wants_logprobs = params.logprobs is not None
@@ -125,10 +126,6 @@ class GrowingAnswer:
     def is_ended(self) -> bool:
         return self._last.is_final
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._new_pieces)
-
     def add(self, output: EngineOutput) -> None:
         """Takes what one step emitted."""
         tokens = self._stream.add(output)
@@ -139,11 +136,12 @@ class GrowingAnswer:
             pieces.append(TextPiece(self._stream.finish(), False))
             self._last = output
         self._new_pieces += [piece for piece in pieces if piece.text]
+        self.has_news = bool(self._new_pieces) or output.is_final
         self._text += "".join(piece.text for piece in pieces)
 
     def snapshot(self) -> CompletionOutput:
         """The answer so far. What is new in it is new once."""
-        pieces, self._new_pieces = tuple(self._new_pieces), []
+        pieces, self._new_pieces, self.has_news = tuple(self._new_pieces), [], False
         last, stop_reason = self._last, self._stream.matched_stop
         if stop_reason is None and last.finish_reason is FinishReason.STOP_WORDS:
             stop_reason = self._tokens[-1].token_id

@@ -106,7 +106,7 @@ def parse_requests(
     Raises RequestError naming the field, its value and the limit; then no sequence of the request may start.
     """
     refuse_unsupported(tensors)
-    rows = _split_batch(tensors)
+    rows = split_batch(tensors)
     parsed: list[ParsedRequest] = []
     for batch_index, row in enumerate(rows):
         num_sequences = int(read_scalar(row, "num_return_sequences", default=1)) or 1
@@ -140,9 +140,9 @@ def nth_sequence(request: Request, index: int) -> Request:
     return replace(request, request_id=f"{request.request_id}.{index}", sampling=sampling)
 
 
-def _split_batch(tensors: Tensors) -> list[Tensors]:
+def split_batch(tensors: Tensors, prompt_inputs: tuple[str, ...] = PROMPT_INPUTS) -> list[Tensors]:
     """One set of tensors per prompt. Tensors without a batch dimension hold one prompt."""
-    prompts = next((tensors[name] for name in PROMPT_INPUTS if name in tensors), None)
+    prompts = next((tensors[name] for name in prompt_inputs if name in tensors), None)
     num_rows = prompts.shape[0] if prompts is not None and prompts.ndim > 1 else 1
     if num_rows == 1:
         return [tensors]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from faser_backend.core.errors import ErrorCode, RequestError
+from faser_backend.serving.contract import split_batch
 from faser_backend.serving.link import Hello
 from faser_backend.serving.tensor_values import (
     BAD_WORDS,
     STOP_WORDS,
     WordLimit,
     bias_by_words,
+    read_scalar,
     read_text,
     read_words,
     word_ids_array,
@@ -28,26 +30,25 @@ def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list
     The decoder's ids, one padding token each, are for clients that pass them on; a decoder-only model reads none.
     """
     refuse_unsupported(tensors)
-    rows = _read_prompts(tensors, tokenizer, hello.max_text_bytes)
-    num_rows = len(rows)
-    if "REQUEST_OUTPUT_LEN" not in tensors or tensors["REQUEST_OUTPUT_LEN"].size != num_rows:
-        raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {num_rows}")
-    end_ids = _ids_by_row(tensors, "END_ID", num_rows, hello.end_ids[0] if hello.end_ids else -1)
+    rows = [_present(row) for row in split_batch(tensors, ("QUERY", "MESSAGES"))]
+    prompts = [_read_prompt(row, tokenizer, hello.max_text_bytes) for row in rows]
+    if any("REQUEST_OUTPUT_LEN" not in row for row in rows):
+        raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {len(rows)}")
+    end_ids = _column(rows, "END_ID", hello.end_ids[0] if hello.end_ids else -1)
     default_pad_id = max(int(end_ids[0, 0]), 0) if tokenizer.pad_id is None else tokenizer.pad_id
-    pad_ids = _ids_by_row(tensors, "PAD_ID", num_rows, default_pad_id)
-    input_ids = np.repeat(pad_ids, max(map(len, rows)), axis=1)
-    for row, token_ids in enumerate(rows):
+    pad_ids = _column(rows, "PAD_ID", default_pad_id)
+    input_ids = np.repeat(pad_ids, max(map(len, prompts)), axis=1)
+    for row, token_ids in enumerate(prompts):
         input_ids[row, : len(token_ids)] = token_ids
-    ones = np.ones((num_rows, 1), np.int32)
     return [
         ("INPUT_ID", input_ids),
         ("DECODER_INPUT_ID", pad_ids),
-        ("BAD_WORDS_IDS", _words_by_row(tensors, "BAD_WORDS_DICT", BAD_WORDS, num_rows, tokenizer)),
-        ("STOP_WORDS_IDS", _words_by_row(tensors, "STOP_WORDS_DICT", STOP_WORDS, num_rows, tokenizer)),
-        ("REQUEST_INPUT_LEN", np.array([[len(token_ids)] for token_ids in rows], np.int32)),
-        ("REQUEST_DECODER_INPUT_LEN", ones),
-        ("REQUEST_OUTPUT_LEN", tensors["REQUEST_OUTPUT_LEN"].reshape(num_rows, 1).astype(np.int32)),
-        ("EMBEDDING_BIAS", _bias_by_row(tensors, num_rows, hello, tokenizer)),
+        ("BAD_WORDS_IDS", _words(rows, "BAD_WORDS_DICT", BAD_WORDS, tokenizer)),
+        ("STOP_WORDS_IDS", _words(rows, "STOP_WORDS_DICT", STOP_WORDS, tokenizer)),
+        ("REQUEST_INPUT_LEN", np.array([[len(token_ids)] for token_ids in prompts], np.int32)),
+        ("REQUEST_DECODER_INPUT_LEN", np.ones((len(rows), 1), np.int32)),
+        ("REQUEST_OUTPUT_LEN", _column(rows, "REQUEST_OUTPUT_LEN", 0)),
+        ("EMBEDDING_BIAS", _bias(rows, hello.limits.vocab_size, tokenizer)),
         ("OUT_END_ID", end_ids),
         ("OUT_PAD_ID", pad_ids),
     ]
@@ -78,50 +79,41 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tok
     return [("OUTPUT", np.array(texts, dtype=object))]
 
 
-def _read_prompts(tensors: Tensors, tokenizer: TextTokenizer, max_bytes: int) -> list[list[int]]:
-    """Token ids of every row."""
-    if "QUERY" in tensors and "MESSAGES" in tensors:
+def _present(row: Tensors) -> Tensors:
+    """Empty tensors are none."""
+    return {name: array for name, array in row.items() if array.size}
+
+
+def _read_prompt(row: Tensors, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
+    if "QUERY" in row and "MESSAGES" in row:
         raise RequestError("MESSAGES", "given with QUERY", "send one of the two")
-    if "MESSAGES" in tensors:
-        conversations = [read_text("MESSAGES", value, max_bytes) for value in tensors["MESSAGES"].reshape(-1)]
-        return [tokenizer.encode_chat("MESSAGES", messages, max_bytes)[1] for messages in conversations]
-    if "QUERY" not in tensors:
-        raise RequestError("QUERY", None, "a prompt is needed: send QUERY or MESSAGES")
-    texts = [read_text("QUERY", value, max_bytes) for value in tensors["QUERY"].reshape(-1)]
-    return [tokenizer.encode_prompt(text) for text in texts]
+    for name in ("MESSAGES", "QUERY"):
+        if name in row:
+            text = read_text(name, read_scalar(row, name), max_bytes)
+            is_chat = name == "MESSAGES"
+            return tokenizer.encode_chat(name, text, max_bytes)[1] if is_chat else tokenizer.encode_prompt(text)
+    raise RequestError("QUERY", None, "a prompt is needed: send QUERY or MESSAGES")
 
 
-def _ids_by_row(tensors: Tensors, name: str, num_rows: int, default: int) -> np.ndarray:
+def _column(rows: list[Tensors], name: str, default: int) -> np.ndarray:
     """INT32 [B, 1]: the client's, else the default."""
-    if name not in tensors or tensors[name].size == 0:
-        return np.full((num_rows, 1), default, np.int32)
-    if tensors[name].size != num_rows:
-        raise RequestError(name, list(tensors[name].shape), f"needs one value per prompt, {num_rows}")
-    return tensors[name].reshape(num_rows, 1).astype(np.int32)
+    return np.array([[read_scalar(row, name, default=default)] for row in rows], np.int32)
 
 
-def _words_by_row(tensors: Tensors, name: str, limit: WordLimit, num_rows: int, tokenizer: TextTokenizer) -> np.ndarray:
+def _words(rows: list[Tensors], name: str, limit: WordLimit, tokenizer: TextTokenizer) -> np.ndarray:
     """[B, 2, n]; rows with fewer ids are padded with 0 and end offsets with -1."""
-    rows = []
-    for row in range(num_rows):
-        words = read_words({name: tensors[name][row]}, name, limit) if name in tensors else []
-        rows.append(word_ids_array(tokenizer.encode_words(name, words)))
-    array = np.zeros((num_rows, 2, max(row.shape[1] for row in rows)), np.int32)
+    words = [word_ids_array(tokenizer.encode_words(name, read_words(row, name, limit))) for row in rows]
+    array = np.zeros((len(rows), 2, max(ids.shape[1] for ids in words)), np.int32)
     array[:, 1] = -1
-    for index, words in enumerate(rows):
-        array[index, :, : words.shape[1]] = words
+    for index, ids in enumerate(words):
+        array[index, :, : ids.shape[1]] = ids
     return array
 
 
-def _bias_by_row(tensors: Tensors, num_rows: int, hello: Hello, tokenizer: TextTokenizer) -> np.ndarray:
+def _bias(rows: list[Tensors], vocab_size: int, tokenizer: TextTokenizer) -> np.ndarray:
     """[B, vocab_size], or [B, 0] where no row has a bias."""
-    names = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
-    rows = []
-    for row in range(num_rows):
-        present = {name: tensors[name][row] for name in names if name in tensors}
-        rows.append(bias_by_words(present, *names, tokenizer) or {})
-    array = np.zeros((num_rows, hello.limits.vocab_size if any(rows) else 0), np.float32)
-    for row, bias in enumerate(rows):
-        for token_id, weight in bias.items():
-            array[row, token_id] = weight
+    biases = [bias_by_words(row, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", tokenizer) or {} for row in rows]
+    array = np.zeros((len(rows), vocab_size if any(biases) else 0), np.float32)
+    for row, bias in enumerate(biases):
+        array[row, list(bias)] = list(bias.values())
     return array
