@@ -126,8 +126,7 @@ def _vectors() -> str:
 
 def _matrix_units() -> str:
     """Which weights meet something better than vectors, or why none do."""
-    from plugins.row_unit_tiles import PRODUCTS
-    from plugins.row_units import find_matrix_units
+    from plugins.row_units import PRODUCTS, find_matrix_units
 
     is_there, found = find_matrix_units()
     return f"of {', '.join(sorted(PRODUCTS))} weights on {found}" if is_there else f"no matrix units ({found})"
