@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import faser_backend
 from faser_backend import LLM, ConfigError, FaserError, GuidedDecodingParams, RequestError, SamplingParams
-from lab.abuse.schemas import SCHEMAS
+from lab.abuse.cases import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["def f(x):", "the quick", "Größe 東京", "x"]

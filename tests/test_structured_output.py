@@ -23,7 +23,7 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.guides import MAX_GUIDE_BYTES, GuideCompiler, read_guide
 from faser_backend.serving.tokenizer import TextTokenizer
-from lab.abuse.schemas import SCHEMAS
+from lab.abuse.cases import SCHEMAS
 from tests.harness import Driven, drive
 from tests.serving_pair import END_ID, write_pair
 

@@ -1,35 +1,91 @@
-"""Requests that nobody should send: tensors over gRPC and bodies over HTTP, each remade from a seed and its number.
+"""Inputs that nobody should send: requests over gRPC and HTTP, each remade from a seed and its number, and JSON schemas
+that are costly to follow or have no end.
 
-A case is a request that works with one to three things wrong. Left out are the two inputs that are known to end
-Triton 2.51's HTTP frontend, which only `known_crashes` returns.
+A case is a request that works, in which declared tensors get bad values, or nodes of the message others of their type.
+Left out are the two inputs that are known to end Triton 2.51's HTTP frontend, which only `known_crashes` returns.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from faser_backend.serving.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, TensorSpec
-from lab.abuse.clients import make_request, raw_strings, raw_tensor
+from lab.abuse.clients import Tensor, as_request, tensors_of
 
 CONTRACTS = ("inflight_batcher", "llmapi")
 PROMPT = "def f(x):\n    return"
 MAX_DEPTH = 400  # of brackets
-LONG, VERY_LONG = 20_000, 500_000  # characters; the latter in one text of forty
-BAD_NUMBERS = {
+LONG, VERY_LONG = 20_000, 500_000  # characters; the latter seldom
+NUMBERS = {
     "INT32": [-(2**31), -1, 0, 1, 2**31 - 1, 10**6], "INT64": [-(2**63), -1, 2**63 - 1], "UINT8": [0, 255],
     "UINT64": [0, 1, 2**64 - 1], "BOOL": [False, True], "FP16": [0.0, np.nan, np.inf],
     "FP32": [np.nan, np.inf, -np.inf, -1.0, 0.0, 1e38, 1e-45, 2.0],
 }  # fmt: skip
-SHAPES = [[], [0], [-1], [1], [1, 0], [-1, 1], [1, 1, 1], [2, 1], [1, 2**31], [2**62, 2], [1] * 40, [-(2**63), 1]]
-BAD_JSON = [None, True, -1, 0, 10**30, 1.5, float("nan"), "", "x", "\ud800", [], {}, [[1]], {"a": 1}, ["a", 1], 2**64]
+TEXTS = [
+    b"", b"\xff\xfe\xfd", b"\x00", "é".encode()[:1], b"\xed\xa0\x80", b"x " * (LONG // 2), b"x" * LONG,
+    "🙂".encode() * 500, b"[" * MAX_DEPTH, b"{", b'[{"role": "user", "content": 1}]', b"[]", b"null",
+    b'[{"role": "user", "content": "x"}]', b"(a+)+$", b"{{ 7 * 7 }}", b"json", b"regex", bytes(range(256)),
+]  # fmt: skip
+WORDS = [
+    "", "nonsense", "x" * 5000, "\n", "🙂", "../ensemble", "-1", "999", "1" * 50, "text_input", "text_output",
+    "output_ids", "BYTES", "BF16", *NUMBERS,
+]  # fmt: skip
+# What a node of a gRPC message becomes, by its type; and what one of JSON does, as JSON.
+NODES = {str: WORDS, int: [-(2**63), -1, 0, 1, 2, 2**31, 2**62]}
+JSON_NODES = [
+    "null", "true", "-1", "0", str(10**30), "1.5", "NaN", '"\\ud800"', "[]", "{}", "[[1]]", '{"a": 1}', '["a", 1]',
+    str(2**64), "[" * MAX_DEPTH + "]" * MAX_DEPTH, *map(json.dumps, ["x" * LONG, *WORDS]),
+    *(json.dumps(text.decode("latin-1")) for text in TEXTS),
+]  # fmt: skip
+LENGTHS = [0, 1, 255, 2**31 - 1, 2**32 - 1]  # that a string claims to have
+BODIES = [b"", b"1", b"null", b"[" * MAX_DEPTH, b"\0" * 1000, b'{"text_input":"x","max_tokens":' + b"9" * 400 + b"}"]
+HEADERS = [
+    *({"Inference-Header-Content-Length": length} for length in ("-1", "0", "1", "10", "99999999999", "x")),
+    {"Content-Type": "application/octet-stream"}, {"X-Long": "x" * 20_000},
+    *({"Content-Encoding": kind} for kind in ("gzip", "deflate", "nonsense")),
+]  # fmt: skip
+WAYS = ("stream", "stream", "stream", "stream", "unary", "generate", "generate", "generate_stream", "infer")
+# What a gRPC message may have and does not need.
+EXTRAS: list[dict[str, Any]] = [
+    {"outputs": [{"name": "text_output"}]}, {"outputs": [{"name": "output_ids"}]}, {"model_version": "1"}, {"id": "1"},
+    *({"parameters": {name: {"int64_param": 1}}} for name in ("priority", "timeout", "text_input", "nonsense")),
+    {"parameters": {"sequence_id": {"int64_param": 1}, "sequence_start": {"bool_param": True}}},
+]  # fmt: skip
 
 Generator = np.random.Generator
+
+
+def _chain(key: str) -> dict[str, Any]:
+    """Each object must hold another one: no finite text follows it."""
+    node = {"type": "object", "properties": {key: {"$ref": "#/$defs/n"}}, "required": [key]}
+    return {"$ref": "#/$defs/n", "$defs": {"n": node}}
+
+
+def _doubled(depth: int) -> dict[str, Any]:
+    """Each object holds two: the whole text has 2 ** depth strings."""
+    rules: dict[str, Any] = {f"d{depth}": {"type": "string"}}
+    for level in range(depth):
+        ref = {"$ref": f"#/$defs/d{level + 1}"}
+        rules[f"d{level}"] = {"type": "object", "properties": {"a": ref, "b": ref}, "required": ["a", "b"]}
+    return {"$ref": "#/$defs/d0", "$defs": rules}
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "recursive": _chain("c"),
+    "wide": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}},
+    "doubled": _doubled(60),
+    "recursive later": {  # behind a choice, which no compiler examines
+        "type": "object", "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
+        "required": ["a", "n"], "$defs": _chain("c")["$defs"],
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +117,7 @@ TARGETS = {
 class Case:
     """One request: a gRPC message (unary or in a stream), or an HTTP call."""
 
-    label: str  # what is wrong with it
+    label: str  # its model, its way and what is wrong with it
     request: Any = None
     is_unary: bool = False
     path: str = ""
@@ -77,226 +133,99 @@ def pick(rng: Generator, values: Any) -> Any:
 def make_case(seed: int, number: int, contract: str) -> Case:
     """The same case for the same arguments."""
     rng = np.random.default_rng([seed, number])
-    target = pick(rng, TARGETS[contract])
-    return (tensor_case if rng.random() < 0.5 else http_case)(rng, target)
-
-
-def bad_text(rng: Generator) -> bytes:
-    length = VERY_LONG if rng.random() < 1 / 40 else LONG
-    return pick(
-        rng,
-        [
-            b"", b"\xff\xfe\xfd", b"\x00", "é".encode()[:1], b"\xed\xa0\x80", b"x " * (length // 2), b"x" * length,
-            "🙂".encode() * 500, b"[" * MAX_DEPTH, b"{", b'[{"role": "user", "content": 1}]', b"[]", b"null",
-            b'[{"role": "user", "content": "x"}]', b"(a+)+$", b"{{ 7 * 7 }}", b"json", b"regex", bytes(range(256)),
-        ],
-    )  # fmt: skip
-
-
-def bad_values(rng: Generator, kind: str, num: int) -> list[Any]:
-    """num values for a tensor of the type."""
-    if kind == "STRING":
-        return [bad_text(rng) if num < 3 else b"x" for _ in range(num)]
-    return [pick(rng, BAD_NUMBERS[kind]) for _ in range(num)]
-
-
-def chosen_dims(rng: Generator, spec: TensorSpec) -> list[int]:
-    """Dimensions without the batch: mostly as declared, with up to 300 values where their number is open."""
-    if rng.random() < 0.1:
-        return [int(pick(rng, [0, 2, 300]))]
-    open_dim = int(pick(rng, [0, 1, 1, 2, 3])) if spec.dims != (-1,) else int(pick(rng, [0, 1, 2, 300]))
-    return [open_dim if dim == -1 else dim for dim in spec.dims]
-
-
-# -- tensors over gRPC -----------------------------------------------------------------------------------------------
-def tensor_case(rng: Generator, target: Target) -> Case:
-    request = make_request(target.model, [target.values], has_batch=target.has_batch)
+    target, way = pick(rng, TARGETS[contract]), pick(rng, WAYS)
+    tensors = tensors_of([target.values], has_batch=target.has_batch)
     # Half of them are well formed: Triton refuses the others before a model sees them.
-    names = list(TENSOR_CHANGES) if rng.random() < 0.5 else ["put"]
-    chosen = [pick(rng, names) for _ in range(int(rng.integers(1, 4)))]
-    for name in chosen:
-        TENSOR_CHANGES[name](rng, target, request)
-    return Case(", ".join(chosen), request, is_unary=rng.random() < 0.1)
-
-
-def put(rng: Generator, target: Target, request: Any) -> None:
-    """A declared tensor with a bad value, in place of the one that is there."""
-    spec = pick(rng, target.specs)
-    dims = chosen_dims(rng, spec)
-    drop(request, spec.name)
-    add(request, spec, bad_values(rng, spec.data_type, math.prod(dims)), [*([1] * target.has_batch), *dims])
-
-
-def double(rng: Generator, target: Target, request: Any) -> None:
-    spec = pick(rng, target.specs)
-    for _ in range(2):
-        add(request, spec, [b"x" if spec.data_type == "STRING" else 1], [1, 1])
-
-
-def add(request: Any, spec: TensorSpec, values: list[Any], shape: list[int]) -> None:
-    request.inputs.add(name=spec.name, datatype=datatype(spec), shape=shape)
-    request.raw_input_contents.append(raw_tensor(spec.data_type, values))
-
-
-def drop(request: Any, name: str) -> None:
-    for index, tensor in enumerate(request.inputs):
-        if tensor.name == name:
-            del request.inputs[index]
-            if index < len(request.raw_input_contents):
-                del request.raw_input_contents[index]
-            return
-
-
-def datatype(spec: TensorSpec) -> str:
-    return "BYTES" if spec.data_type == "STRING" else spec.data_type
-
-
-def edit(change: Callable[[Generator, bytes], bytes]) -> Callable[[Generator, Target, Any], None]:
-    """A change of the bytes of one tensor."""
-
-    def run(rng: Generator, _: Target, request: Any) -> None:
-        if request.raw_input_contents:
-            index = int(rng.integers(len(request.raw_input_contents)))
-            request.raw_input_contents[index] = change(rng, request.raw_input_contents[index])
-
-    return run
-
-
-def retype(rng: Generator, _: Target, request: Any) -> None:
-    if request.inputs:
-        pick(rng, request.inputs).datatype = pick(rng, [*BAD_NUMBERS, "BYTES", "BF16", "", "NONSENSE", "x" * 1000])
-
-
-def reshape(rng: Generator, _: Target, request: Any) -> None:
-    if request.inputs:
-        pick(rng, request.inputs).shape[:] = pick(rng, SHAPES)
-
-
-def miscount(rng: Generator, _: Target, request: Any) -> None:
-    """Contents for more tensors than there are, or for fewer."""
-    if rng.random() < 0.5 or not request.raw_input_contents:
-        request.raw_input_contents.append(rng.bytes(8))
-    else:
-        del request.raw_input_contents[-1]
-
-
-def invent(rng: Generator, _: Target, request: Any) -> None:
-    request.inputs.add(name=pick(rng, ["", "nonsense", "x" * 5000, "text_input\n"]), datatype="BYTES", shape=[1, 1])
-    request.raw_input_contents.append(raw_strings([b"x"]))
-
-
-def address(rng: Generator, _: Target, request: Any) -> None:
-    """Wrong model, version, id, outputs or parameters."""
-    name = pick(rng, [*ADDRESSES, "outputs", "parameters"])
-    if name in ADDRESSES:
-        setattr(request, name, pick(rng, ADDRESSES[name]))
-    elif name == "outputs":
-        request.outputs.add(name=pick(rng, ["", "nonsense", "text_output", "output_ids", "x" * 5000]))
-    else:
-        request.parameters[pick(rng, PARAMETERS)].int64_param = int(pick(rng, [-1, 0, 1, 2**62]))
-
-
-ADDRESSES = {
-    "model_name": ["", "nobody", "../ensemble", "x" * 5000],
-    "model_version": ["-1", "999", "x", "1" * 50],
-    "id": ["x" * 100_000, "\n", "🙂"],
-}
-PARAMETERS = ["sequence_id", "priority", "timeout", "text_input", "nonsense", "triton_enable_empty_final_response"]
-TENSOR_CHANGES: dict[str, Callable[[Generator, Target, Any], None]] = {
-    "put": put,
-    "drop": lambda rng, target, request: drop(request, pick(rng, list(target.values))),
-    "double": double,
-    "retype": retype,
-    "reshape": reshape,
-    "cut": edit(lambda rng, raw: raw[: int(rng.integers(0, len(raw) + 1))]),
-    "extend": edit(lambda rng, raw: raw + rng.bytes(int(pick(rng, [1, 4, 64, LONG])))),
-    "noise": edit(lambda rng, raw: rng.bytes(len(raw))),
-    # A string whose announced length is not its own.
-    "lie": edit(lambda rng, _: int(pick(rng, [0, 1, 255, 2**31 - 1, 2**32 - 1])).to_bytes(4, "little") + b"abc"),
-    "miscount": miscount,
-    "invent": invent,
-    "address": address,
-}
-
-
-# -- bodies over HTTP ------------------------------------------------------------------------------------------------
-def http_case(rng: Generator, target: Target) -> Case:
-    way = pick(rng, ["generate", "generate", "generate_stream", "infer"])
-    content = dict(target.values) if way != "infer" else infer_body(target)
-    labels = [way]
-    if rng.random() < 0.85:
-        labels.append(change_json(rng, target, content, way))
-    body = json.dumps(content).encode()
-    if rng.random() < 0.25:
-        kind, body = spoil(rng, body)
-        labels.append(kind)
+    is_formed, num_wrong, labels = rng.random() < 0.5, int(rng.integers(1, 4)), [f"{target.model} {way}"]
+    for spec in [pick(rng, target.specs) for _ in range(num_wrong * is_formed)]:
+        tensors[spec.name] = bad_tensor(rng, spec, has_batch=target.has_batch)
+        labels.append(spec.name)
+    tree: Any = {"inputs": [tensor.head(name) for name, tensor in tensors.items()]}
+    if way in ("stream", "unary"):
+        tree |= {"model_name": target.model, "raw_input_contents": [tensor.raw for tensor in tensors.values()]}
+        if not is_formed:
+            tree |= copy.deepcopy(pick(rng, EXTRAS))
+            labels += [change(rng, tree, is_json=False) for _ in range(num_wrong)]
+        return Case(", ".join(labels), as_request(tree), is_unary=way == "unary")
+    for head, (name, tensor) in zip(tree["inputs"], tensors.items(), strict=True):
+        head["data"] = tensor.values
+        if way != "infer":
+            tree[name] = tensor.values[0] if len(tensor.values) == 1 else tensor.values
+    if way != "infer":
+        del tree["inputs"]
+    labels += [] if is_formed else [change(rng, tree, is_json=True) for _ in range(num_wrong)]
+    body = json.dumps(tree, default=lambda raw: raw.decode("latin-1")).encode()
     headers, method, model = {}, "POST", target.model
+    if rng.random() < 0.25:
+        body = spoilt(rng, body)
+        labels.append("spoilt")
     if rng.random() < 0.1:
-        name = pick(rng, list(HEADERS))
-        headers = {name: pick(rng, HEADERS[name])}
+        headers = pick(rng, HEADERS)
         labels.append("header")
     if rng.random() < 0.05:
         method, model = pick(rng, ["GET", "PUT", "DELETE"]), pick(rng, [model, "nobody", "%2e%2e", "x" * 4000])
         labels.append("address")
-    path = f"/v2/models/{model}/{way}"
-    return Case(", ".join(labels), path=path, body=body, headers=headers, method=method)
+    return Case(", ".join(labels), path=f"/v2/models/{model}/{way}", body=body, headers=headers, method=method)
 
 
-HEADERS = {
-    "inference-header-content-length": ["-1", "0", "1", "10", "99999999999", "x"],
-    "content-type": ["application/octet-stream"],
-    "content-encoding": ["gzip", "deflate", "nonsense"],
-    "x-long": ["x" * 20_000],
-}
+def bad_tensor(rng: Generator, spec: TensorSpec, *, has_batch: bool) -> Tensor:
+    """Dimensions mostly as declared, with up to 300 values where their number is open."""
+    open_dim = int(pick(rng, [0, 1, 2, 300] if spec.dims == (-1,) else [0, 1, 1, 2, 3]))
+    dims = [open_dim if dim == -1 else dim for dim in spec.dims]
+    if rng.random() < 0.1:
+        dims = [int(pick(rng, [0, 2, 300]))]
+    num = math.prod(dims)
+    if spec.data_type != "STRING":
+        values = [pick(rng, NUMBERS[spec.data_type]) for _ in range(num)]
+    elif rng.random() < 1 / 400:
+        values = [b"x " * (VERY_LONG // 2)] * num
+    else:
+        values = [pick(rng, TEXTS) if num < 3 else b"x" for _ in range(num)]
+    return Tensor(spec.data_type, [1] * has_batch + dims, values)
 
 
-def infer_body(target: Target) -> dict[str, Any]:
-    types = {spec.name: datatype(spec) for spec in target.specs}
-    rows = {name: value if isinstance(value, list) else [value] for name, value in target.values.items()}
-    inputs = [
-        {"name": name, "datatype": types[name], "shape": [1, len(row)] if target.has_batch else [len(row)], "data": row}
-        for name, row in rows.items()
-    ]
-    return {"inputs": inputs}
+def containers(node: Any) -> Iterator[Any]:
+    """The objects and lists of a tree that hold something."""
+    if isinstance(node, dict | list) and node:
+        yield node
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from containers(each)
 
 
-def change_json(rng: Generator, target: Target, content: dict[str, Any], way: str) -> str:
-    """A value becomes one that does not belong there, or one of the right type that is bad. Returns which."""
-    if way == "infer":
-        part = pick(rng, ["name", "datatype", "shape", "data", "parameters"])
-        pick(rng, content["inputs"])[part] = wrong_value(rng)
-        return part
-    if rng.random() < 0.3:
-        name = pick(rng, [*target.values, *(spec.name for spec in target.specs), "nonsense"])
-        content[name] = wrong_value(rng)
-        return f"type of {name}"
-    spec = pick(rng, target.specs)
-    values = [
-        value.decode("latin-1") if isinstance(value, bytes) else value
-        for value in bad_values(rng, spec.data_type, math.prod(chosen_dims(rng, spec)))
-    ]
-    content[spec.name] = values[0] if len(values) == 1 else values
-    return spec.name
+def change(rng: Generator, tree: Any, *, is_json: bool) -> str:
+    """One node of a tree goes, comes twice or becomes another one. Returns which."""
+    if not tree:
+        return "nothing left"
+    parent = pick(rng, list(containers(tree)))
+    key = pick(rng, list(parent) if isinstance(parent, dict) else range(len(parent)))
+    how = pick(rng, ["gone", "twice", "other", "other"])
+    if how == "gone":
+        del parent[key]
+    elif how == "twice" and isinstance(parent, list):
+        parent.insert(key, parent[key])
+    elif is_json:
+        parent[key] = json.loads(pick(rng, JSON_NODES))
+    elif isinstance(parent[key], bytes):
+        parent[key] = bad_bytes(rng, parent[key])
+    else:
+        kind = type(parent[key])
+        parent[key] = pick(rng, NODES.get(kind, [kind()]))
+    return f"{key} {how}"
 
 
-def wrong_value(rng: Generator) -> Any:
-    depth = int(rng.integers(1, MAX_DEPTH))
-    return pick(rng, [*BAD_JSON, "x" * LONG, json.loads("[" * depth + "]" * depth), bad_text(rng).decode("latin-1")])
+def bad_bytes(rng: Generator, raw: bytes) -> bytes:
+    """Another length, noise, or a string whose announced length is not its own."""
+    cut, more = raw[: int(rng.integers(len(raw) + 1))], rng.bytes(int(pick(rng, [1, 4, 64, LONG])))
+    return pick(rng, [cut, raw + more, rng.bytes(len(raw)), int(pick(rng, LENGTHS)).to_bytes(4, "little") + b"abc"])
 
 
-def spoil(rng: Generator, body: bytes) -> tuple[str, bytes]:
-    """A text that is no JSON, or hardly. Returns what it is, too."""
+def spoilt(rng: Generator, body: bytes) -> bytes:
+    """No JSON, or hardly."""
     place = int(rng.integers(len(body) + 1))
-    return pick(
-        rng,
-        [
-            ("cut", body[:place]), ("inserted", body[:place] + rng.bytes(1) + body[place:]), ("empty", b""),
-            ("twice", body + body), ("no text", rng.bytes(200)), ("byte order mark", b"\xef\xbb\xbf" + body),
-            ("brackets", b"[" * MAX_DEPTH), ("not an object", b"1"), ("null", b"null"), ("zeros", b"\0" * 1000),
-            ("key twice", body[:-1] + b',"max_tokens":1,"max_tokens":-1}'), ("blanks", b" " * LONG + body),
-            ("huge number", b'{"text_input":"x","max_tokens":' + b"9" * 400 + b"}"),
-        ],
-    )  # fmt: skip
+    key_twice = body[:-1] + b',"max_tokens":1,"max_tokens":-1}'
+    inserted = body[:place] + rng.bytes(1) + body[place:]
+    marked, behind_blanks = b"\xef\xbb\xbf" + body, b" " * LONG + body
+    return pick(rng, [body[:place], inserted, body + body, rng.bytes(200), marked, key_twice, behind_blanks, *BODIES])
 
 
 def known_crashes(contract: str) -> list[Case]:

@@ -1,4 +1,5 @@
-"""Clients of a server under abuse: requests as tensors or JSON, and replies that remember all that was sent back.
+"""Clients of a server under abuse: requests as tensors or JSON, replies that remember all that was sent back, and a
+neighbour who asks for the same thing all the while.
 
 A gRPC call carries one request and is read to its end, so that an answer that comes twice, or never, is seen.
 """
@@ -8,26 +9,25 @@ from __future__ import annotations
 import http.client
 import json
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
+from tritonclient.utils import triton_to_np_dtype
 
 from faser_backend.serving.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
 
 TIMEOUT_S = 60.0  # of an answer: nothing that is asked here takes a tenth of it
+PAUSE_S = 0.02  # of a neighbour, between an answer and the next request
+MAX_SHOWN_WRONG = 3  # answers of a neighbour
 REFUSAL = "Maximum queue size"  # in the error of a request that finds the queue full
 TYPES = {spec.name: spec.data_type for spec in (*TEXT_INPUTS, *TOKEN_INPUTS, *LLMAPI_INPUTS, *PREPROCESSING_INPUTS)}
-NUMPY_TYPES = {
-    "INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "UINT8": np.uint8,
-    "FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_,
-}  # fmt: skip
-Values = Mapping[str, Any]
 
 
 @dataclass
@@ -35,39 +35,61 @@ class Reply:
     """Everything that one request got back."""
 
     texts: dict[int, str] = field(default_factory=dict)  # by prompt of the batch; what was streamed is joined
-    ids: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_finals: int = 0  # ends that the server announced: an error, a final response, a whole HTTP body
     is_cut: bool = False  # this client left early
     is_lost: bool = False  # no end within TIMEOUT_S, or the connection broke
     seconds: float = 0.0
+    status: int = 0  # of HTTP; 0: no answer
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: str = ""
 
     @property
     def text(self) -> str:
         return self.texts.get(0, "")
 
 
-def raw_strings(values: Sequence[bytes]) -> bytes:
-    return b"".join(struct.pack("<I", len(value)) + value for value in values)
+class Tensor(NamedTuple):
+    """An input of a request; kind: Triton's data type without its prefix."""
+
+    kind: str
+    shape: list[int]
+    values: list[Any]
+
+    def head(self, name: str) -> dict[str, Any]:
+        """The tensor without its values, as messages over gRPC and HTTP have it."""
+        return {"name": name, "datatype": "BYTES" if self.kind == "STRING" else self.kind, "shape": self.shape}
+
+    @property
+    def raw(self) -> bytes:
+        if self.kind != "STRING":
+            return np.array(self.values, triton_to_np_dtype(self.kind)).tobytes()
+        texts = [value if isinstance(value, bytes) else str(value).encode() for value in self.values]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
 
 
-def raw_tensor(kind: str, values: Sequence[Any]) -> bytes:
-    if kind == "STRING":
-        return raw_strings([value if isinstance(value, bytes) else str(value).encode() for value in values])
-    return np.array(values, NUMPY_TYPES[kind]).tobytes()
-
-
-def make_request(model: str, prompts: Sequence[Values], request_id: str = "", *, has_batch: bool = True) -> Any:
+def tensors_of(prompts: Sequence[Mapping[str, Any]], *, has_batch: bool = True) -> dict[str, Tensor]:
     """prompts: of each the tensors by name, a value or a list of values; all have the same names."""
-    request = ModelInferRequest(model_name=model, id=request_id)
+    found = {}
     for name in prompts[0]:
         rows = [values[name] if isinstance(values[name], list) else [values[name]] for values in prompts]
         shape = [len(rows), len(rows[0])] if has_batch else [len(rows[0])]
-        kind = TYPES[name]
-        request.inputs.add(name=name, datatype="BYTES" if kind == "STRING" else kind, shape=shape)
-        request.raw_input_contents.append(raw_tensor(kind, [value for row in rows for value in row]))
+        found[name] = Tensor(TYPES[name], shape, [value for row in rows for value in row])
+    return found
+
+
+def as_request(tree: Mapping[str, Any]) -> Any:
+    """A gRPC message of these fields, which asks for an end that can be counted."""
+    request = ModelInferRequest(**tree)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
+
+
+def make_request(model: str, *prompts: Mapping[str, Any], request_id: str = "", has_batch: bool = True) -> Any:
+    """prompts: as tensors_of has them."""
+    tensors = tensors_of(prompts, has_batch=has_batch)
+    inputs, raw = [tensor.head(name) for name, tensor in tensors.items()], [tensor.raw for tensor in tensors.values()]
+    return as_request({"model_name": model, "id": request_id, "inputs": inputs, "raw_input_contents": raw})
 
 
 class GrpcClient:
@@ -75,34 +97,44 @@ class GrpcClient:
 
     def __init__(self, url: str) -> None:
         self._channel = grpc.insecure_channel(url, [("grpc.use_local_subchannel_pool", 1)])
-        self.stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def ask(
-        self, request: Any, *, leave_after: int | None = None, on_first: Callable[[], None] = lambda: None
+        self,
+        request: Any,
+        *,
+        is_unary: bool = False,
+        leave_after: int | None = None,
+        leaves_late: bool = False,
+        on_first: Callable[[], object] = lambda: None,
     ) -> Reply:
-        """leave_after: cancels the call after so many responses, unless that was the last.
+        """leave_after: cancels a stream after so many responses, unless that was the last or leaves_late.
 
         on_first: called when something has come.
         """
         reply, start_s = Reply(), time.monotonic()
-        call = self.stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
-        num_seen = 0
         try:
-            if leave_after == 0:
-                reply.is_cut = call.cancel()
-            for response in call:
-                read_response(response, reply)
-                num_seen += 1
-                if num_seen == 1:
-                    on_first()
-                if num_seen == leave_after and not reply.num_finals:
-                    reply.is_cut = True
-                    call.cancel()
+            if is_unary:
+                self._stub.ModelInfer(request, timeout=TIMEOUT_S)
+                reply.num_finals = 1
+            else:
+                call = self._stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S)
+                if leave_after == 0:
+                    reply.is_cut = call.cancel()
+                for num_seen, response in enumerate(call, 1):
+                    _read_response(response, reply)
+                    if num_seen == 1:
+                        on_first()
+                    if num_seen == leave_after and (leaves_late or not reply.num_finals):
+                        reply.is_cut = True
+                        call.cancel()
         except grpc.RpcError as error:
             if not reply.is_cut:
                 code = error.code()  # pyright: ignore[reportAttributeAccessIssue]
                 reply.errors.append(f"{code.name}: {error.details()}")  # pyright: ignore[reportAttributeAccessIssue]
-                reply.is_lost = code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+                # Triton refuses unary requests as UNAVAILABLE, too.
+                is_broken = code is grpc.StatusCode.UNAVAILABLE and not is_unary
+                reply.is_lost = is_broken or code is grpc.StatusCode.DEADLINE_EXCEEDED
                 reply.num_finals += not reply.is_lost
         reply.seconds = time.monotonic() - start_s
         return reply
@@ -112,8 +144,8 @@ class GrpcClient:
         self._channel.close()
 
 
-def read_response(response: Any, reply: Reply) -> None:
-    """Adds one message of a stream to the reply."""
+def _read_response(response: Any, reply: Reply) -> None:
+    """Adds one message of a stream to the reply; token ids as text."""
     if response.error_message:
         reply.errors.append(response.error_message)
         reply.num_finals += 1
@@ -122,73 +154,113 @@ def read_response(response: Any, reply: Reply) -> None:
     reply.num_finals += inner.parameters["triton_final_response"].bool_param
     raw = {output.name: content for output, content in zip(inner.outputs, inner.raw_output_contents, strict=False)}
     index = int(np.frombuffer(raw["batch_index"], np.int32)[0]) if raw.get("batch_index") else 0
-    if raw.get("text_output"):
-        reply.texts[index] = reply.texts.get(index, "") + raw["text_output"][4:].decode(errors="replace")
-    if raw.get("output_ids"):
-        reply.ids += np.frombuffer(raw["output_ids"], np.int32).tolist()
+    text = raw.get("text_output", b"")[4:].decode(errors="replace")
+    text += "".join(f"{token_id} " for token_id in np.frombuffer(raw.get("output_ids", b""), np.int32))
+    reply.texts[index] = reply.texts.get(index, "") + text
 
 
-def fetch(
+def ask_http(
     port: int,
     path: str,
     body: bytes | None = None,
+    *,
     headers: Mapping[str, str] | None = None,
     method: str | None = None,
-    *,
-    leave_after: int | None = None,
-) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body of an HTTP answer. leave_after: bytes of it, then the socket is closed; after 0 it is
-    not waited for, and the status is 0. Raises OSError or HTTPException where none comes."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    try:
-        kind = {} if body is None else {"content-type": "application/json"}
-        connection.request(method or ("GET" if body is None else "POST"), path, body, {**kind, **(headers or {})})
-        if leave_after == 0:
-            return 0, {}, ""
-        response = connection.getresponse()
-        return response.status, dict(response.getheaders()), response.read(leave_after).decode(errors="replace")
-    finally:
-        connection.close()
-
-
-def post(
-    port: int,
-    path: str,
-    body: bytes,
-    headers: Mapping[str, str] | None = None,
-    method: str = "POST",
-    *,
     leave_after: int | None = None,
 ) -> Reply:
-    """What Triton's HTTP port answers. Arguments as of `fetch`."""
-    reply, start_s = Reply(is_cut=leave_after is not None), time.monotonic()
+    """POST with a body of JSON, else GET. leave_after: bytes of the answer, then the socket is closed."""
+    reply, start_s = Reply(), time.monotonic()
+    kind = {} if body is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
-        status, _, text = fetch(port, path, body, headers, method, leave_after=leave_after)
+        connection.request(method or ("GET" if body is None else "POST"), path, body, {**kind, **(headers or {})})
+        if leave_after != 0:
+            response = connection.getresponse()
+            reply.status, reply.headers = response.status, dict(response.getheaders())
+            reply.body = response.read(leave_after).decode(errors="replace")
+        reply.is_cut = leave_after is not None
         if not reply.is_cut:
-            read_body(text, status, reply)
+            _read_body(reply)
     except (OSError, http.client.HTTPException) as error:
         reply.errors.append(f"{type(error).__name__}: {error}")
-        reply.is_lost, reply.is_cut = True, False
-    reply.seconds = time.monotonic() - start_s
+        reply.is_lost = True
+    finally:
+        connection.close()
+        reply.seconds = time.monotonic() - start_s
     return reply
 
 
-def read_body(text: str, status: int, reply: Reply) -> None:
-    """Adds a whole HTTP answer, one object or a stream of events, to the reply."""
+def _read_body(reply: Reply) -> None:
+    """Reads texts and errors out of a whole HTTP answer, one object or a stream of events."""
     reply.num_finals += 1
-    if status != 200:
-        reply.errors.append(text)
+    if reply.status != 200:
+        reply.errors.append(reply.body)
         return
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")] or [text]
-    for event in events:
+    lines = reply.body.splitlines()
+    for event in [line.removeprefix("data: ") for line in lines if line.startswith("data: ")] or [reply.body]:
         try:
             content = json.loads(event)
         except ValueError:
-            reply.errors.append(f"not JSON: {event[:200]}")
-            continue
+            content = None
         if not isinstance(content, dict):
-            reply.errors.append(f"not an object: {event[:200]}")
+            reply.errors.append(f"no JSON object: {event[:200]}")
         elif "error" in content:
             reply.errors.append(str(content["error"]))
         else:
             reply.texts[0] = reply.text + str(content.get("text_output", ""))
+
+
+def judge(reply: Reply, expected: Sequence[str], *, may_be_short: bool = False) -> tuple[str, str | None]:
+    """What became of a request, and what is wrong with that. expected: the text of each of its prompts.
+
+    A refusal because the queue is full is an answer as well.
+    """
+    found = [reply.texts.get(i, "") for i in range(len(expected))]
+    is_beginning = all(text.startswith(part) for part, text in zip(found, expected, strict=True))
+    if reply.is_cut and is_beginning:
+        return "left", None
+    if not reply.is_cut and (reply.is_lost or reply.num_finals != 1):
+        return "wrong", f"answered {reply.num_finals} times, errors {reply.errors}"
+    if len(reply.errors) == 1 and REFUSAL in reply.errors[0]:
+        return "refused", None
+    if not reply.errors and not reply.is_cut and found == list(expected):
+        return "exact", None
+    if not reply.errors and may_be_short and is_beginning:
+        return "short", None
+    return "wrong", f"{found} in place of {list(expected)}, errors {reply.errors}"
+
+
+class Neighbour:
+    """A well-behaved client that asks for the same answer again and again, in a thread for the time of the block.
+
+    waits: seconds of each answer, TIMEOUT_S for none. wrong: the first few answers that differ from the first.
+    """
+
+    def __init__(self, ask: Callable[[], Reply]) -> None:
+        self._ask = ask
+        first = ask()
+        if first.errors:
+            raise RuntimeError(f"no answer to compare with: {first.errors}")
+        self.expected = first.text
+        self.waits: list[float] = []
+        self.wrong: list[str] = []
+
+    def ask_once(self) -> None:
+        reply = self._ask()
+        wrong = judge(reply, [self.expected])[1]
+        self.waits.append(TIMEOUT_S if reply.is_lost else reply.seconds)
+        if wrong is not None and len(self.wrong) < MAX_SHOWN_WRONG:
+            self.wrong.append(f"a well-behaved client: {wrong}")
+
+    def _run(self) -> None:
+        while not self._is_over.wait(PAUSE_S):
+            self.ask_once()
+
+    def __enter__(self) -> Neighbour:
+        self.waits, self._is_over, self._thread = [], threading.Event(), threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._thread.join()

@@ -7,70 +7,210 @@ and shared memory are mounts in a namespace of the server's own, which needs roo
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
-import re
+import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.processes import is_running
 from lab import environment
-from lab.abuse.clients import GrpcClient
-from lab.abuse.flight import END_S, Flight, Outcome, ask_long, kill_process, stop_as_a_stranger, wait_for_end
-from lab.abuse.schemas import attack
-from lab.abuse.served import DOOR, Ports, Served, end_servers_on_sigterm, kill_leftovers, report, wait_until
-from lab.bench.servers import START_TIMEOUT_S, free_ports
+from lab.abuse.cases import PROMPT, SCHEMAS, Case
+from lab.abuse.clients import GrpcClient, Reply, make_request
+from lab.abuse.fuzz import END_S, fuzz
+from lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, report
+from lab.abuse.soak import ask_to_stop
+from lab.bench.servers import free_ports
+from lab.options import make_parser
 
+NUM_STREAMS, BEGIN_S = 4, 30.0  # answers under way when something happens
 DRAIN_S = 66.0  # what `faser serve` gives answers in flight, and Triton to end
-REFUSE_S, HANG_S, ATTACK_S = 60.0, 2, 15.0  # for a server that cannot start to say so; --hang-timeout; of schemas
-KILLED = (
-    "tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing", "tritonserver", DOOR,
-    "faser serve",
-)  # fmt: skip
-HALTED = ("tensorrt_llm", "ensemble", "preprocessing", "tritonserver", DOOR)  # by SIGSTOP
-DRAINING = (DOOR, "faser serve")  # without which the server still answers what is in flight, and then ends
-PROGRESS = re.compile(r"[ \d.]+ s  ")  # seconds, and what `faser serve` does then
-Fault = Callable[["Bench"], Outcome]
+REFUSE_S, POLL_S, HANG_S = 60.0, 0.02, 2  # for a server that cannot start to say so; between polls; --hang-timeout
+NUM_SCHEMAS, MAX_WAIT_S = 60, 2.0  # for 16 tokens beside requests with schemas: a fifth of it on an idle machine
+GUIDE = "guided_decoding_guide"
+REQUEST_ID = "1"  # as many a client calls its first request
+LONG = {"text_input": PROMPT, "max_tokens": 900, "end_id": -1, "exclude_input_in_output": True, "stream": True}
+MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing")
+KILLED = (*MODELS, "tritonserver", OPENAI, "faser serve")
+HALTED = ("tensorrt_llm", "ensemble", "preprocessing", "tritonserver", OPENAI)  # by SIGSTOP
+DRAINING = (OPENAI, "faser serve")  # without which the server still answers what is in flight, and then ends
+COLUMNS = [
+    "fault",
+    "what clients saw",
+    "what became of the server",
+    "a new start answers as before after",
+    "as promised",
+]
 
 
+@dataclass
+class Outcome:
+    """A row of the table."""
+
+    fault: str
+    saw: str = ""  # by the clients
+    then: str = ""  # what became of the server
+    recovery_s: float | None = None  # from the start of a new server to its first right answer
+    broken: list[str] = field(default_factory=list)
+
+    def row(self) -> dict[str, str]:
+        recovery = "" if self.recovery_s is None else f"{self.recovery_s:.1f} s"
+        kept = "no: " + "; ".join(self.broken) if self.broken else "yes"
+        return dict(zip(COLUMNS, (self.fault, self.saw, self.then, recovery, kept), strict=True))
+
+
+# -- answers under way -----------------------------------------------------------------------------------------------
+def ask_long(client: GrpcClient, on_first: Callable[[], object] = lambda: None) -> Reply:
+    return client.ask(make_request("ensemble", LONG, request_id=REQUEST_ID), on_first=on_first)
+
+
+class Flight:
+    """NUM_STREAMS long answers, all of which have begun once it is there."""
+
+    def __init__(self, served: Served) -> None:
+        self._client, begun = GrpcClient(served.url), threading.Semaphore(0)
+        self.expected = ask_long(self._client).text
+        self._pool = ThreadPoolExecutor(NUM_STREAMS)
+        self._streams: list[Future[tuple[float, Reply]]] = [
+            self._pool.submit(self._stream, begun.release) for _ in range(NUM_STREAMS)
+        ]
+        if not all(begun.acquire(timeout=BEGIN_S) for _ in self._streams):
+            raise RuntimeError(f"{NUM_STREAMS} streams did not begin within {BEGIN_S:.0f} s")
+        self._start_s = time.monotonic()
+
+    def _stream(self, on_first: Callable[[], object]) -> tuple[float, Reply]:
+        reply = ask_long(self._client, on_first)
+        return time.monotonic(), reply
+
+    def land(self, outcome: Outcome, *, should_end: bool) -> float:
+        """Waits for every stream and judges it. Returns the seconds until the last had ended.
+
+        should_end: with the whole answer; otherwise with an error.
+        """
+        moments, replies = zip(*(stream.result() for stream in self._streams), strict=True)
+        self._pool.shutdown()
+        self._client.close()
+        last_s = max(moments) - self._start_s
+        num_whole = sum(reply.text == self.expected and not reply.errors for reply in replies)
+        errors = sorted({error for reply in replies for error in reply.errors})
+        outcome.saw = f"{num_whole} of {NUM_STREAMS} streams whole, {NUM_STREAMS - num_whole} ended by an error"
+        outcome.saw += f", the last after {last_s:.1f} s" + "".join(f"; {error!r}" for error in errors[:1])
+        if should_end and num_whole != NUM_STREAMS:
+            outcome.broken.append("answers in flight were lost")
+        if not should_end and last_s > END_S and num_whole != NUM_STREAMS:
+            outcome.broken.append(f"a client learned of it after {last_s:.1f} s only")
+        for reply in replies:
+            if not self.expected.startswith(reply.text):
+                outcome.broken.append("tokens that no undisturbed run has")
+            if not reply.errors and reply.text != self.expected:
+                outcome.broken.append("an answer that ends early without an error")
+            if reply.num_finals > 1:
+                outcome.broken.append(f"an answer with {reply.num_finals} ends")
+        return last_s
+
+
+def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome, within_s: float) -> float:
+    """Judges how the server ended: `faser serve` by itself, and nothing of it left. Returns the seconds it took."""
+    start_s = time.monotonic()
+    while time.monotonic() - start_s < within_s and (
+        served.process.poll() is None or any(map(is_running, processes.values()))
+    ):
+        time.sleep(POLL_S)
+    seconds, status = time.monotonic() - start_s, served.process.poll()
+    if status is None:
+        outcome.broken.append(f"`faser serve` did not end within {within_s:.0f} s")
+        served.stop()
+    outcome.broken += [f"left behind: {name}" for name in kill_leftovers(processes, 0.0)]
+    outcome.then = f"ended with status {status} and all its processes after {seconds:.1f} s"
+    return seconds
+
+
+def kill_process(served: Served, name: str, outcome: Outcome, number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends a signal to one process of a server with answers in flight; the server has ended when it returns."""
+    flight, processes = Flight(served), served.processes()
+    os.kill(processes[name], number)
+    wait_for_end(served, processes, outcome, DRAIN_S if name in DRAINING else END_S)
+    flight.land(outcome, should_end=False)
+    if served.process.returncode == 0:
+        outcome.broken.append("status 0: whoever supervises would not start it anew")
+
+
+def stop_as_a_stranger(served: Served, outcome: Outcome) -> None:
+    """Sends a stop request with the id of answers in flight that are not one's own."""
+    flight, refusals = Flight(served), ask_to_stop(served, REQUEST_ID).errors
+    flight.land(outcome, should_end=True)
+    outcome.then = f"the stranger was answered {refusals[0]!r}" if refusals else "the stranger was obeyed"
+    outcome.broken += [] if refusals else ["a stop request was taken"]
+
+
+def attack_with_schemas(served: Served, outcome: Outcome, num: int = NUM_SCHEMAS) -> None:
+    """Who sends a hostile schema gets an answer or an error that names its field; a neighbour waits no longer than
+    MAX_WAIT_S."""
+    schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
+
+    def make(number: int) -> Case:
+        guide = {"guided_decoding_guide_type": "json_schema", GUIDE: schemas[number % len(schemas)]}
+        request = make_request("ensemble", {"text_input": "x = ", "max_tokens": 24, **guide})
+        return Case(list(SCHEMAS)[number % len(schemas)], request)
+
+    found = fuzz(served, "inflight_batcher", make, range(num))
+    outcome.saw = (
+        f"{len(found.waits)} right answers beside {num} requests with schemas, of which {num - found.num_answered} got "
+        f"an error; the longest wait {max(found.waits) * 1e3:.0f} ms, {max(found.usual) * 1e3:.0f} ms without"
+    )
+    outcome.then = "runs on" if served.is_ready() else "is not ready"
+    outcome.broken += found.broken
+    outcome.broken += [f"an error without its field: {error}" for error in found.errors if GUIDE not in error]
+    outcome.broken += ["no schema was answered with an error"] if not found.errors else []
+    outcome.broken += ["a neighbour waited too long"] if max(found.waits) > MAX_WAIT_S else []
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
 class Bench:
-    """A folder to break things in, the demo pair's engines, and the answer that they give."""
+    """A folder to break things in, the demo pair's engines, and the answer that they give.
+
+    servers: ends those that were started for a fault.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.engine_dir, self.num_starts = folder, demo_engine_dir(), 0
-        with self.server() as served:
-            served.wait_ready()
-            self.expected = self.answer(served)
+        with contextlib.ExitStack() as self.servers:
+            self.expected = self.answer(self.start())
 
-    @contextlib.contextmanager
-    def server(
-        self,
-        *options: object,
-        ports: Ports | None = None,
-        before: Sequence[str] = (),
-        engine_dir: Path | None = None,
-        cache: Path | None = None,
-    ) -> Iterator[Served]:
-        """A server that is on its way, ended with the block. cache: of its own, where it builds or finds the demo pair;
-        without it, it is given engines."""
+    def launch(
+        self, *options: object, cache: str = "", temporary: str = "", tmpfs: str = "", ports: Sequence[int] = ()
+    ) -> Served:
+        """A server on its way. cache, temporary: folders of its own for these; in the former it builds the demo pair,
+        or finds it. tmpfs: options of a mount over them, or over /dev/shm, in a namespace of the server's own."""
+        at, before, given = Path("/dev/shm"), [], ["--num-threads", 1, "--engine-dir", self.engine_dir, *options]
+        if cache or temporary:
+            at = self.folder / (cache or temporary)
+            at.mkdir(exist_ok=True)
+            before = ["env", f"{'XDG_CACHE_HOME' if cache else 'TMPDIR'}={at}"]
+        if tmpfs:
+            before = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o {tmpfs} tmpfs {at} && exec "$@"', "sh", *before]
         self.num_starts += 1
-        given = ["--num-threads", 1, *options]
-        if cache is None:
-            given += ["--engine-dir", engine_dir or self.engine_dir]
-        else:
-            before = [*before, "env", f"XDG_CACHE_HOME={cache}"]
-        served = Served(given, self.folder / f"log-{self.num_starts}", ports=ports, before=before)
-        try:
-            yield served
-        finally:
-            served.end()
+        log = self.folder / f"log-{self.num_starts}"
+        served = Served([*map(str, given[: 2 if cache else None])], log, ports=ports, before=before)
+        self.servers.callback(served.end)
+        return served
+
+    def start(self, *options: object, **where: Any) -> Served:
+        """A server that is ready; arguments as `launch` has them."""
+        served = self.launch(*options, **where)
+        served.wait_ready()
+        return served
 
     def answer(self, served: Served) -> str:
         client = GrpcClient(served.url)
@@ -82,188 +222,121 @@ class Bench:
         if self.answer(served) != self.expected:
             outcome.broken.append("another answer than before")
 
-    def recover(self, outcome: Outcome, ports: Ports | None = None, cache: Path | None = None) -> Outcome:
-        """A new server, on the ports or with the cache of one that has ended."""
+    def recover(self, outcome: Outcome, **where: Any) -> None:
+        """Has a new server answer; how long that takes."""
         start_s = time.monotonic()
-        with self.server(ports=ports, cache=cache) as served:
-            served.wait_ready()
-            self.judge(served, outcome)
-            outcome.recovery_s = time.monotonic() - start_s
-        return outcome
+        self.judge(self.start(**where), outcome)
+        outcome.recovery_s = time.monotonic() - start_s
 
 
-def refused(served: Served, outcome: Outcome, *words: str) -> Outcome:
+def refused(served: Served, outcome: Outcome, *words: str) -> None:
     """Judges a server that should not start: it ends soon, and says why in one line that holds these words."""
-    start_s = time.monotonic()
-    try:
+    start_s, status = time.monotonic(), None
+    with contextlib.suppress(subprocess.TimeoutExpired):
         status = served.process.wait(REFUSE_S)
-    except subprocess.TimeoutExpired:
-        status = None
-        outcome.broken.append(f"still there after {REFUSE_S:.0f} s")
     outcome.then = f"status {status} after {time.monotonic() - start_s:.1f} s"
     log = environment.without_places(served.log_tail()).strip()
-    lines = [line for line in log.splitlines() if not PROGRESS.match(line)]
+    lines = [line for line in log.splitlines() if not line.startswith("starting ")]
     outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
-    outcome.broken += ["status 0"] if status == 0 else []
+    outcome.broken += [f"status {status}"] if not status else []
     if len(lines) != 1:
         outcome.broken.append(f"{len(lines)} lines in place of one error")
     elif not lines[0].startswith("error: "):
         outcome.broken.append(f"no error but {lines[0][:100]!r}")
     outcome.broken += [f"does not name {word!r}" for word in words if word not in log]
     outcome.broken += [f"left behind: {name}" for name in served.end()]
-    return outcome
 
 
-# -- a server that runs ----------------------------------------------------------------------------------------------
-def kill(bench: Bench, name: str, number: signal.Signals) -> Outcome:
-    with bench.server("--openai-port", free_ports(1)[0], "--hang-timeout", HANG_S) as served:
-        served.wait_ready()
-        # The OpenAI server starts once Triton is ready.
-        wait_until(lambda: "ready: " in served.log_tail(), START_TIMEOUT_S)
-        outcome = kill_process(served, name, DRAIN_S if name in DRAINING else END_S, number=number)
-    return bench.recover(outcome, served.ports)
+Run = Callable[[Bench, Outcome], None]
 
 
-def foreign_stop(bench: Bench) -> Outcome:
-    with bench.server("--stop-requests", "off") as served:
-        served.wait_ready()
-        return stop_as_a_stranger(served)
+def kill(name: str, number: signal.Signals) -> Run:
+    def run(bench: Bench, outcome: Outcome) -> None:
+        served = bench.start("--openai-port", free_ports(1)[0], "--hang-timeout", HANG_S)
+        served.wait_for("ready: ")  # the OpenAI server starts once Triton is ready
+        kill_process(served, name, outcome, number)
+        bench.recover(outcome, ports=served.ports)
+
+    return run
 
 
-def hostile_schemas(bench: Bench) -> Outcome:
-    with bench.server() as served:
-        served.wait_ready()
-        return attack(served, ATTACK_S)
+def terminate(bench: Bench, outcome: Outcome) -> None:
+    served = bench.start()
+    flight = Flight(served)
+    ended_s = end_by_signal(served, outcome)
+    late_s = ended_s - flight.land(outcome, should_end=True)
+    outcome.broken += [f"ended {late_s:.0f} s after the last answer"] if late_s > END_S else []
+    bench.recover(outcome, ports=served.ports)
 
 
-def terminate(bench: Bench) -> Outcome:
-    outcome = Outcome("SIGTERM with answers in flight")
-    with bench.server() as served:
-        served.wait_ready()
-        flight, processes = Flight(served), served.processes()
-        served.process.send_signal(signal.SIGTERM)
-        ended_s = wait_for_end(served, processes, outcome, DRAIN_S)
-        late_s = ended_s - flight.land(outcome, should_end=True)
-        outcome.broken += [f"ended {late_s:.0f} s after the last answer"] if late_s > END_S else []
-        outcome.broken += [f"status {served.process.returncode}"] if served.process.returncode else []
-    return bench.recover(outcome, served.ports)
+def end_by_signal(served: Served, outcome: Outcome) -> float:
+    processes = served.processes()
+    served.process.send_signal(signal.SIGTERM)
+    ended_s = wait_for_end(served, processes, outcome, DRAIN_S)
+    outcome.broken += [f"status {served.process.returncode}"] if served.process.returncode else []
+    return ended_s
 
 
-def port_in_use(bench: Bench) -> Outcome:
-    with bench.server() as served:
-        served.wait_ready()
-        with bench.server(ports=served.ports) as second:
-            outcome = refused(second, Outcome("port in use"), str(served.ports.http))
-        bench.judge(served, outcome)
-    return outcome
+def port_in_use(bench: Bench, outcome: Outcome) -> None:
+    served = bench.start()
+    refused(bench.launch(ports=served.ports), outcome, str(served.ports[0]))
+    bench.judge(served, outcome)
 
 
-# -- cold starts -----------------------------------------------------------------------------------------------------
-def folders(cache: Path) -> list[Path]:
-    return [path for path in (cache / "faser").iterdir() if path.is_dir()]
-
-
-def two_cold_starts(bench: Bench) -> Outcome:
-    outcome, cache, start_s = Outcome("two cold starts on one cache"), bench.folder / "two", time.monotonic()
-    with bench.server(cache=cache) as one, bench.server(cache=cache) as other:
-        for served in (one, other):
-            served.wait_ready()
-            bench.judge(served, outcome)
-        outcome.recovery_s = time.monotonic() - start_s
-    if len(folders(cache)) != 1:
-        outcome.broken.append(f"{len(folders(cache))} folders in the cache")
+def two_cold_starts(bench: Bench, outcome: Outcome) -> None:
+    other = bench.launch(cache="two")
+    bench.recover(outcome, cache="two")
+    other.wait_ready()
+    bench.judge(other, outcome)
     outcome.saw, outcome.then = "right answers of both", "one builds, the other waits for it"
-    return outcome
+    check_cache(bench.folder / "two", outcome)
 
 
-def kill_during_build(bench: Bench) -> Outcome:
-    outcome, cache = Outcome("kill -9 of `faser serve` while it builds"), bench.folder / "killed"
-    with bench.server(cache=cache) as served:
-        wait_until(lambda: any((cache / "faser").glob("*/*")), REFUSE_S)
-        processes = served.processes()
-        served.process.kill()
-        served.process.wait()
-        num_files = len(list((cache / "faser").glob("*/*")))
-        outcome.broken += [f"left behind: {name}" for name in kill_leftovers(processes)]
-    outcome.then = f"killed with {num_files} files of the engines written"
-    bench.recover(outcome, cache=cache)
-    outcome.saw = f"no server; afterwards {len(folders(cache))} folders in the cache"
-    if len(folders(cache)) != 1:
-        outcome.broken.append("what the killed build wrote stays")
-    return outcome
+def check_cache(cache: Path, outcome: Outcome) -> None:
+    num_built = sum(path.is_dir() for path in (cache / "faser").iterdir())
+    outcome.broken += [f"{num_built} folders in the cache"] if num_built != 1 else []
 
 
-# -- disks and shared memory -----------------------------------------------------------------------------------------
-def may_mount() -> bool:
-    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    with contextlib.suppress(OSError):
-        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
-    return False
+def kill_during_build(bench: Bench, outcome: Outcome) -> None:
+    served, cache, deadline_s = bench.launch(cache="killed"), bench.folder / "killed", time.monotonic() + REFUSE_S
+    while not any((cache / "faser").glob("*/*")) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S / 10)
+    processes = served.processes()
+    served.process.kill()
+    served.process.wait()
+    outcome.saw = f"no server; {len(list((cache / 'faser').glob('*/*')))} files of the engines were written"
+    outcome.broken += [f"left behind: {name}" for name in kill_leftovers(processes)]
+    bench.recover(outcome, cache="killed")
+    outcome.then = "a new start builds what is missing"
+    check_cache(cache, outcome)
 
 
-def mounted(options: str, place: Path) -> list[str]:
-    """Words that run a command in a mount namespace of its own, with a tmpfs at this place."""
-    return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o {options} tmpfs {place} && exec "$@"', "sh"]
-
-
-def needs_mount(fault: Fault, name: str) -> Fault:
-    return lambda bench: fault(bench) if may_mount() else Outcome(name, "not tried: this user may not mount")
-
-
-def full_cache(bench: Bench) -> Outcome:
-    (disk := bench.folder / "full").mkdir()
-    with bench.server(cache=disk, before=mounted("size=2m", disk)) as served:
-        return refused(served, Outcome("full disk at the build of the engines (a tmpfs of 2 MiB)"))
-
-
-def full_temporary(bench: Bench) -> Outcome:
+def full_temporary(bench: Bench, outcome: Outcome) -> None:
     """The disk of logs and launch files fills up while the server runs."""
-    outcome = Outcome("full disk under the log (a tmpfs of 8 MiB, filled once ready)", "right answers", "runs on")
-    (disk := bench.folder / "temporary").mkdir()
-    with bench.server(before=[*mounted("size=8m", disk), "env", f"TMPDIR={disk}"]) as served:
-        served.wait_ready()
-        inside = Path(f"/proc/{served.process.pid}/root{disk}")
-        with contextlib.suppress(OSError), (inside / "filler").open("wb", buffering=0) as filler:
-            while True:
-                filler.write(bytes(2**16))
-        bench.judge(served, outcome)
-        processes = served.processes()
-        served.process.send_signal(signal.SIGTERM)
-        wait_for_end(served, processes, outcome, DRAIN_S)
-    return outcome
+    served = bench.start(temporary="full-tmp", tmpfs="size=8m")
+    inside = Path(f"/proc/{served.process.pid}/root{bench.folder}/full-tmp")
+    with contextlib.suppress(OSError), (inside / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(2**16))
+    bench.judge(served, outcome)
+    outcome.saw = "right answers"
+    end_by_signal(served, outcome)
 
 
-def small_shared_memory(bench: Bench) -> Outcome:
-    outcome, start_s = Outcome("/dev/shm of 64m", "right answers", "runs"), time.monotonic()
-    with bench.server(before=mounted("size=64m", Path("/dev/shm"))) as served:
-        served.wait_ready()
-        bench.judge(served, outcome)
-        outcome.recovery_s = time.monotonic() - start_s
-    return outcome
+def enough_shared_memory(bench: Bench, outcome: Outcome) -> None:
+    bench.recover(outcome, tmpfs="size=64m")
+    outcome.saw, outcome.then = "right answers", "runs"
 
 
-def too_small_shared_memory(bench: Bench) -> Outcome:
-    with bench.server(before=mounted("size=2m", Path("/dev/shm"))) as served:
-        return refused(served, Outcome("/dev/shm of 2m"), "shm")
+def damaged(name: str, harm: Callable[[Path], object]) -> Run:
+    def run(bench: Bench, outcome: Outcome) -> None:
+        copy = bench.folder / f"damaged {name}"
+        shutil.copytree(bench.engine_dir, copy)
+        harm(copy / name)
+        refused(bench.launch("--engine-dir", copy), outcome, name)
+        shutil.rmtree(copy)
 
-
-def read_only(bench: Bench) -> Outcome:
-    """The cache may not be written to: a read-only mount, or a folder without that permission."""
-    (disk := bench.folder / "read-only").mkdir(mode=0o555)
-    if may_mount():
-        with bench.server(cache=disk, before=mounted("ro", disk)) as served:
-            return refused(served, Outcome("cache on a read-only mount"))
-    with bench.server(cache=disk) as served:
-        return refused(served, Outcome("cache without permission to write"), disk.name)
-
-
-# -- damaged engines -------------------------------------------------------------------------------------------------
-def damaged(bench: Bench, what: str, name: str, harm: Callable[[Path], object]) -> Outcome:
-    copy = bench.folder / f"damaged {what}"
-    shutil.copytree(bench.engine_dir, copy)
-    harm(copy / name)
-    with bench.server(engine_dir=copy) as served:
-        return refused(served, Outcome(f"engine directory: {what}"), name)
+    return run
 
 
 def flip(path: Path) -> None:
@@ -276,41 +349,72 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-DAMAGE: dict[str, tuple[str, str, Callable[[Path], object]]] = {
-    "bit": ("a bit of the target flipped", "target.safetensors", flip),
-    "half weights": ("half of the draft", "draft.safetensors", halve),
-    "half manifest": ("half of the manifest", "manifest.json", halve),
-    "tokenizer": ("no tokenizer", "tokenizer.json", Path.unlink),
-}
+def may_mount() -> bool:
+    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    return False
+
+
+class Fault(NamedTuple):
+    title: str
+    run: Run
+    needs_mount: bool = False
+
+
 FAULTS: dict[str, Fault] = {
-    **{f"kill {name}": functools.partial(kill, name=name, number=signal.SIGKILL) for name in KILLED},
-    **{f"halt {name}": functools.partial(kill, name=name, number=signal.SIGSTOP) for name in HALTED},
-    "stop": foreign_stop,
-    "sigterm": terminate,
-    "schemas": hostile_schemas,
-    "port": port_in_use,
-    "cold starts": two_cold_starts,
-    "kill build": kill_during_build,
-    "full cache": needs_mount(full_cache, "full disk at the build of the engines"),
-    "full tmp": needs_mount(full_temporary, "full disk under the log"),
-    "read-only": read_only,
-    "shm 64m": needs_mount(small_shared_memory, "/dev/shm of 64m"),
-    "shm 2m": needs_mount(too_small_shared_memory, "/dev/shm of 2m"),
-    **{key: lambda bench, harmed=harmed: damaged(bench, *harmed) for key, harmed in DAMAGE.items()},
+    **{f"kill {name}": Fault(f"kill -9 of {name}", kill(name, signal.SIGKILL)) for name in KILLED},
+    **{f"halt {name}": Fault(f"SIGSTOP of {name}", kill(name, signal.SIGSTOP)) for name in HALTED},
+    "stop": Fault(
+        "stop = true with the id of others, and --stop-requests off",
+        lambda bench, outcome: stop_as_a_stranger(bench.start("--stop-requests", "off"), outcome),
+    ),
+    "sigterm": Fault("SIGTERM with answers in flight", terminate),
+    "schemas": Fault("JSON schemas without end", lambda bench, outcome: attack_with_schemas(bench.start(), outcome)),
+    "port": Fault("port in use", port_in_use),
+    "cold starts": Fault("two cold starts on one cache", two_cold_starts),
+    "kill build": Fault("kill -9 of `faser serve` while it builds", kill_during_build),
+    "full cache": Fault(
+        "full disk at the build of the engines (a tmpfs of 2 MiB)",
+        lambda bench, outcome: refused(bench.launch(cache="full", tmpfs="size=2m"), outcome),
+        needs_mount=True,
+    ),
+    "full tmp": Fault("full disk under the log (8 MiB, filled once ready)", full_temporary, needs_mount=True),
+    "read-only": Fault(
+        "cache on a read-only mount",
+        lambda bench, outcome: refused(bench.launch(cache="read-only", tmpfs="ro"), outcome),
+        needs_mount=True,
+    ),
+    "shm 64m": Fault("/dev/shm of 64m", enough_shared_memory, needs_mount=True),
+    "shm 2m": Fault(
+        "/dev/shm of 2m",
+        lambda bench, outcome: refused(bench.launch(tmpfs="size=2m"), outcome, "shm"),
+        needs_mount=True,
+    ),
+    "bit": Fault("engine directory: a bit of the target flipped", damaged("target.safetensors", flip)),
+    "half weights": Fault("engine directory: half of the draft", damaged("draft.safetensors", halve)),
+    "half manifest": Fault("engine directory: half of the manifest", damaged("manifest.json", halve)),
+    "tokenizer": Fault("engine directory: no tokenizer", damaged("tokenizer.json", Path.unlink)),
 }
 
 
 def tried(name: str, bench: Bench) -> Outcome:
-    print(name, file=sys.stderr)
+    fault = FAULTS[name]
+    outcome = Outcome(fault.title)
+    if fault.needs_mount and not may_mount():
+        outcome.saw = "not tried: this user may not mount"
+        return outcome
     try:
-        return FAULTS[name](bench)
+        with contextlib.ExitStack() as bench.servers:
+            fault.run(bench, outcome)
     except Exception as error:  # the other faults are still worth trying
         reason = f"{type(error).__name__}: {environment.without_places(str(error))[-500:]}"
-        return Outcome(name, broken=[" ".join(reason.split())])
+        outcome.broken.append(" ".join(reason.split()))
+    return outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
@@ -319,9 +423,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="faser-faults-") as folder:
             bench = Bench(Path(folder))
             for name in args.only:
+                print(name, file=sys.stderr)
                 outcomes.append(tried(name, bench))
     finally:  # also where it was interrupted
-        status = report(
-            [each.row() for each in outcomes], [f"{each.fault}: {line}" for each in outcomes for line in each.broken]
-        )
+        broken = [f"{outcome.fault}: {line}" for outcome in outcomes for line in outcome.broken]
+        status = report([outcome.row() for outcome in outcomes], broken)
     return status

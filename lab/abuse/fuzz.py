@@ -6,37 +6,36 @@ with two, an error that shows a traceback. `--only NUMBER` sends one case of the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import numpy as np
 
 from lab.abuse import openai_attacks
 from lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
-from lab.abuse.clients import TIMEOUT_S, GrpcClient, Reply, make_request, post
-from lab.abuse.flight import END_S
-from lab.abuse.served import Bystander, Served, end_servers_on_sigterm, report, same_answer, serving
+from lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http, make_request
+from lab.abuse.served import Served, end_servers_on_sigterm, report, serving
+from lab.options import make_parser
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls
-USUAL_ASKS = 40  # of a well-behaved client, before the cases are sent
+USUAL_ASKS = 40
+END_S = 10.0  # of a server that is going, to say why
 MAX_SHOWN = 200  # characters of an answer that breaks a promise
 TRACES = ("Traceback (most recent call last)", 'File "/')
+LIMITS = {"inflight_batcher": "max_tokens", "llmapi": "sampling_param_max_tokens"}
 
 
 @dataclass
 class Fuzzed:
-    """What a run of cases came to. Waits in seconds."""
+    """What a run of cases did to a server. Waits in seconds."""
 
     server: str  # its contract and mode
     num_cases: int = 0
@@ -49,7 +48,7 @@ class Fuzzed:
     errors: Counter[str] = field(default_factory=Counter)
 
     def row(self) -> dict[str, Any]:
-        usual, waits = np.array(self.usual) * 1e3, np.array(self.waits) * 1e3
+        usual, waits = (np.array(values or [0.0]) * 1e3 for values in (self.usual, self.waits))
         seconds, number, label = self.slowest
         return {
             "server": self.server,
@@ -66,23 +65,18 @@ class Fuzzed:
         }
 
 
-def send(case: Case, client: GrpcClient, http_port: int) -> Reply:
-    """The reply. A request that Triton refuses to read, and a connection that it then closes, are answers as well."""
-    if case.request is None:
-        return post(http_port, case.path, case.body, case.headers, case.method)
-    if not case.is_unary:
-        return client.ask(case.request)
-    reply = Reply(num_finals=1)
-    try:
-        client.stub.ModelInfer(case.request, timeout=TIMEOUT_S)
-    except grpc.RpcError as error:
-        reply.errors.append(str(error.details()))  # pyright: ignore[reportAttributeAccessIssue]
-        reply.is_lost = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # pyright: ignore[reportAttributeAccessIssue]
-    return reply
+def send(case: Case, client: GrpcClient, http_port: int) -> tuple[Reply, str | None]:
+    """The reply, and what is wrong with how the case was answered. A request that Triton refuses to read, and a
+    connection that it then closes, are answers as well."""
+    is_http = case.request is None
+    if is_http:
+        reply = ask_http(http_port, case.path, case.body, headers=case.headers, method=case.method)
+    else:
+        reply = client.ask(case.request, is_unary=case.is_unary)
+    return reply, broken_promise(reply, is_http=is_http)
 
 
 def broken_promise(reply: Reply, *, is_http: bool) -> str | None:
-    """What is wrong with how a case was answered."""
     if reply.seconds >= TIMEOUT_S:
         return f"no answer within {TIMEOUT_S:.0f} s"
     if reply.num_finals != 1 and not (is_http and reply.is_lost):
@@ -91,80 +85,87 @@ def broken_promise(reply: Reply, *, is_http: bool) -> str | None:
     return f"an error with a traceback: {shown[-MAX_SHOWN:]!r}" if shown else None
 
 
-def fuzz(served: Served, contract: str, numbered: Iterable[tuple[int, Case]], name: str) -> Fuzzed:
-    """Sends every case, NUM_CLIENTS at a time, until all are sent or the server is gone. name: of the server."""
-    result, own, target = Fuzzed(name), GrpcClient(served.url), TARGETS[contract][0]
-    limit = "sampling_param_max_tokens" if contract == "llmapi" else "max_tokens"
-    request = make_request(target.model, [{**target.values, limit: 16}], has_batch=target.has_batch)
-    ask = same_answer(own, request)
-    alone = Bystander(ask)
+def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: Iterable[int], name: str = "") -> Fuzzed:
+    """Sends the case of every number, NUM_CLIENTS at a time, until all are sent or the server is gone."""
+    outcome, lock, todo, asker = Fuzzed(name), threading.Lock(), iter(numbers), GrpcClient(served.url)
+    target = TARGETS[contract][0]
+    request = make_request(target.model, {**target.values, LIMITS[contract]: 16}, has_batch=target.has_batch)
+    neighbour = Neighbour(lambda: asker.ask(request))
+    if not neighbour.expected:
+        raise RuntimeError("no answer to compare with")
     for _ in range(USUAL_ASKS):
-        alone.once()
-    lock, is_dead, todo, start_s = threading.Lock(), threading.Event(), iter(numbered), time.monotonic()
+        time.sleep(PAUSE_S)
+        neighbour.ask_once()
+    outcome.usual = neighbour.waits
+    is_dead = False
 
-    def work() -> None:
+    def work(_: int) -> None:
+        nonlocal is_dead
         client = GrpcClient(served.url)
-        while not is_dead.is_set():
-            with lock:
-                number, case = next(todo, (-1, None))
-            if case is None:
+        for number in todo:  # which all threads share
+            if is_dead:
                 break
-            reply = send(case, client, served.ports.http)
-            wrong = broken_promise(reply, is_http=case.request is None)
-            if served.process.poll() is not None or (reply.is_lost and not served.is_ready()):
-                is_dead.set()
-                wrong = "the server was gone"
+            case = make(number)
+            reply, wrong = send(case, client, served.ports[0])
             with lock:
-                result.num_cases += 1
-                result.num_answered += not reply.errors
-                result.slowest = max(result.slowest, (reply.seconds, number, case.label))
-                result.errors.update(error[:60] for error in reply.errors)
-                result.broken += [f"{name}, case {number} ({case.label}): {wrong}"] if wrong else []
+                if served.process.poll() is not None or (reply.is_lost and not served.is_ready()):
+                    is_dead, wrong = True, "the server was gone"
+                outcome.num_cases += 1
+                outcome.num_answered += not reply.errors
+                outcome.slowest = max(outcome.slowest, (reply.seconds, number, case.label))
+                outcome.errors.update(error[:60] for error in reply.errors)
+                outcome.broken += [f"{name}, case {number} ({case.label}): {wrong}"] if wrong else []
         client.close()
 
-    with Bystander(ask) as meanwhile, ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        for done in [pool.submit(work) for _ in range(NUM_CLIENTS)]:
-            done.result()
-    result.seconds = time.monotonic() - start_s
-    result.usual, result.waits = alone.waits, meanwhile.waits
-    result.broken += [*alone.wrong, *meanwhile.wrong]
+    start_s = time.monotonic()
+    with neighbour, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        list(pool.map(work, range(NUM_CLIENTS)))
+    outcome.seconds, outcome.waits = time.monotonic() - start_s, neighbour.waits.copy()
+    outcome.broken += afterwards(served, neighbour)
+    asker.close()
+    return outcome
+
+
+def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
+    """What is wrong with the server once all cases are sent, and what was with the neighbour's answers."""
     if served.is_ready():
-        wrong = ask()
-        result.broken += [*served.held_blocks(TIMEOUT_S), *([f"afterwards: {wrong}"] if wrong else [])]
+        num_used = served.blocks_in_use_when_quiet(TIMEOUT_S)
+        if num_used:
+            yield f"{num_used:.0f} KV blocks are in use and nobody asks for anything"
+        neighbour.ask_once()
     else:
         with contextlib.suppress(subprocess.TimeoutExpired):
             served.process.wait(END_S)  # and say why
-        result.broken.append(f"the server is not ready; its log ends with:\n{served.last_words()}")
-    own.close()
-    return result
+        yield f"the server is not ready; its log ends with:\n{served.last_words()}"
+    yield from neighbour.wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "seed", "serve-options")
     parser.add_argument("--cases", type=int, default=10_000, help="in all, a quarter for each contract and mode")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one case of the seed")
     parser.add_argument("--known-crashes", action="store_true", help="send what is known to end Triton 2.51 as well")
     parser.add_argument("--openai", action="store_true", help="attack the port of OpenAI's API instead")
-    parser.add_argument("--serve-options", default="--num-threads 1", help="of `faser serve`, separated by blanks")
+    parser.set_defaults(serve_options="--num-threads 1")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: must be at least 1")
-    options = args.serve_options.split()
     if args.openai:
-        return openai_attacks.run(options)
-    results, servers = [], list(itertools.product(CONTRACTS, MODES))
-    for contract, mode in servers:
-        numbers = [args.only] if args.only is not None else range(args.cases // len(servers))
-        known = known_crashes(contract) if args.known_crashes else []
-        cases = itertools.chain(
-            ((number, make_case(args.seed, number, contract)) for number in numbers), ((-1, case) for case in known)
-        )
-        with serving(*options, mode, "--contract", contract) as served:
-            results.append(fuzz(served, contract, cases, f"{contract} {mode}"))
-    status = report([result.row() for result in results], [line for result in results for line in result.broken])
-    for result in results:
-        print(f"\n{result.server}, most frequent errors:")
-        print("\n".join(f"  {count:5d}  {error!r}" for error, count in result.errors.most_common(12)))
+        return openai_attacks.run(args.serve_options.split())
+    outcomes = []
+    for contract, mode in [(contract, mode) for contract in CONTRACTS for mode in MODES]:
+        numbers = [args.only] if args.only is not None else range(args.cases // (len(CONTRACTS) * len(MODES)))
+        crashes = known_crashes(contract) if args.known_crashes else []
+
+        def make(number: int, contract: str = contract, crashes: list[Case] = crashes) -> Case:
+            return crashes[number] if number < 0 else make_case(args.seed, number, contract)
+
+        options = [*args.serve_options.split(), mode, "--contract", contract]
+        with serving(*options) as served:
+            outcomes.append(fuzz(served, contract, make, [*numbers, *range(-len(crashes), 0)], f"{contract} {mode}"))
+    status = report([outcome.row() for outcome in outcomes], [line for outcome in outcomes for line in outcome.broken])
+    for outcome in outcomes:
+        print(f"\n{outcome.server}, most frequent errors:")
+        print("\n".join(f"  {count:5d}  {error!r}" for error, count in outcome.errors.most_common(12)))
     return status

@@ -1,4 +1,4 @@
-"""A real `faser serve` to be abused, a client that behaves well beside the abuse, and the report of broken promises.
+"""A real `faser serve` to be abused: started, examined through /proc, judged and ended; and the report of a script.
 
 Knows the command line of the product, its metrics, and what the kernel says of its processes.
 """
@@ -10,25 +10,44 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from faser_backend.serving.processes import arguments, children, is_running
-from lab.abuse.clients import REFUSAL, GrpcClient
-from lab.bench.servers import ServerProcess, free_ports
+from lab.bench.servers import START_TIMEOUT_S, Server
 from lab.tables import markdown_table
 
-PAUSE_S = 0.02  # of a well-behaved client, between an answer and its next request
-POLL_S = 0.05
+OPENAI = "the OpenAI front end"
 MAX_SHOWN = 20  # broken promises in words; the rest are counted
-FASER = Path(sys.executable).with_name("faser")
-DOOR = "the OpenAI front end"
 _STUB = "triton_python_backend_stub"
 _BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"
+_SPECULATION = "nv_trt_llm_speculative_decoding_metrics"
+
+
+class Usage(NamedTuple):
+    """What one process holds."""
+
+    threads: float
+    handles: float
+    resident_mib: float
+
+
+def memory_mib(pid: int, line: str = "VmRSS") -> float:
+    """VmRSS, or VmHWM: the most since `clear_refs` was told 5. Raises OSError or StopIteration where it has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
+
+
+def usage(pid: int) -> Usage | None:
+    """None where it has ended."""
+    try:
+        num_threads, num_handles = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("task", "fd"))
+        return Usage(num_threads, num_handles, memory_mib(pid))
+    except (OSError, StopIteration):
+        return None
 
 
 def process_name(pid: int) -> str:
@@ -37,32 +56,13 @@ def process_name(pid: int) -> str:
     if words and words[0].endswith(_STUB):
         return Path(words[1]).parts[-3]
     if "openai" in words:
-        return DOOR
+        return OPENAI
     names = [Path(word).name for word in words if not word.startswith("-") and not Path(word).name.startswith("python")]
     return " ".join(names[:2]) if names[:1] == ["faser"] else "".join(names[:1]) or "?"
 
 
-class Ports(NamedTuple):
-    http: int
-    grpc: int
-    metrics: int
-
-
-class Served(ServerProcess):
-    """`faser serve OPTIONS` on loopback ports; `before` are the words of a command that becomes the server."""
-
-    def __init__(
-        self, options: Sequence[object], log: Path, *, ports: Ports | None = None, before: Sequence[str] = ()
-    ) -> None:
-        self.ports = ports or Ports(*free_ports(3))
-        self.url = f"127.0.0.1:{self.ports.grpc}"
-        given = [word for name, port in self.ports._asdict().items() for word in (f"--{name}-port", port)]
-        command = [*before, str(FASER), "serve", *map(str, (*given, *options))]
-        super().__init__(command, f"http://127.0.0.1:{self.ports.http}/v2/health/ready", log)
-
-    def last_words(self) -> str:
-        """The last lines of the log, without Triton's tables."""
-        return "\n".join([line for line in self.log_tail().splitlines() if line and line[0] not in "|+ "][-8:])
+class Served(Server):
+    """`faser serve OPTIONS`, with what can be learned of it from outside."""
 
     def processes(self) -> dict[str, int]:
         """Every process of the server by name, `faser serve` first."""
@@ -72,26 +72,42 @@ class Served(ServerProcess):
             below = [child for pid in below for child in children(pid)]
         return found
 
+    def last_words(self) -> str:
+        """The last lines of the log, without Triton's tables."""
+        return "\n".join([line for line in self.log_tail().splitlines() if line and line[0] not in "|+ "][-8:])
+
+    def wait_for(self, words: str) -> None:
+        """Until the log holds these words."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while words not in self.log_tail() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
     def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.health, timeout=5):
-                return True
-        except OSError:
-            return False
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.health, timeout=5):
+            return True
+        return False
 
     def metric(self, family: str, value: str) -> float:
         """The gauge of `family` whose label holds `value`. Raises LookupError."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports.metrics}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as response:
             for line in response.read().decode().splitlines():
                 if line.startswith(f"{family}{{") and f'="{value}"' in line:
                     return float(line.rsplit(" ", 1)[1])
         raise LookupError(f"{family} has no {value}")
 
-    def held_blocks(self, within_s: float) -> list[str]:
-        """Waits until no request is active and no KV block in use. Returns what is wrong otherwise."""
-        if wait_until(lambda: not self.metric(_BLOCKS, "used") and not self.metric(_REQUESTS, "active"), within_s):
-            return []
-        return [f"{self.metric(_BLOCKS, 'used'):.0f} KV blocks are in use and nobody asks for anything"]
+    @property
+    def num_preemptions(self) -> int:
+        """Since the server's start."""
+        return int(self.metric(_SPECULATION, "preemptions"))
+
+    def blocks_in_use_when_quiet(self, timeout_s: float) -> float:
+        """Waits until no request is active. Returns the KV blocks that are then still in use; waits for 0."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            num_used = self.metric(_BLOCKS, "used")
+            if (not num_used and not self.metric(_REQUESTS, "active")) or time.monotonic() > deadline_s:
+                return num_used
+            time.sleep(0.1)
 
     def end(self) -> list[str]:
         """Stops the server. Returns the names of processes that outlived it, which are then killed."""
@@ -100,17 +116,11 @@ class Served(ServerProcess):
         return kill_leftovers(known)
 
 
-def wait_until(is_so: Callable[[], bool], within_s: float) -> bool:
-    """Asks until it is so, or the time is over. Returns whether it is."""
-    deadline_s = time.monotonic() + within_s
-    while not (result := is_so()) and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
-    return result
-
-
 def kill_leftovers(processes: Mapping[str, int], wait_s: float = 3.0) -> list[str]:
     """Names of those of a server that has ended which still run wait_s later; they are killed."""
-    wait_until(lambda: not any(map(is_running, processes.values())), wait_s)
+    deadline_s = time.monotonic() + wait_s
+    while any(map(is_running, processes.values())) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     left = {name: pid for name, pid in processes.items() if is_running(pid)}
     for pid in left.values():
         with contextlib.suppress(ProcessLookupError):
@@ -120,64 +130,14 @@ def kill_leftovers(processes: Mapping[str, int], wait_s: float = 3.0) -> list[st
 
 @contextlib.contextmanager
 def serving(*options: object) -> Iterator[Served]:
-    """A server that is ready; ended with the block. Raises RuntimeError where it does not come up."""
+    """A server that is ready; ended with the block. Raises RuntimeError if it does not come up."""
     with tempfile.TemporaryDirectory(prefix="faser-abuse-") as folder:
-        served = Served(options, Path(folder) / "log")
+        served = Served([*map(str, options)], Path(folder) / "log")
         try:
             served.wait_ready()
             yield served
         finally:
             served.end()
-
-
-class Bystander:
-    """A client that asks for the same answer again and again, one request at a time, for the time of a block.
-
-    ask: returns what is wrong with the answer, or None. `waits` in seconds.
-    """
-
-    def __init__(self, ask: Callable[[], str | None]) -> None:
-        self.waits: list[float] = []
-        self.wrong: list[str] = []
-        self._ask, self._is_over, self._thread = ask, threading.Event(), threading.Thread(target=self._run)
-
-    def once(self) -> None:
-        start_s = time.monotonic()
-        wrong = self._ask()
-        self.waits.append(time.monotonic() - start_s)
-        self.wrong += [f"a well-behaved client: {wrong}"] if wrong else []
-
-    def _run(self) -> None:
-        while True:
-            self.once()
-            if self._is_over.wait(PAUSE_S):
-                return
-
-    def __enter__(self) -> Bystander:
-        self._thread.start()
-        time.sleep(5 * PAUSE_S)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        time.sleep(5 * PAUSE_S)
-        self._is_over.set()
-        self._thread.join()
-
-
-def same_answer(client: GrpcClient, request: Any) -> Callable[[], str | None]:
-    """For a Bystander: asks for what is answered now. That the queue is full is an answer, too."""
-    expected = client.ask(request).text
-    if not expected:
-        raise RuntimeError("no answer to compare with")
-
-    def ask() -> str | None:
-        reply = client.ask(request)
-        is_refused = len(reply.errors) == 1 and REFUSAL in reply.errors[0]
-        if is_refused or (reply.text == expected and not reply.errors and reply.num_finals == 1):
-            return None
-        return f"{reply.num_finals} ends, errors {reply.errors}, {reply.text!r} in place of {expected!r}"
-
-    return ask
 
 
 def end_servers_on_sigterm() -> None:
@@ -186,9 +146,8 @@ def end_servers_on_sigterm() -> None:
 
 
 def report(rows: Sequence[Mapping[str, Any]], broken: Sequence[str]) -> int:
-    """Prints the table and the broken promises. Returns the status of the script."""
-    if rows:
-        print("\n".join(markdown_table(list(rows[0]), rows)), flush=True)
+    """Prints a table, and a line per broken promise on stderr. Returns the script's exit status."""
+    print("\n".join(markdown_table(list(rows[0]), rows) if rows else []), flush=True)
     for line in broken[:MAX_SHOWN]:
         print(f"broken promise: {line}", file=sys.stderr)
     if len(broken) > MAX_SHOWN:

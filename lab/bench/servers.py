@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -72,14 +72,15 @@ class ServerProcess:
 
 
 class Server(ServerProcess):
-    """`faser serve` on free loopback ports."""
+    """`faser serve` on loopback ports for HTTP, gRPC and metrics; `before`: words of a command that becomes it."""
 
-    def __init__(self, options: list[str], log: Path) -> None:
-        http, grpc, metrics = free_ports(3)
+    def __init__(self, options: list[str], log: Path, *, ports: Sequence[int] = (), before: Sequence[str] = ()) -> None:
+        self.ports = http, grpc, metrics = ports or free_ports(3)
         self.url = f"127.0.0.1:{grpc}"
-        ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+        given = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
         faser = Path(sys.executable).with_name("faser")
-        super().__init__([str(faser), "serve", *ports, *options], f"http://127.0.0.1:{http}/v2/health/ready", log)
+        command = [*before, str(faser), "serve", *given, *options]
+        super().__init__(command, f"http://127.0.0.1:{http}/v2/health/ready", log)
 
 
 Run = Callable[[list[Job], int], tuple[list[Answer], float]]  # jobs and clients -> an answer per job, and seconds
