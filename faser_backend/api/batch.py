@@ -36,7 +36,7 @@ _KINDS = "must be text, token ids or a conversation, or a list of these"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a prompt has to be read with."""
+    """Everything that reading a prompt takes."""
 
     tokenizer: TextTokenizer
     limits: Limits

@@ -28,7 +28,7 @@ def read_prompt(
     messages_file: Path | None = None,
     chat_template: Path | None = None,
 ) -> Prompt:
-    """Of the options of that name. Raises RequestError where they contradict each other."""
+    """Returns what the options of these names ask for. Raises RequestError where they contradict each other."""
     if not is_chat:
         for flag, value in (("--system", system), ("--messages", messages_file), ("--chat-template", chat_template)):
             if value is not None:

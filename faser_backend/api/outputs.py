@@ -57,7 +57,7 @@ class CompletionOutput:
 
     @property
     def text_diff(self) -> str:
-        """What is new in the text."""
+        """The new part of the text."""
         return "".join(piece.text for piece in self.new_pieces)
 
 

@@ -1,4 +1,4 @@
-"""What a caller of the Python API asks for: `SamplingParams`, and in it `GuidedDecodingParams`.
+"""Parameters of a call of the Python API: `SamplingParams`, and in it `GuidedDecodingParams`.
 
 Names are those of vLLM and TensorRT-LLM where they mean the same. Types are checked here, ranges by the engine's own
 `Request.validate`. Knows nothing of engines.
@@ -35,7 +35,7 @@ class _Fields(BaseModel):
 
 
 class GuidedDecodingParams(_Fields):
-    """What an answer has to look like: exactly one of the fields.
+    """The form that an answer must have: exactly one of the fields.
 
     json: a JSON schema as a dict or text, or a pydantic model. grammar: GBNF or Lark. json_object: any JSON object.
     structural_tag: XGrammar's, as JSON text.

@@ -102,7 +102,7 @@ class StopMatcher:
         return ready, False
 
     def finish(self) -> str:
-        """What was held back and never became a stop string."""
+        """Returns the text that was held back and never became a stop string."""
         held = self._tail[len(self._tail) - self._num_unsent :]
         self._num_unsent = 0
         return held

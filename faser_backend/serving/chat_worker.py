@@ -85,7 +85,7 @@ def compiled(template: str) -> jinja2.Template:
 
 @cache
 def environment() -> jinja2.Environment:
-    """What templates for Hugging Face's tokenizers may count on."""
+    """Jinja as templates for Hugging Face's tokenizers expect it."""
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     made.filters["tojson"] = _to_json
     made.globals |= {

@@ -36,7 +36,7 @@ class PromptFormat:
         chat_template_file: Path | None = None,
         adds_special_tokens: bool | None = None,
     ) -> PromptFormat:
-        """What the checkpoint said; the options override it. Raises ManifestError or ConfigError naming the file."""
+        """The checkpoint's format, which the options override. Raises ManifestError or ConfigError naming the file."""
         found = cls() if manifest.prompts is None else _read(engine_dir / manifest.prompts.name)
         if chat_template_file is not None:
             found = replace(found, chat_template=read_template(chat_template_file))

@@ -1,4 +1,4 @@
-"""Who may ask: clients with a key where keys are set; else whoever reaches the port, but no web page of another origin.
+"""Who may ask: clients with a key where keys are set; else all that reach the port, but no web page of another origin.
 
 A page in a browser of the same machine reaches loopback ports as well, under a name of its own if it likes (DNS
 rebinding). Browsers tell by headers that they are browsers, which origin asks, and by which name; other clients send

@@ -1,4 +1,4 @@
-"""What requests may hold: one model per endpoint, and the fields that are refused by name.
+"""Fields of requests: one model per endpoint, and the fields that are refused by name.
 
 A field that no version of the API knows is ignored, as other servers do; one that this server cannot honour is refused
 where it asks for something.
@@ -167,15 +167,6 @@ class Tool(_Fields):
     function: FunctionTool
 
 
-class NamedFunction(_Fields):
-    name: str
-
-
-class NamedTool(_Fields):
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class AnswerFormat(_Fields):
     """As /v1/responses writes it; in chats name and schema lie in an object `json_schema`."""
 
@@ -205,7 +196,7 @@ class ConversationBody(Body):
 
     messages: Messages
     tools: Annotated[list[Tool], FIRST, Field(max_length=MAX_CALLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -215,7 +206,7 @@ class ConversationBody(Body):
     @model_validator(mode="after")
     def _chooses_of_its_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or []]
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+        if isinstance(self.tool_choice, Tool) and self.tool_choice.function.name not in names:
             raise RequestError("tool_choice", self.tool_choice.function.name, "no tool has this name")
         if self.tool_choice == "required" and not self.tools:
             raise RequestError("tool_choice", self.tool_choice, "needs tools")

@@ -56,7 +56,7 @@ class ApiReply:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Of the request's drafts, under the name that the API's objects have for them; nothing unless asked for."""
+        """Acceptance of the request's drafts, as a part of the API's objects; empty unless asked for."""
         wanted = self.body.spec_decode_metrics
         if wanted is None:
             return {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from faser_backend.serving.openai.answer import Answer, Piece
-from faser_backend.serving.openai.fields import NamedTool, ResponsesBody, Tool
+from faser_backend.serving.openai.fields import ResponsesBody, Tool
 from faser_backend.serving.openai.replies import ApiReply, Event
 from faser_backend.serving.openai.tools import CallFinder, FunctionCall, ToolForm
 
@@ -103,6 +103,8 @@ class ResponsesReply(ApiReply):
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self.body
         choice = body.tool_choice or ("auto" if body.tools else "none")
+        if isinstance(choice, Tool):
+            choice = {"type": "function", "name": choice.function.name}
         text_format = body.answer_format.model_dump(by_alias=True) if body.answer_format else {"type": "text"}
         return {
             "id": self._id,
@@ -121,14 +123,14 @@ class ResponsesReply(ApiReply):
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": text_format},
-            "tool_choice": _flat(body.tool_choice) if isinstance(body.tool_choice, NamedTool) else choice,
-            "tools": [_flat(tool) for tool in body.tools or []],
+            "tool_choice": choice,
+            "tools": [{"type": "function", **tool.function.model_dump()} for tool in body.tools or []],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None,
         }
 
     def _place(self) -> dict[str, Any]:
-        """Of the text of the last item."""
+        """The place of the last item's text."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _item_event(self, name: str, item: dict[str, Any]) -> Event:
@@ -142,11 +144,6 @@ class ResponsesReply(ApiReply):
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
-
-
-def _flat(named: Tool | NamedTool) -> dict[str, Any]:
-    """A function as /v1/responses writes it."""
-    return {"type": "function", **named.function.model_dump()}
 
 
 def _part(text: str) -> dict[str, Any]:

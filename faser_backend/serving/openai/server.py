@@ -95,7 +95,7 @@ class _Announced(uvicorn.Server):
 
 
 def describe(options: OpenAIOptions) -> ServedModel:
-    """What an engine directory says of its model. Raises ManifestError or ConfigError."""
+    """The model that an engine directory describes. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(options.engine_dir)
     models = served_models(manifest, EngineConfig.from_options(draft=options.draft))
     prompts = PromptFormat.load(options.engine_dir, manifest, chat_template_file=options.chat_template_file)

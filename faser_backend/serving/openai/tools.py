@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from faser_backend.serving.guides import JSON_STYLE
-from faser_backend.serving.openai.fields import ChatBody, FunctionTool, NamedTool, ResponsesBody
+from faser_backend.serving.openai.fields import ChatBody, FunctionTool, ResponsesBody, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _ANYTHING: dict[str, Any] = {"type": "object"}
@@ -214,7 +214,7 @@ def answer_guide(body: ChatBody | ResponsesBody, form: type[ToolForm] | None) ->
     if form is None:
         return None if schema is None else Guide("json_schema", json.dumps(schema))
     tools = [tool.function for tool in body.offered_tools]
-    if isinstance(body.tool_choice, NamedTool):
+    if isinstance(body.tool_choice, Tool):
         return form.required_guide([tool for tool in tools if tool.name == body.tool_choice.function.name])
     if body.tool_choice == "required" or schema is not None:
         return form.required_guide(tools, None if body.tool_choice == "required" else schema)
@@ -230,7 +230,7 @@ class CallFinder:
         self._is_single = is_single
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, list[FunctionCall]]:
-        """What is new. Behind a call, space is no text; if is_single, neither are further calls calls."""
+        """Returns what is new. Behind a call, space is no text; if is_single, neither are further calls calls."""
         if self._form is None:
             return text, []
         text, calls = self._form.push(text)
