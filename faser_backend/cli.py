@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,27 +19,12 @@ from typer.core import TyperGroup
 
 from faser_backend.cli_build import build
 from faser_backend.cli_chat import chat
-from faser_backend.cli_options import (
-    Acceptance,
-    AcceptanceRule,
-    ChatTemplate,
-    Draft,
-    Drafting,
-    EarlyExit,
-    EarlyExits,
-    EngineDir,
-    PanelCommand,
-    Pipeline,
-    PipelineMode,
-    Policy,
-    Threads,
-    parse_integers,
-    print_steps,
-)
+from faser_backend.cli_options import PanelCommand, SamplingOptions, parse_integers, print_steps, takes
 from faser_backend.cli_serve import openai, reload, serve
-from faser_backend.config import DEFAULT_POLICY, EngineConfig
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
+from faser_backend.serving.parameters import ServingOptions
 from faser_backend.version import VERSION
 
 COMMANDS = {
@@ -85,26 +71,23 @@ def _main(
 
 
 @app.command(cls=PanelCommand)
+@takes(engine=(EngineConfig, "max_num_seqs num_kv_blocks"))
 def doctor(
+    *,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     engine_dir: Annotated[Path | None, typer.Option(help="Print what this engine takes of memory.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(help="With --engine-dir: of a GPU that is not here.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="With --engine-dir: as of `faser serve`.")] = 32,
-    num_kv_blocks: Annotated[
-        int | None, typer.Option(help="With --engine-dir, on a CPU: likewise.", show_default="from free memory")
-    ] = None,
+    engine: EngineConfig,
 ) -> None:
     """Say what this machine can run, and why not. Status 1 where it cannot serve at all."""
-    from faser_backend.serving.doctor import examine, print_report
-    from faser_backend.serving.memory_report import memory_report
+    from faser_backend.serving.doctor import examine, memory_report, print_report
 
     if engine_dir is not None:
-        config = EngineConfig.from_options(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks)
-        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib, config=config)))
+        print("\n".join(memory_report(engine_dir, gpu_gib=gpu_gib, config=engine)))
         return
     findings = examine()
     if is_json:
-        print(json.dumps([finding.as_dict() for finding in findings], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         print_report(findings)
     if any(finding.is_needed and not finding.is_ok for finding in findings):
@@ -116,6 +99,11 @@ app.command(cls=PanelCommand)(chat)
 
 
 @app.command(cls=PanelCommand)
+@takes(
+    serving=(ServingOptions, "engine_dir chat_template"),
+    sampling=SamplingOptions,
+    engine=(EngineConfig, "policy draft acceptance early_exit pipeline num_threads"),
+)
 def generate(
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
@@ -125,20 +113,9 @@ def generate(
     messages: Annotated[
         Path | None, typer.Option(help='JSON file instead: [{"role": ..., "content": ...}].', show_default=False)
     ] = None,
-    chat_template: ChatTemplate = None,
-    engine_dir: EngineDir = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", show_default=False)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text to stop after; may be given several times.")] = None,
-    policy: Policy = DEFAULT_POLICY,
-    draft: Draft = Drafting.AUTO,
-    acceptance: AcceptanceRule = Acceptance.MATCH,
-    early_exit: EarlyExits = EarlyExit.AUTO,
-    pipeline: PipelineMode = Pipeline.AUTO,
-    num_threads: Threads = None,
+    serving: ServingOptions,
+    sampling: SamplingOptions,
+    engine: EngineConfig,
     is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     explain: Annotated[bool, typer.Option(help="Print to stderr what the policy weighed, and when.")] = False,
 ) -> None:
@@ -154,34 +131,21 @@ def generate(
         is_chat=is_chat,
         system=system,
         messages_file=messages,
-        chat_template=chat_template,
+        chat_template=serving.chat_template,
     )
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop or [],
-        include_stop_str_in_output=True,
-    )
+    params = SamplingParams(**sampling.model_dump(), include_stop_str_in_output=True)
     on_step = {"on_step": Explainer(partial(print, file=sys.stderr)).observe} if explain else {}
     with shown_phases(in_pipes=False) as phases:
         result = generate_once(
             asked,
             params,
-            engine_dir=engine_dir,
+            engine_dir=serving.engine_dir,
             on_text=_ignore if is_json else _print_text,
             on_loaded=phases.end,
             **on_step,
-            chat_template=chat_template,
+            chat_template=serving.chat_template,
             progress=print_steps(),
-            policy=policy,
-            draft=draft.value,
-            acceptance=acceptance.value,
-            early_exit=early_exit.value,
-            pipeline=pipeline.value,
-            num_threads=num_threads,
+            **engine.model_dump(exclude_unset=True),
         )
     if is_json:
         print(json.dumps(result))

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from faser_backend.cli_options import parse_integers, print_steps
+from faser_backend.cli_options import STORAGE, TENSORRT, parse_integers, print_steps
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_bytes, shown
 from faser_backend.manifest import MANIFEST_FILE
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from faser_backend.manifest import EngineManifest, ModelEngine
 
 MIB = 1 << 20
-TENSORRT = "TensorRT:"
 FORMATS = "fp32, fp16, bf16, int8, or int4 (llvm alone)"
 WHERE = "For CPUs alone, which compute in fp32 (--dtype)."
 MIN_CONTEXT = 32  # in which a profile can be taken
@@ -46,23 +45,28 @@ def build(
         str, typer.Option(help="llvm or onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
     ] = DEFAULT_RUNTIME,
     exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
-    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16; CPUs take fp32 alone.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, fp16 or bf16; CPUs take fp32 alone.", rich_help_panel=STORAGE)
+    ] = "fp32",
     weights: Annotated[
         str | None,
         typer.Option(
             help=f"How the target's matrices are stored: {FORMATS}. {WHERE}",
             show_default="llvm: as the checkpoint has them (GGUF's K and Q5: fp16); else fp32",
+            rich_help_panel=STORAGE,
         ),
     ] = None,
     draft_weights: Annotated[
-        str | None, typer.Option(help="The same for the draft.", show_default="as for the target")
+        str | None,
+        typer.Option(help="The same for the draft.", show_default="as for the target", rich_help_panel=STORAGE),
     ] = None,
-    kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=STORAGE)] = 16,
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
             help="fp32 or fp16 keys and values. For CPUs; elsewhere they have the dtype.",
             show_default="fp16 where both checkpoints hold 16 bits a number and this CPU converts them, else fp32",
+            rich_help_panel=STORAGE,
         ),
     ] = None,
     max_context: Annotated[
@@ -70,13 +74,18 @@ def build(
         typer.Option(help="Tokens of a sequence, prompt and output.", show_default="the models'; TensorRT: 4096"),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help=f"{TENSORRT} sequences in one call.", show_default="32")
+        int | None, typer.Option(help="Sequences in one call.", show_default="32", rich_help_panel=TENSORRT)
     ] = None,
     max_prefill_tokens: Annotated[
-        int | None, typer.Option(help=f"{TENSORRT} prompt tokens in one call.", show_default="256")
+        int | None, typer.Option(help="Prompt tokens in one call.", show_default="256", rich_help_panel=TENSORRT)
     ] = None,
     compute_capability: Annotated[
-        str, typer.Option(help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.", show_default="its own choice")
+        str,
+        typer.Option(
+            help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.",
+            show_default="its own choice",
+            rich_help_panel=TENSORRT,
+        ),
     ] = "",
 ) -> None:
     """Compile a target and a draft checkpoint into an engine directory."""

@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from faser_backend.cli_options import ChatTemplate, Draft, Drafting, EngineDir, Policy, Threads, print_steps
-from faser_backend.config import DEFAULT_POLICY
+from faser_backend.cli_options import SAMPLING, SamplingOptions, print_steps, takes
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError, RequestError
+from faser_backend.serving.parameters import ServingOptions
 
 if TYPE_CHECKING:
     from faser_backend.api.llm import LLM
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
 DRAFTED = "green"
 
 
+@takes(
+    serving=(ServingOptions, "engine_dir chat_template"),
+    sampling=(SamplingOptions, "temperature top_p seed"),
+    engine=(EngineConfig, "policy draft num_threads"),
+)
 def chat(
     *,
-    engine_dir: EngineDir = None,
+    serving: ServingOptions,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    chat_template: ChatTemplate = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Default: a fresh one.", show_default=False)] = None,
-    policy: Policy = DEFAULT_POLICY,
-    draft: Draft = Drafting.AUTO,
-    num_threads: Threads = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", rich_help_panel=SAMPLING)] = 256,
+    sampling: SamplingOptions,
+    engine: EngineConfig,
 ) -> None:
     """Talk to a model in the terminal: one message per line, /reset to start anew, /quit to end."""
     from faser_backend.api.batch import check_params
@@ -46,12 +47,12 @@ def chat(
     from faser_backend.serving.chat import NO_TEMPLATE
     from faser_backend.serving.loading import shown_phases
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    options = {"policy": policy, "draft": draft.value, "num_threads": num_threads, "max_num_seqs": 1}
+    params = SamplingParams(max_tokens=max_tokens, **sampling.model_dump(exclude_unset=True))
+    options = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1}
     check_params(params)
     with (
         shown_phases(in_pipes=False) as phases,
-        LLM(engine_dir, chat_template=chat_template, progress=print_steps(), **options) as llm,
+        LLM(serving.engine_dir, chat_template=serving.chat_template, progress=print_steps(), **options) as llm,
     ):
         phases.end()
         if not llm.has_chat_template:

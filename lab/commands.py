@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from faser_backend.cli_options import Draft, Drafting, EngineDir, Threads
+from faser_backend.cli_options import takes
+from faser_backend.config import EngineConfig
+from faser_backend.serving.parameters import ServingOptions
 
 
 def profile(
@@ -33,13 +35,13 @@ def profile(
     run_profile(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
 
 
+@takes(serving=(ServingOptions, "engine_dir"), engine=(EngineConfig, "draft num_threads"))
 def bench(
     *,
     is_quick: Annotated[bool, typer.Option("--quick", help="Two minutes for the demo pair; larger spreads.")] = False,
     output: Annotated[Path, typer.Option(help="Directory to write into.")] = Path("faser-bench"),
-    engine_dir: EngineDir = None,
+    serving: ServingOptions,
     policies: Annotated[str | None, typer.Option(help="Contestants, a,b,...", show_default="the ladder")] = None,
-    draft: Draft = Drafting.AUTO,
     trace: Annotated[Path | None, typer.Option(help="CSV of request lengths.", show_default="synthetic")] = None,
     prompts: Annotated[
         Path | None,
@@ -59,7 +61,7 @@ def bench(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
-    num_threads: Threads = None,
+    engine: EngineConfig,
     budget_s: Annotated[
         float | None,
         typer.Option(help="Seconds that it may take, about: answers get shorter.", show_default="no limit"),
@@ -70,18 +72,9 @@ def bench(
     from lab.contestants import Sizing
 
     options = BenchOptions(
-        output,
-        engine_dir,
-        policies,
-        trace,
-        prompts,
-        seed,
-        num_threads,
-        draft.value,
-        is_chat,
-        max_prompt_tokens,
-        budget_s,
-    )
+        output, serving.engine_dir, policies, trace, prompts, seed, engine.num_threads, engine.draft, is_chat,
+        max_prompt_tokens, budget_s,
+    )  # fmt: skip
     run_bench(options, Sizing.quick() if is_quick else Sizing.full(), command=shlex.join(["faser", *sys.argv[1:]]))
 
 

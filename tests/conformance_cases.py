@@ -14,7 +14,7 @@ import numpy as np
 
 from faser_backend.serving import tensors
 from faser_backend.serving.model_configs import INFLIGHT_BATCHER, LLMAPI, ModelConfig
-from faser_backend.serving.tensors import UNSUPPORTED, WITHOUT_EFFECT, TensorSpec
+from faser_backend.serving.tensors import UNSUPPORTED, WITHOUT_EFFECT, TritonTensor
 from tests.strict_clients import Arrays, ids, one, text, text_request, token_request
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
@@ -83,7 +83,7 @@ def base_request(model: ModelConfig) -> Arrays:
     }.get(model.name, text_request())
 
 
-def used(model: ModelConfig, spec: TensorSpec) -> Arrays:
+def used(model: ModelConfig, spec: TritonTensor) -> Arrays:
     """A request that uses this input."""
     given: dict[str, np.ndarray | None] = {**base_request(model)}
     if spec.name in HONOURED:
@@ -95,7 +95,7 @@ def used(model: ModelConfig, spec: TensorSpec) -> Arrays:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def neutral(model: ModelConfig, spec: TensorSpec) -> Arrays:
+def neutral(model: ModelConfig, spec: TritonTensor) -> Arrays:
     """A request that sends this unsupported input, and asks for nothing by it."""
     value = "" if spec.data_type == "STRING" else _NEUTRAL_SCALARS.get(spec.name, 0)
     return {**base_request(model), spec.name: _filled(model, spec, 0, value)}
@@ -105,7 +105,7 @@ def _is_flat(model: ModelConfig, value: np.ndarray | None) -> bool:
     return model in LLMAPI and value is not None and value.ndim > 1
 
 
-def _filled(model: ModelConfig, spec: TensorSpec, size: int, value: object) -> np.ndarray:
+def _filled(model: ModelConfig, spec: TritonTensor, size: int, value: object) -> np.ndarray:
     shape = [size if dim < 0 else dim for dim in spec.dims]
     shape = shape if model in LLMAPI else [1, *shape]
     if spec.data_type == "STRING":
@@ -161,7 +161,7 @@ _LLMAPI_FLAGS = {
 }
 
 
-def output_of(model: ModelConfig, spec: TensorSpec) -> Output:
+def output_of(model: ModelConfig, spec: TritonTensor) -> Output:
     if model in LLMAPI:
         return Output("[1]", _LLMAPI_FLAGS.get(spec.name, "sampling_param_return_perf_metrics"))
     return OUTPUTS.get(spec.name, _NEVER)
@@ -173,13 +173,13 @@ def shape_of(output: Output, *, num_new: int, num_prompt: int) -> tuple[int, ...
 
 
 # -- the tables -----------------------------------------------------------------------------------------------------
-def meaning_of(spec: TensorSpec) -> str:
+def meaning_of(spec: TritonTensor) -> str:
     if spec.name in UNSUPPORTED:
         return f"refused ({UNSUPPORTED[spec.name].feature})"
     return "no effect" if spec.name in WITHOUT_EFFECT else "works"
 
 
-def sending_of(models: tuple[ModelConfig, ...], spec: TensorSpec) -> tuple[str, str]:
+def sending_of(models: tuple[ModelConfig, ...], spec: TritonTensor) -> tuple[str, str]:
     """When an output is sent, and its type and shape."""
     output = output_of(models[0], spec)
     sent = {"": "always", "never": "never"}.get(output.flag, f"with `{output.flag}`")
@@ -190,7 +190,7 @@ def table_lines() -> Iterator[str]:
     """A row per set of models: tensors by what they do here, then by type and shape."""
     for title, models in (("inflight_batcher", INFLIGHT_BATCHER), ("llmapi", LLMAPI)):
         for side in ("inputs", "outputs"):
-            yield f"| models | {side} of `{title}` (`tests/test_conformance_tensors.py::test_{side[:-1]}`) |\n|---|---|"
+            yield f"| models | {side} of `{title}` (`tests/test_conformance.py::test_{side[:-1]}`) |\n|---|---|"
             rows: dict[str, dict[str, dict[str, list[str]]]] = {}
             for spec, names in _by_spec(models, side):
                 if side == "inputs":
@@ -207,9 +207,9 @@ def table_lines() -> Iterator[str]:
             yield ""
 
 
-def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[TensorSpec, str]]:
+def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[TritonTensor, str]]:
     """Each tensor once, with the models that have it."""
-    found: dict[TensorSpec, list[str]] = {}
+    found: dict[TritonTensor, list[str]] = {}
     for model in models:
         for spec in getattr(model, side):
             found.setdefault(spec, []).append(model.name.replace("tensorrt_llm_bls", "bls"))

@@ -47,7 +47,7 @@ def test_fuzz_cases_and_hostile_schemas_disturb_nobody(server: Served):
 
 
 def test_a_stranger_and_a_killed_engine_are_noticed(server: Served):
-    outcome = Outcome("stop")  # a control: without --stop-requests off, whose refusal test_server_launch.py shows
+    outcome = Outcome("stop")  # a control: without --stop-requests off, whose refusal test_endings.py shows
     stop_as_a_stranger(server, outcome)
     assert "a stop request was taken" in outcome.broken
     outcome = Outcome("kill")

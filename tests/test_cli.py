@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR, MODEL_REPO
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.doctor import examine
-from faser_backend.serving.parameters import Parameters
 from faser_backend.serving.server import LaunchOptions, write_launch_copy
 from faser_backend.version import VERSION
 from tests.serving_pair import build_pair, write_pair
@@ -233,9 +231,3 @@ def test_launch_copy_writes_policy_and_parameters_and_leaves_the_repository_alon
     assert {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")} == before
     with pytest.raises(ConfigError, match="parameter colour: no model of model_repo has such a parameter"):
         write_launch_copy(MODEL_REPO, tmp_path / "other", LaunchOptions(parameters={"colour": "red"}))
-
-
-def test_shipped_parameters_are_all_unset():
-    names = re.findall(r'key: "(\w+)" value', (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").read_text())
-    shipped = Parameters({"parameters": {name: {"string_value": f"${{{name}}}"} for name in names}})
-    assert len(names) > 15 and all(shipped.text(name) is None for name in names)

@@ -11,16 +11,11 @@ import pytest
 import typer
 
 from engines.build import build_engines
-from faser_backend.api.one_shot import report_line
 from faser_backend.cli import COMMANDS, app
-from faser_backend.cli_options import PANELS
-from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCurve, margin_bins
 from faser_backend.policy.registry import policy_usages
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.doctor import examine
-from faser_backend.serving.profile_calibration import Calibration, ReliabilityBin
 from lab.gpu import device
-from lab.profiling.tables import chance_table
 from tests.serving_pair import write_pair
 
 PROMPT = ("--prompt-ids", "1,2,3", "--max-tokens", "4")
@@ -62,12 +57,6 @@ def test_generate_says_why_nothing_was_drafted_or_pruned(run, engines: dict[bool
     assert result["why_no_drafts"] == "" and "without a profile" in result["why_no_pruning"]
 
 
-def test_slow_models_have_a_speed():
-    result = {"token_ids": [1], "num_drafted": 0, "num_accepted": 0, "num_pruned": 0, "finish_reason": "length"}
-    why = {"why_no_drafts": "x", "why_no_pruning": "y"}
-    assert report_line(result | why | {"tokens_per_s": 0.4}).startswith("== 1 tokens, 0.4 tokens/s; x; y;")
-
-
 def test_a_draft_that_is_larger_than_its_target_is_warned_of(run, tmp_path: Path):
     large, small = DEMO_PAIR / "target", DEMO_PAIR / "draft"
     for target, other, is_warned in ((small, large, True), (large, small, False)):
@@ -89,14 +78,11 @@ def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatc
     commands: Any = typer.main.get_command(app)
     listed = [name for names in COMMANDS.values() for name in names]
     assert sorted(listed) == sorted(commands.commands), "every command is listed once"
-    parameters: set[str] = set()
     for name in listed:
         _, out, _ = run(name, "--help")
         options = [param for param in commands.commands[name].params if param.param_type_name == "option"]
         assert [each for param in options for each in (*param.opts, *param.secondary_opts) if each not in out] == []
         assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
-        parameters.update(param.name for param in options)
-    assert {name for names in PANELS.values() for name in names} <= parameters
     assert "\nSpeculation:\n  --policy" in run("serve", "--help")[1]
 
 
@@ -107,12 +93,3 @@ def test_doctor_and_the_check_of_a_gpu_agree_on_tensorrt():
         "tensorrt": found["TensorRT"],
         "tensorrt_rtx": found["TensorRT-RTX"],
     }
-
-
-def test_chances_of_n_grams_are_by_tokens_that_agree():
-    margins = MARGIN_KNOTS[margin_bins(MarginCurve.margin_knots[[0, 2]])]
-    bins = tuple(ReliabilityBin(float(margin), 0.5, 0.5, 10) for margin in margins)
-    calibration = Calibration("own text", 10, 10, {}, bins, ())
-    by_tokens, by_lead = (chance_table(calibration, has_model=has_model) for has_model in (False, True))
-    assert list(by_tokens.columns[0].cells) == ["1", "3"] and "agree" in str(by_tokens.columns[0].header)
-    assert "lead" in str(by_lead.columns[0].header)

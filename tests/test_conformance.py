@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.conformance_cases import DOCS, VOCAB_SIZE
+from faser_backend.serving import launch
+from faser_backend.serving.model_configs import CONTRACTS, INFLIGHT_BATCHER, LLMAPI, ModelConfig
+from faser_backend.serving.server import LaunchOptions
+from faser_backend.serving.tensors import UNSUPPORTED, TritonTensor
+from tests.conformance_cases import DOCS, VOCAB_SIZE, base_request, neutral, output_of, shape_of, used, written
 from tests.served import Served, serve
-from tests.serving_pair import MAX_CONTEXT, build_pair
+from tests.serving_pair import MAX_CONTEXT, build_pair, byte_level_tokenizer
 from tests.strict_clients import (
+    Arrays,
     ids,
     ids_of,
     infer_grpc,
     infer_http,
+    names_of,
     one,
     stream_grpc,
     text,
@@ -27,7 +37,7 @@ from tests.strict_clients import (
     text_request,
     token_request,
 )
-from tests.triton_clients import events_of, post
+from tests.triton_clients import Stream, events_of, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
 LONG = 200  # tokens: even a busy machine cannot join all of such a stream in one response
@@ -41,19 +51,31 @@ PERF_OUTPUTS += ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_
 
 @pytest.fixture(scope="module")
 def engine_dir(tmp_path_factory) -> Path:
+    assert byte_level_tokenizer().get_vocab_size() == VOCAB_SIZE
     return build_pair(tmp_path_factory.mktemp("conformance"))
 
 
 @pytest.fixture(scope="module")
-def decoupled(engine_dir: Path) -> Iterator[Served]:
-    with serve("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:2") as served:
-        yield served
+def start(engine_dir: Path) -> Iterator[Callable[..., Served]]:
+    """Servers by contract, streaming or unary, started when they are first asked for."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(contract: str, *, is_decoupled: bool) -> Served:
+            options = ["--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:2", "--contract", contract]
+            return stack.enter_context(serve(*options, "--decoupled" if is_decoupled else "--no-decoupled"))
+
+        yield start
 
 
-@pytest.fixture(scope="module")
-def unary(engine_dir: Path) -> Iterator[Served]:
-    with serve("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:2", "--no-decoupled") as served:
-        yield served
+@pytest.fixture
+def decoupled(start) -> Served:
+    return start("inflight_batcher", is_decoupled=True)
+
+
+@pytest.fixture
+def unary(start) -> Served:
+    return start("inflight_batcher", is_decoupled=False)
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
@@ -81,18 +103,14 @@ def documented_commands() -> list[str]:
     return sorted({line for line in lines if line.startswith("faser serve")})
 
 
-@pytest.mark.parametrize("command", documented_commands())
-def test_every_documented_command_starts_a_server(command: str, engine_dir: Path):
-    options = command.replace("engines_out", str(engine_dir)).split()[2:]
-    with serve(*options) as served:
-        models = served.ready.strip().rpartition("models ")[2].split(", ")
-        with urllib.request.urlopen(f"http://127.0.0.1:{served.http_port}/v2/models/{models[0]}/ready") as answer:
-            assert answer.status == 200
-
-
-def test_both_contracts_are_documented_with_a_command():
-    commands = documented_commands()
-    assert any("--contract llmapi" in command for command in commands) and "faser serve" in commands
+def test_every_documented_command_is_one_that_starts(engine_dir: Path, run, monkeypatch: pytest.MonkeyPatch):
+    """As far as the server itself, which other tests start with both contracts, streaming and not."""
+    started: list[LaunchOptions] = []
+    monkeypatch.setattr(launch, "serve_until_signalled", lambda options, **_: started.append(options) or 0)
+    for command in documented_commands():
+        status, _, err = run(*command.replace("engines_out", str(engine_dir)).split()[1:])
+        assert status == 0, (command, err)
+    assert {options.contract for options in started} == set(CONTRACTS)
 
 
 def test_a_client_that_chains_the_models_gets_the_text_of_the_ensemble(unary: Served):
@@ -293,3 +311,176 @@ def test_every_row_of_the_behaviours_names_a_test_that_exists():
     assert len(named) > 25
     for file, test in named:
         assert f"def {test}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), f"{file}::{test}"
+
+
+# -- the llmapi contract ----------------------------------------------------------------------------------------------
+YES, SEED = np.array([True]), np.array([4], np.uint64)
+REASONS = {"return_finish_reason": YES, "return_stop_reason": YES}
+
+
+@pytest.fixture
+def llmapi(start) -> Served:
+    return start("llmapi", is_decoupled=True)
+
+
+def ask(llmapi: Served, *outputs: str, **more: np.ndarray) -> list[Any]:
+    given = {"text_input": np.array([b"def f"], dtype=object), "sampling_param_max_tokens": np.array([200], np.int32)}
+    given |= {"sampling_param_temperature": np.array([1.0], np.float32), "sampling_param_seed": SEED}
+    return stream_grpc(llmapi.grpc_port, "tensorrt_llm", given | more, outputs)
+
+
+def test_streamed_responses_carry_the_whole_text(llmapi: Served):
+    (unary,) = ask(llmapi, "text_output")
+    streamed = ask(llmapi, "text_output", "finish_reason", "stop_reason", streaming=YES, **REASONS)
+    texts = [text_of(response) for response in streamed]
+    assert len(texts) > 3 and all(later.startswith(text) for text, later in pairwise(texts))
+    assert texts[-1] == text_of(unary)
+    reasons = [response.as_numpy("finish_reason")[0].decode() for response in streamed]
+    assert set(reasons[:-1]) == {"None"} and reasons[-1] in ("length", "stop")
+    assert {response.as_numpy("stop_reason")[0].decode() for response in streamed} == {"None"}
+
+
+def test_a_stop_string_is_named_and_cut_off(llmapi: Served):
+    (whole,) = ask(llmapi, "text_output")
+    stop = text_of(whole)[8:10]
+    (answer,) = ask(
+        llmapi, "text_output", "finish_reason", "stop_reason", **REASONS,
+        sampling_param_stop=np.array([stop.encode()], dtype=object),
+    )  # fmt: skip
+    assert text_of(answer) == text_of(whole)[: text_of(whole).index(stop)]
+    assert answer.as_numpy("stop_reason")[0].decode() == stop
+    assert answer.as_numpy("finish_reason")[0] == b"stop"
+
+
+def test_stop_requests_are_answered_with_cancelled(llmapi: Served):
+    stopping = {"text_input": np.array([b"x"], dtype=object), "stop": YES}
+    for request_id, message in (
+        ("", "A request id must be provided for request cancellation"),
+        ("nobody", "Request cancelled by client"),
+    ):
+        with pytest.raises(InferenceServerException, match=message):
+            stream_grpc(llmapi.grpc_port, "tensorrt_llm", stopping, request_id=request_id)
+    running = Stream(f"127.0.0.1:{llmapi.grpc_port}", has_batch=False)
+    running.send("tensorrt_llm", "mine", text_input="def f", sampling_param_max_tokens=500, streaming=True)
+    running.receive()
+    with pytest.raises(InferenceServerException, match="Request cancelled by client"):
+        stream_grpc(llmapi.grpc_port, "tensorrt_llm", stopping, request_id="mine")
+    assert running.answer().error is None
+    wait_for_free_blocks(llmapi.metrics_port)
+    running.close()
+
+
+# -- every input and output -------------------------------------------------------------------------------------------
+# Over gRPC streams, unary gRPC and HTTP, in both launch modes. An input that works is taken, one that does not is
+# refused by name and feature when it is used and passes when it asks for nothing; an output has the name, type and
+# rank that TensorRT-LLM sends.
+NUM_NEW = 4
+CONVERTERS = ("preprocessing", "postprocessing")
+
+
+def cases(side: str) -> list[Any]:
+    return [
+        pytest.param(contract, model, spec, id=f"{contract}-{model.name}-{spec.name}")
+        for contract, models in (("inflight_batcher", INFLIGHT_BATCHER), ("llmapi", LLMAPI))
+        for model in models
+        for spec in getattr(model, side)
+        if spec.name != "stop"  # another kind of request
+    ]
+
+
+@pytest.fixture
+def servers(start, contract: str) -> tuple[Served, Served]:
+    """A streaming server and a unary one."""
+    return start(contract, is_decoupled=True), start(contract, is_decoupled=False)
+
+
+def ask_everywhere(servers: tuple[Served, Served], model: ModelConfig, arrays: Arrays) -> list[str]:
+    """The error of each way to ask, "" where there was an answer."""
+    decoupled, unary = servers
+    ways = [
+        lambda: infer_grpc(unary.grpc_port, model.name, arrays),
+        lambda: infer_http(unary.http_port, model.name, arrays),
+    ]
+    if model.name not in CONVERTERS:
+        ways.append(lambda: stream_grpc(decoupled.grpc_port, model.name, arrays)[0])
+    errors = []
+    for way in ways:
+        try:
+            way()
+            errors.append("")
+        except InferenceServerException as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize(("contract", "model", "spec"), cases("inputs"))
+def test_input(servers, contract: str, model: ModelConfig, spec: TritonTensor):
+    arrays = used(model, spec)
+    assert spec.name in arrays
+    errors = ask_everywhere(servers, model, arrays)
+    if spec.name not in UNSUPPORTED:
+        assert set(errors) == {""}
+        return
+    assert all(f"{spec.name} = " in error and UNSUPPORTED[spec.name].feature in error for error in errors), errors
+    assert set(ask_everywhere(servers, model, neutral(model, spec))) == {""}
+
+
+@pytest.mark.parametrize(("contract", "model", "spec"), cases("outputs"))
+def test_output(servers, contract: str, model: ModelConfig, spec: TritonTensor):
+    decoupled, unary = servers
+    output = output_of(model, spec)
+    if output.flag == "never":
+        answer = infer_grpc(unary.grpc_port, model.name, base_request(model), [spec.name])
+        assert answer.as_numpy(spec.name) is None
+        return
+    arrays = asking_for(model, output.flag)
+    ways = [
+        infer_grpc(unary.grpc_port, model.name, arrays, [spec.name]),
+        infer_http(unary.http_port, model.name, arrays, [spec.name]),
+    ]
+    if model.name not in CONVERTERS and output.flag != "num_return_sequences":
+        ways += stream_grpc(decoupled.grpc_port, model.name, arrays, [spec.name])
+    num_prompt = 3 if model.name == "tensorrt_llm" else len(byte_level_tokenizer().encode("def f").ids)
+    expected = shape_of(output, num_new=NUM_NEW, num_prompt=num_prompt)
+    if output.flag == "num_return_sequences":
+        # Unary, one response holds them all; streamed, each sequence has responses of its own.
+        for answer in stream_grpc(decoupled.grpc_port, model.name, arrays, [spec.name]):
+            assert answer.as_numpy(spec.name).shape == expected
+        expected = (1, 2)
+    for answer in ways:
+        array = answer.as_numpy(spec.name)
+        assert array.shape == expected
+        assert datatype_of(answer, spec.name) == spec.data_type.replace("STRING", "BYTES")
+        if not isinstance(answer.get_response(), dict):
+            assert names_of(answer) == [spec.name]
+
+
+def asking_for(model: ModelConfig, flag: str) -> Arrays:
+    """A request whose answer has NUM_NEW tokens without the prompt, and what the flag asks for."""
+    arrays = base_request(model)
+    if model.name in CONVERTERS:
+        return arrays
+    if model in LLMAPI:
+        return {**arrays, **({flag: np.array([True])} if flag else {})}
+    arrays["exclude_input_in_output"] = one(True, bool)
+    if flag == "num_return_sequences":
+        return {**arrays, flag: one(2)}
+    return {**arrays, **({flag: one(True, bool)} if flag else {})}
+
+
+def datatype_of(answer: Any, name: str) -> str:
+    response = answer.get_response()
+    if isinstance(response, dict):  # HTTP
+        return next(output["datatype"] for output in response["outputs"] if output["name"] == name)
+    return next(output.datatype for output in response.outputs if output.name == name)
+
+
+def test_the_page_tells_what_is_tested():
+    page = DOCS.read_text(encoding="utf-8")
+    assert written(page) == page, "run python -m tests.conformance_cases"
+
+
+def test_the_rank_that_was_sent_before_fails_a_strict_client():
+    """The control: with one dimension too many, the first element is an array, which has no text."""
+    with pytest.raises(AttributeError, match="decode"):
+        np.array([[b"text"]], dtype=object)[0].decode()

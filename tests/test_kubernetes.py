@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from faser_backend.cli import app
 from faser_backend.serving import server
-from faser_backend.serving.metrics import GAUGES
+from faser_backend.serving.metrics import FAMILIES
 from faser_backend.serving.openai.app import make_app
 from faser_backend.serving.openai.callers import Callers
 from faser_backend.serving.openai.server import DRAIN_S
@@ -42,9 +42,9 @@ def unknown_series(text: str) -> list[str]:
     """Selectors of gauges or labels that the server does not have."""
     unknown = []
     for family, selector in SERIES.findall(text):
-        label, _, values = GAUGES.get(family, ("", "", ()))
-        asked = re.findall(rf'{label}="?(\w+)"?', selector) if label else []
-        if not asked or not set(asked) <= set(values):
+        known = FAMILIES.get(family)
+        asked = [] if known is None else re.findall(rf'{known.label}="?(\w+)"?', selector)
+        if known is None or not asked or not set(asked) <= set(known.values):
             unknown.append(f"{family}{{{selector}}}")
     return unknown
 

@@ -1,27 +1,17 @@
-"""The llmapi contract: its names and defaults without a server, and one real server that speaks it."""
+"""The llmapi contract without a server: its names and defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
 from faser_backend.serving.llmapi import LlmApiWire
-from tests.served import Served, serve
-from tests.serving_pair import build_pair
-from tests.strict_clients import stream_grpc, text_of
 from tests.test_contract import HELLO, TOKENIZER
-from tests.triton_clients import Stream, wait_for_free_blocks
 
-YES, SEED = np.array([True]), np.array([4], np.uint64)
-REASONS = {"return_finish_reason": YES, "return_stop_reason": YES}
 OUTPUTS = ["text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate"]
 
 
@@ -110,57 +100,3 @@ def test_cache_use_has_the_names_of_the_llm_api():
 def test_one_prompt_per_request():
     with pytest.raises(RequestError, match=r"text_input = \[2\]: one prompt per request"):
         parse(text_input=np.array([b"a", b"b"], dtype=object))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Served]:
-    engine_dir = build_pair(tmp_path_factory.mktemp("llmapi"))
-    with serve("--contract", "llmapi", "--engine-dir", engine_dir, "--num-threads", 1) as served:
-        yield served
-
-
-def ask(server: Served, *outputs: str, **more: np.ndarray) -> list[Any]:
-    given = {"text_input": np.array([b"def f"], dtype=object), "sampling_param_max_tokens": np.array([200], np.int32)}
-    given |= {"sampling_param_temperature": np.array([1.0], np.float32), "sampling_param_seed": SEED}
-    return stream_grpc(server.grpc_port, "tensorrt_llm", given | more, outputs)
-
-
-def test_streamed_responses_carry_the_whole_text(server: Served):
-    (unary,) = ask(server, "text_output")
-    streamed = ask(server, "text_output", "finish_reason", "stop_reason", streaming=YES, **REASONS)
-    texts = [text_of(response) for response in streamed]
-    assert len(texts) > 3 and all(later.startswith(text) for text, later in pairwise(texts))
-    assert texts[-1] == text_of(unary)
-    reasons = [response.as_numpy("finish_reason")[0].decode() for response in streamed]
-    assert set(reasons[:-1]) == {"None"} and reasons[-1] in ("length", "stop")
-    assert {response.as_numpy("stop_reason")[0].decode() for response in streamed} == {"None"}
-
-
-def test_a_stop_string_is_named_and_cut_off(server: Served):
-    (whole,) = ask(server, "text_output")
-    stop = text_of(whole)[8:10]
-    (answer,) = ask(
-        server, "text_output", "finish_reason", "stop_reason", **REASONS,
-        sampling_param_stop=np.array([stop.encode()], dtype=object),
-    )  # fmt: skip
-    assert text_of(answer) == text_of(whole)[: text_of(whole).index(stop)]
-    assert answer.as_numpy("stop_reason")[0].decode() == stop
-    assert answer.as_numpy("finish_reason")[0] == b"stop"
-
-
-def test_stop_requests_are_answered_with_cancelled(server: Served):
-    stopping = {"text_input": np.array([b"x"], dtype=object), "stop": YES}
-    for request_id, message in (
-        ("", "A request id must be provided for request cancellation"),
-        ("nobody", "Request cancelled by client"),
-    ):
-        with pytest.raises(InferenceServerException, match=message):
-            stream_grpc(server.grpc_port, "tensorrt_llm", stopping, request_id=request_id)
-    running = Stream(f"127.0.0.1:{server.grpc_port}", has_batch=False)
-    running.send("tensorrt_llm", "mine", text_input="def f", sampling_param_max_tokens=500, streaming=True)
-    running.receive()
-    with pytest.raises(InferenceServerException, match="Request cancelled by client"):
-        stream_grpc(server.grpc_port, "tensorrt_llm", stopping, request_id="mine")
-    assert running.answer().error is None
-    wait_for_free_blocks(server.metrics_port)
-    running.close()

@@ -19,7 +19,7 @@ from faser_backend.device.cuda.memory_plan import MemoryPlan, PlanLine, plan_mem
 from faser_backend.device.cuda.noise import TorchNoise
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
-from faser_backend.serving.memory_report import memory_report
+from faser_backend.serving.doctor import memory_report
 from lab.shapes import PAIRS, layer_weights
 from tests.fake_cuda import FakeDriver
 from tests.test_eagle3 import BLOCK_SIZE, Built

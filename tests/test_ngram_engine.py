@@ -27,7 +27,6 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.serving.launch import check_engine
-from faser_backend.serving.parameters import Parameters, read_engine_config
 from faser_backend.serving.profile_store import load_profile
 from lab.contestants import simulated_contestants
 from lab.profiling import profile as profiling
@@ -135,8 +134,7 @@ def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[s
 def test_options_out_of_range():
     with pytest.raises(ConfigError, match=r"'eagle': Input should be 'auto', 'model', 'ngram' or 'model\+ngram'"):
         EngineConfig.from_options(draft="eagle")
-    parameters = Parameters({"parameters": {"draft": {"string_value": "model+ngram"}}})
-    assert read_engine_config(parameters).draft == "model+ngram"
+    assert EngineConfig.from_parameters({"draft": "model+ngram"}).draft == "model+ngram"
 
 
 def test_a_simulated_ladder_says_that_it_leaves_n_grams_out():

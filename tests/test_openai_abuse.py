@@ -25,7 +25,8 @@ from faser_backend.serving.openai import app as app_module
 from faser_backend.serving.openai import bodies, connections
 from faser_backend.serving.openai.callers import Callers, check_origins
 from faser_backend.serving.openai.fields import ChatBody, CompletionBody
-from faser_backend.serving.openai.server import OpenAIOptions, describe
+from faser_backend.serving.openai.server import describe
+from faser_backend.serving.parameters import OpenAIOptions
 from lab.abuse.clients import Reply, ask_http
 from lab.abuse.openai_attacks import COMPLETIONS, head_of, send_body
 from lab.bench.servers import free_ports
@@ -59,21 +60,21 @@ class FakeClient:
 def options(tmp_path_factory: pytest.TempPathFactory) -> OpenAIOptions:
     template = tmp_path_factory.mktemp("openai") / "template.jinja"
     template.write_text(HERMES)
-    return OpenAIOptions(demo_engine_dir(), "127.0.0.1:1", free_ports(1)[0], chat_template_file=template)
+    return OpenAIOptions(triton="127.0.0.1:1", port=free_ports(1)[0], chat_template=template)
 
 
 @pytest.fixture(scope="module")
 def app(options: OpenAIOptions) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "TokenClient", FakeClient)
-        yield app_module.make_app(describe(options), options.triton_url, Callers())
+        yield app_module.make_app(describe(options, demo_engine_dir(), "auto"), options.triton, Callers())
 
 
 @pytest.fixture(scope="module")
 def server(options: OpenAIOptions) -> Iterator[tuple[int, int]]:
     """Port and process of an OpenAI server; what it asks of Triton finds nobody."""
-    given = ["--engine-dir", options.engine_dir, "--triton", options.triton_url, "--port", options.port]
-    given += ["--chat-template", options.chat_template_file, "--allow-origin", "https://chat.example"]
+    given = ["--engine-dir", demo_engine_dir(), "--triton", options.triton, "--port", options.port]
+    given += ["--chat-template", options.chat_template, "--allow-origin", "https://chat.example"]
     command = [sys.executable, "-m", "faser_backend.cli", "openai", *map(str, given)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import threading
 import time
 import urllib.error
@@ -22,10 +21,9 @@ import pytest
 from faser_backend.core.errors import SHUTTING_DOWN
 from faser_backend.serving.admin import AdminError, Administration
 from faser_backend.serving.metrics import REQUESTS
-from faser_backend.serving.processes import arguments, children
 from lab.bench.servers import free_ports
 from tests.collector import Collector, attributes_of, collecting
-from tests.served import FASER
+from tests.served import Served, serve
 from tests.serving_pair import build_pair
 from tests.triton_clients import Answer, Stream, metric, post, wait_for_free_blocks
 
@@ -37,11 +35,8 @@ TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 @dataclass
 class Operated:
-    process: subprocess.Popen
-    http: int
-    grpc: int
-    metrics: int
-    door: int
+    served: Served
+    openai: int
     log: Path
     collector: Collector
 
@@ -59,7 +54,7 @@ class Operated:
         raise AssertionError(f"no line about {client_id}")
 
     def ask(self, model: str, request_id: str = "", **tensors: Any) -> Answer:
-        stream = Stream(f"127.0.0.1:{self.grpc}")
+        stream = Stream(f"127.0.0.1:{self.served.grpc_port}")
         try:
             stream.send(model, request_id, **tensors)
             return stream.answer()
@@ -95,24 +90,11 @@ def key_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(engines: tuple[Path, Path], key_file: Path, tmp_path_factory) -> Iterator[Operated]:
-    http, grpc, metrics, door = free_ports(4)
-    log = tmp_path_factory.mktemp("log") / "stderr"
-    with collecting() as collector, log.open("w") as stderr:
-        command = [str(FASER), "serve", "--engine-dir", str(engines[0]), "--num-threads", "1", "--policy", "fixed:2"]
-        command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", f"--openai-port={door}"]
-        command += ["--admin-key-file", str(key_file), "--otlp-endpoint", collector.url, "--log-format", "json"]
-        process = subprocess.Popen([*command, "--verbose"], stdout=subprocess.PIPE, stderr=stderr, text=True)
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("ready: "), log.read_text()
-            yield Operated(process, http, grpc, metrics, door, log, collector)
-        finally:
-            process.terminate()
-            try:
-                process.wait(40)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            process.communicate()
+    log, [port] = tmp_path_factory.mktemp("log") / "stderr", free_ports(1)
+    options = ["--engine-dir", engines[0], "--num-threads", 1, "--policy", "fixed:2", "--openai-port", port]
+    options += ["--admin-key-file", key_file, "--log-format", "json", "--verbose"]
+    with collecting() as collector, serve(*options, "--otlp-endpoint", collector.url, log=log) as served:
+        yield Operated(served, port, log, collector)
 
 
 def send(port: int, path: str, body: dict[str, Any], **headers: str) -> bytes:
@@ -144,13 +126,13 @@ def check_spans(collector: Collector, num_tokens: int, name: str) -> dict[str, A
 def test_a_clients_trace_goes_on_through_every_way_in(server: Operated, engines: tuple[Path, Path]):
     body = {"text_input": "def f(x):\n", "max_tokens": 21, "end_id": -1}
     # Triton's `generate` forwards no headers to models, but what else the body holds.
-    send(server.http, "/v2/models/ensemble/generate", {**body, "traceparent": TRACEPARENT})
+    send(server.served.http_port, "/v2/models/ensemble/generate", {**body, "traceparent": TRACEPARENT})
     found = check_spans(server.collector, 21, engines[0].name)
     assert found["gen_ai.operation.name"] == "text_completion" and found["gen_ai.request.max_tokens"] == 21
     assert found["gen_ai.response.finish_reasons"] == ["length"] and found["gen_ai.usage.input_tokens"] > 3
     assert 0 < found["faser.accepted_tokens"] <= found["faser.drafted_tokens"] and found["faser.verifications"] > 1
     asked = {"prompt": [PROMPT], "max_tokens": 17, "ignore_eos": True}
-    send(server.door, "/v1/completions", asked, traceparent=TRACEPARENT)
+    send(server.openai, "/v1/completions", asked, traceparent=TRACEPARENT)
     check_spans(server.collector, 17, engines[0].name)
 
 
@@ -159,7 +141,7 @@ def test_what_has_no_trace_begins_one_and_what_is_not_sampled_has_none(server: O
     span = server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "untraced")
     assert span.trace_id.hex() != TRACE and not span.parent_span_id
     body = {"text_input": "def f(x):\n", "max_tokens": 4, "end_id": -1}
-    send(server.http, "/v2/models/ensemble/generate", {**body, "traceparent": f"00-{'1' * 32}-{PARENT}-00"})
+    send(server.served.http_port, "/v2/models/ensemble/generate", {**body, "traceparent": f"00-{'1' * 32}-{PARENT}-00"})
     server.ask("ensemble", "behind", text_input="def", max_tokens=3)
     server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "behind")
     assert not any(each.trace_id.hex() == "1" * 32 for each in server.collector.spans)
@@ -195,15 +177,9 @@ def in_the_background(count: int, work: Any) -> list[Any]:
     return [thread, found]
 
 
-def processes_of(server: Operated, model: str) -> list[int]:
-    (triton,) = [pid for pid in children(server.process.pid) if arguments(pid)[0].endswith("tritonserver")]
-    # One that has just ended has no arguments.
-    return [pid for pid in children(triton) if model in Path(*arguments(pid)[1:2]).parts]
-
-
 def wait_for_active(server: Operated, count: int) -> None:
     deadline = time.monotonic() + 20
-    while metric(server.metrics, "nv_trt_llm_request_metrics", "active") < count:
+    while metric(server.served.metrics_port, "nv_trt_llm_request_metrics", "active") < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -228,7 +204,7 @@ def test_engines_change_without_losing_a_request(server: Operated, engines: tupl
     before = server.tokens(LONG), server.text(LONG)
     under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text) * 2]
     wait_for_active(server, 4)
-    reload = ["reload", "--http", f"127.0.0.1:{server.http}", "--admin-key-file", key_file]
+    reload = ["reload", "--http", f"127.0.0.1:{server.served.http_port}", "--admin-key-file", key_file]
     status, out, err = run(*reload, "--engine-dir", engines[1])
     assert status == 0 and str(engines[1]) in out, err
     after = server.tokens(40)
@@ -246,37 +222,37 @@ def test_engines_change_without_losing_a_request(server: Operated, engines: tupl
     _, printed, _ = run("generate", "--engine-dir", engines[1], "--prompt-ids", "5,6,7", "--max-tokens", 8, "--json")
     want = json.loads(printed)["token_ids"]
     assert after[: len(want)] == want
-    send(server.door, "/v1/completions", {"prompt": [PROMPT], "max_tokens": 5})
-    wait_for_free_blocks(server.metrics)
-    assert is_ready(server.http) and server.process.poll() is None
+    send(server.openai, "/v1/completions", {"prompt": [PROMPT], "max_tokens": 5})
+    wait_for_free_blocks(server.served.metrics_port)
+    assert is_ready(server.served.http_port) and server.served.process.poll() is None
 
 
 def test_engines_that_cannot_be_served_leave_those_that_are(
     server: Operated, engines: tuple[Path, Path], key_file: Path, run, tmp_path: Path
 ):
     before = server.tokens(20)
-    reload = ["reload", "--http", f"127.0.0.1:{server.http}", "--admin-key-file", key_file]
+    reload = ["reload", "--http", f"127.0.0.1:{server.served.http_port}", "--admin-key-file", key_file]
     status, _, err = run(*reload, "--engine-dir", tmp_path)
     assert status == 1 and "build engines into this directory first" in err and err.count("\n") == 1
-    admin = Administration(f"127.0.0.1:{server.http}", KEY)
+    admin = Administration(f"127.0.0.1:{server.served.http_port}", KEY)
     config = admin.config("tensorrt_llm")
     config["parameters"]["num_kv_blocks"] = {"string_value": "3"}
     with pytest.raises(AdminError, match=r"^num_kv_blocks = 3: one context of 2048 tokens needs at least 128 blocks"):
         admin.load("tensorrt_llm", config, 60)
-    wrong = Administration(f"127.0.0.1:{server.http}", "another-key-of-letters")
+    wrong = Administration(f"127.0.0.1:{server.served.http_port}", "another-key-of-letters")
     with pytest.raises(AdminError, match="its admin key is another"):
         wrong.load("tensorrt_llm", config, 60)
-    assert server.tokens(20) == before and is_ready(server.http)
+    assert server.tokens(20) == before and is_ready(server.served.http_port)
 
 
 def test_what_serves_is_still_counted_when_another_engine_has_ended(server: Operated):
     deadline = time.monotonic() + 20
-    while len(processes_of(server, "tensorrt_llm")) > 1:  # the engine that was replaced
+    while list(server.served.models().values()).count("tensorrt_llm") > 1:  # the engine that was replaced
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    counted = metric(server.metrics, REQUESTS, "length")
+    counted = metric(server.served.metrics_port, REQUESTS, "length")
     server.tokens(20)
-    while metric(server.metrics, REQUESTS, "length") <= counted:
+    while metric(server.served.metrics_port, REQUESTS, "length") <= counted:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -284,19 +260,19 @@ def test_what_serves_is_still_counted_when_another_engine_has_ended(server: Oper
 def test_a_drain_is_not_ready_and_answers_what_is_under_way(server: Operated):
     under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text)]
     wait_for_active(server, 2)
-    assert is_ready(server.http)
+    assert is_ready(server.served.http_port)
     deadline = time.monotonic() + 20
-    server.process.send_signal(signal.SIGTERM)
-    while is_ready(server.http):
+    server.served.process.send_signal(signal.SIGTERM)
+    while is_ready(server.served.http_port):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     late = {"input_ids": PROMPT, "input_lengths": 3, "request_output_len": 4}
     for model, body in {"tensorrt_llm": late, "ensemble": {"text_input": "def", "max_tokens": 4}}.items():
-        while (told := post(server.http, f"/v2/models/{model}/generate", body))[0] == 200:
+        while (told := post(server.served.http_port, f"/v2/models/{model}/generate", body))[0] == 200:
             assert time.monotonic() < deadline
         assert SHUTTING_DOWN in told[1], told
     assert not any(found for _, found in under_way), "it is not ready while answers are under way"
     for thread, found in under_way:
         thread.join(60)
         assert len(found[0]) > LONG // 4
-    assert server.process.wait(40) == 0
+    assert server.served.process.wait(40) == 0

@@ -1,41 +1,41 @@
-"""Parameters of config.pbtxt, without a server."""
+"""Options that a config.pbtxt gives, without a server."""
 
 from __future__ import annotations
 
 import pytest
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
+from faser_backend.serving.parameters import ModelOptions, ServingOptions, given_parameters
 
 
-def parameters(**values: str) -> Parameters:
-    return Parameters({"parameters": {name: {"string_value": value} for name, value in values.items()}})
+def given(**values: str) -> dict[str, str]:
+    return given_parameters({"parameters": {name: {"string_value": value} for name, value in values.items()}})
 
 
 def test_parameters_left_in_place_are_unset():
-    unset = parameters(gpt_model_path="${engine_dir}", max_queue_size="", out_of_vocab="${out_of_vocab}")
-    assert read_serving_options(unset).engine_dir is None
-    assert read_serving_options(unset).out_of_vocab == "reject"
-    assert read_engine_config(unset).max_queue_size == 256
+    assert given(gpt_model_path="${engine_dir}", max_queue_size="", out_of_vocab="${out_of_vocab}") == {}
 
 
-def test_parameters_reach_the_configuration():
-    given = parameters(max_queue_size="7", enable_kv_cache_reuse="False", batch_scheduler_policy="guaranteed_no_evict")
-    config = read_engine_config(given)
-    assert (config.max_queue_size, config.enable_prefix_reuse, config.admission) == (7, False, "guaranteed_no_evict")
+def test_what_a_command_line_gives_comes_back_from_a_configuration():
+    config = EngineConfig.from_options(max_queue_size=7, enable_prefix_reuse=False, admission="guaranteed_no_evict")
+    written = config.as_parameters()
+    assert written.keys() == {"max_queue_size", "enable_kv_cache_reuse", "batch_scheduler_policy"}
+    assert EngineConfig.from_parameters({**given(**written), "gpu_device_ids": "0"}) == config
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("table", "name", "value", "limit"),
     [
-        ({"max_queue_size": "many"}, "parameter max_queue_size = 'many': must be an integer"),
-        ({"enable_kv_cache_reuse": "maybe"}, "parameter enable_kv_cache_reuse = 'maybe': must be true or false"),
-        ({"batch_scheduler_policy": "best"}, "admission = 'best'"),
-        ({"out_of_vocab": "wrap"}, "parameter out_of_vocab = 'wrap': must be reject or clamp"),
-        ({"gpt_model_type": "V1", "out_of_vocab": "clamp"}, "Invalid gpt_model_type 'V1': must be inflight_batching"),
+        (EngineConfig, "max_queue_size", "many", "should be a valid integer"),
+        (EngineConfig, "enable_kv_cache_reuse", "maybe", "should be a valid boolean"),
+        (EngineConfig, "batch_scheduler_policy", "best", "should be 'max_utilization' or"),
+        (ServingOptions, "out_of_vocab", "wrap", "should be 'reject' or 'clamp'"),
+        (ServingOptions, "gpt_model_type", "V1", "should be 'inflight_batching' or"),
+        (ModelOptions, "triton_max_batch_size", "0", "should be greater than or equal to 1"),
+        (ModelOptions, "log_format", "xml", "should be 'text' or 'json'"),
     ],
 )
-def test_bad_parameters_are_named(values, message):
-    read = read_serving_options if "out_of_vocab" in values else read_engine_config
-    with pytest.raises(ConfigError, match=message):
-        read(parameters(**values))
+def test_bad_parameters_are_named(table, name, value, limit):
+    with pytest.raises(ConfigError, match=f"^{name} = '{value}': Input {limit}"):
+        table.from_parameters(given(**{name: value}))

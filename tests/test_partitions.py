@@ -21,7 +21,7 @@ from faser_backend.device.partition import CorePartition, PartitionMenu, core_pa
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest, FileSpec
 from faser_backend.pipeline.phases import Partition
-from faser_backend.serving.partitions import open_partitions
+from faser_backend.serving.compose import open_partitions
 from lab.profiling.measure import shares_of
 from tests.tiny_models import make_rows, run_all, write_checkpoint
 

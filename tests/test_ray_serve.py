@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from faser_backend.serving.processes import arguments, children
+from faser_backend.serving.processes import arguments
 from lab.bench.servers import free_ports
 from tests.served import serve as serve_one
 from tests.serving_pair import build_pair
@@ -241,23 +241,6 @@ def test_an_update_loses_no_request(cluster: int, engine_dir: Path):
     assert None not in streams and len(set(streams)) == len(PROMPTS) and num_answered > 10
     wait_until(lambda: len(servers_of(engine_dir)) == 2, "old servers are left")
     assert not set(before) & set(servers_of(engine_dir))
-
-
-def test_a_server_that_hangs_is_replaced_and_its_requests_are_answered(cluster: int, engine_dir: Path):
-    before = servers_of(engine_dir)
-    hung = min(before)
-    [triton] = [pid for pid in children(hung) if arguments(pid)[0].endswith("tritonserver")]
-    os.kill(triton, signal.SIGSTOP)
-
-    async def ask() -> list[str]:
-        client = client_of(cluster)
-        return await asyncio.gather(*(complete(client, f"{p} while one hangs") for p in PROMPTS))
-
-    assert len(asyncio.run(ask())) == len(PROMPTS)
-    wait_until(lambda: hung not in servers_of(engine_dir), "it is still there", timeout_s=REPLACED_WITHIN_S)
-    wait_until(lambda: len(servers_of(engine_dir)) == 2, "no replacement", timeout_s=REPLACED_WITHIN_S)
-    [new] = set(servers_of(engine_dir).values()) - set(before.values())
-    wait_until(lambda: _is_ready(new), "the replacement is not ready", timeout_s=REPLACED_WITHIN_S)
 
 
 def _is_ready(metrics_port: int) -> bool:

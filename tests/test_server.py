@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tokenizers import Tokenizer
@@ -24,7 +23,7 @@ from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML
 from tests.serving_pair import END_ID, MAX_CONTEXT, build_pair
-from tests.triton_clients import Stream, events_of, metric, post, wait_for_free_blocks
+from tests.triton_clients import Stream, metric, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
@@ -59,18 +58,6 @@ def stream(server: LaunchOptions) -> Iterator[Stream]:
     stream.close()
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_streamed_text_joins_to_the_unary_text(stream: Stream, model: str):
-    for seed in range(4):
-        given = {"text_input": PROMPT, "max_tokens": 400, "seed": seed, **SAMPLED}
-        streamed = stream.ask(model, stream=True, **given)
-        unary = stream.ask(model, **given)
-        assert streamed.error is None and unary.error is None
-        assert len(unary.deltas) == 1 and len(streamed.deltas) > 1
-        assert streamed.text == unary.text
-        assert len(unary.text.encode()) >= 400 / 4
-
-
 def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream: Stream):
     prompt = [5, 6, 7]
     given = {"input_ids": prompt, "input_lengths": 3, "request_output_len": 20, "end_id": -1}
@@ -79,7 +66,6 @@ def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream:
     assert unary.token_ids[:3] == prompt and len(unary.token_ids) == 23
     assert streamed.token_ids == unary.token_ids[3:]
     assert unary.last.get_response().outputs[0].name == "output_ids"
-    assert unary.last.as_numpy("output_ids").shape == (1, 1, 23)
     assert streamed.last.as_numpy("cum_log_probs")[0, 0] < 0
 
 
@@ -90,25 +76,6 @@ def test_drafting_can_be_opted_out_of_without_changing_tokens(stream: Stream):
     assert drafted.text == plain.text
     assert drafted.last.as_numpy("total_accepted_draft_tokens")[0, 0] > 0
     assert plain.last.as_numpy("total_draft_tokens")[0, 0] == 0
-
-
-def test_http_generate_and_generate_stream(server: LaunchOptions):
-    body = {
-        "text_input": PROMPT,
-        "max_tokens": 20,
-        "bad_words": "",
-        "stop_words": "",
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "seed": 3,
-    }
-    status, answer = post(server.http_port, "/v2/models/ensemble/generate", body)
-    assert status == 200
-    whole = json.loads(answer)["text_output"]
-    assert whole.startswith(PROMPT)
-    status, answer = post(server.http_port, "/v2/models/ensemble/generate_stream", {**body, "stream": True})
-    assert status == 200
-    assert PROMPT + "".join(event["text_output"] for event in events_of(answer)) == whole
 
 
 def test_structured_output(server: LaunchOptions, stream: Stream):
@@ -123,24 +90,6 @@ def test_structured_output(server: LaunchOptions, stream: Stream):
     assert status == 200
     text = json.loads(answer)["text_output"]
     assert text.startswith('{"a": true') or text.startswith('{"a": false')
-
-
-def test_converters_answer_by_themselves(server: LaunchOptions):
-    query = {"QUERY": PROMPT, "REQUEST_OUTPUT_LEN": 4}
-    status, answer = post(server.http_port, "/v2/models/preprocessing/generate", query)
-    assert status == 200
-    ids = json.loads(answer)["INPUT_ID"]
-    status, answer = post(
-        server.http_port,
-        "/v2/models/postprocessing/infer",
-        {
-            "inputs": [
-                {"name": "TOKENS_BATCH", "datatype": "INT32", "shape": [1, 1, len(ids)], "data": ids},
-                {"name": "SEQUENCE_LENGTH", "datatype": "INT32", "shape": [1, 1], "data": [len(ids)]},
-            ]
-        },
-    )
-    assert status == 200 and json.loads(answer)["outputs"][0]["data"] == [PROMPT]
 
 
 def test_conversations_are_prompts_that_the_template_wrote(server: LaunchOptions, stream: Stream, engine_dir: Path):
@@ -228,13 +177,8 @@ def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptio
     [
         ({"text_input": ""}, "prompt is empty"),
         ({"text_input": "x " * MAX_CONTEXT}, f"context length of {MAX_CONTEXT} tokens"),
-        ({"max_tokens": 0}, "max_tokens = 0: must lie in"),
         ({"temperature": float("nan")}, "temperature = nan: must lie in"),
-        ({"temperature": -1.0}, "temperature = -1.0: must lie in"),
-        ({"top_p": float("nan")}, "top_p = nan: must lie in"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty = -1.0: must lie in"),
-        ({"beam_width": 4}, "beam search: not supported"),
-        ({"guided_decoding_guide": "{}"}, "guided_decoding_guide = '{}': is given without guided_decoding_guide_type"),
+        ({"temperature": True}, "temperature"),
         ({"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type = 'yaml': must be one of json, "),
         ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id = None: an answer with a grammar"),
         (
@@ -243,12 +187,8 @@ def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptio
         ),
         ({"lora_weights": [0.5]}, "lora_weights"),
         ({"max_tokens": [3, 4]}, "max_tokens"),
-        ({"num_return_sequences": 5000}, "num_return_sequences = 5000: must lie in"),
         ({"unknown_tensor": 1.0}, "unknown_tensor"),
-        ({"text_input": None}, "a prompt is needed: send text_input, messages or input_ids"),
         ({"text_input": None, "messages": "[{"}, "messages = '[{': invalid JSON"),
-        ({"text_input": None, "messages": '[{"role": "robot"}]'}, "messages[0].role = 'robot': input should be"),
-        ({"messages": "[]"}, "messages = 'given with text_input': send one of the two"),
     ],
 )
 def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tensors, message):
@@ -260,16 +200,6 @@ def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tens
     assert message in (answer.error or "") and not answer.deltas
     assert neighbour.answer().text == stream.ask("ensemble", **given).text
     neighbour.close()
-
-
-def test_ids_outside_the_vocabulary_are_refused(stream: Stream):
-    answer = stream.ask("tensorrt_llm", input_ids=[1, 2**30], input_lengths=2, request_output_len=4)
-    assert f"input_ids = {2**30}: token ids must lie in" in (answer.error or "")
-
-
-def test_wrong_dtype_is_refused(stream: Stream):
-    answer = stream.ask("ensemble", text_input=PROMPT, max_tokens=4, temperature=True)
-    assert "temperature" in (answer.error or "")
 
 
 def test_full_queue_refuses_and_serves_the_rest(server: LaunchOptions):
@@ -306,11 +236,6 @@ def test_metric_families_that_dashboards_know(server: LaunchOptions, stream: Str
         assert metric(server.metrics_port, family, value) == expected
     assert metric(server.metrics_port, "nv_trt_llm_general_metrics", "iteration_counter") > 0
     assert metric(server.metrics_port, "nv_llm_output_token_len_bucket", "50") > 0
-
-
-def test_arrays_of_the_metrics_are_finite(server: LaunchOptions):
-    share = metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "acceptance_rate")
-    assert np.isfinite(share) and 0 <= share <= 1
 
 
 ADMINISTRATION = (

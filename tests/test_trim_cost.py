@@ -22,8 +22,14 @@ from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, Curve, OverheadCost
 from faser_backend.policy.trim import admit, continues
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.profile_calibration import Calibration
-from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, load_cost_model, load_profile
+from faser_backend.serving.profile_store import (
+    PROFILE_FILE,
+    Calibration,
+    Fingerprint,
+    Profile,
+    load_cost_model,
+    load_profile,
+)
 from lab.profiling import step_costs
 from lab.profiling.step_costs import STOPS_NOTHING, StepMeter, records_of_steps
 from tests.brief_profile import BRIEF

@@ -54,7 +54,7 @@ class Administration:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What a model raised, else what Triton says."""
+    """Returns the error that a model raised, else Triton's."""
     text = error.read().decode(errors="replace")
     try:
         told = str(json.loads(text)["error"])

@@ -47,7 +47,7 @@ def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
 
 
 def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
-    """What policies may know. Raises ConfigError, also where a profile does not fit.
+    """Returns what policies may know. Raises ConfigError, also where a profile does not fit.
 
     Where n-grams draft, what was measured of the draft model does not hold: neither costs nor chances.
     """

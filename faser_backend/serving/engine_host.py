@@ -32,15 +32,15 @@ class EngineHost:
         """on_stopped, beat: see EngineLoop."""
         engine_dir = options.engine_dir or demo_engine_dir()
         manifest = EngineManifest.load(engine_dir)
-        if options.max_cached_tokens is not None and config.num_kv_blocks is None:
-            num_blocks = max(1, options.max_cached_tokens // manifest.kv_block_size)
-            config = EngineConfig.from_options(**{**config.model_dump(), "num_kv_blocks": num_blocks})
+        if options.max_tokens_in_paged_kv_cache is not None and config.num_kv_blocks is None:
+            num_blocks = max(1, options.max_tokens_in_paged_kv_cache // manifest.kv_block_size)
+            config = config.model_copy(update={"num_kv_blocks": num_blocks})
         tokenizer_file = engine_dir.resolve() / manifest.tokenizer.name
         prompts = PromptFormat.load(
             engine_dir,
             manifest,
-            chat_template_file=options.chat_template_file,
-            adds_special_tokens=options.adds_special_tokens,
+            chat_template_file=options.chat_template,
+            adds_special_tokens=options.add_special_tokens,
         )
         self.tokenizer = SeparateTokenizer(tokenizer_file, prompts)
         engine, prepare = open_engine(engine_dir, config)
@@ -50,11 +50,11 @@ class EngineHost:
             end_ids=manifest.end_ids,
             max_queue_size=config.max_queue_size,
             out_of_vocab=options.out_of_vocab,
-            excludes_input=options.excludes_input,
-            cancellation_period_s=options.cancellation_period_s,
+            excludes_input=options.exclude_input_in_output,
+            cancellation_period_s=min(options.cancellation_check_period_ms, 100) / 1e3,
             prompts=prompts,
             kv_block_size=manifest.kv_block_size,
-            takes_stop_requests=options.takes_stop_requests,
+            takes_stop_requests=options.stop_requests != "off",
             max_text_bytes=options.max_text_bytes
             or default_text_bytes(engine.limits.max_context, self.tokenizer.longest_token),
         )
@@ -62,7 +62,7 @@ class EngineHost:
             engine,
             prepare=prepare,
             on_metrics=reporter.report,
-            metrics_period_s=options.metrics_period_s,
+            metrics_period_s=options.stats_check_period_ms / 1e3,
             on_finished=reporter.observe,
             on_stopped=on_stopped,
             beat=beat,

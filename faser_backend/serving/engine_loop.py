@@ -1,4 +1,4 @@
-"""The thread that owns `Engine.step`, and the hub that routes outputs to whoever submitted.
+"""The thread that owns `Engine.step`, and the hub that routes outputs to those that submitted.
 
 A subscriber is one front end: the engine's own process or another one behind a socket (link.py).
 Handing over is one queue put per subscriber and step; nothing that a client does can block a step.
@@ -13,32 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Protocol
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError
 from faser_backend.core.grammar import Grammar
-from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats
-from faser_backend.pipeline.engine import EngineMetrics
+from faser_backend.core.request import FinishReason, Request, RequestOutput, RequestStats
+from faser_backend.pipeline.engine import Engine, EngineMetrics
 from faser_backend.serving.guides import GuideCompiler
 
 _log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
 DRAIN_POLL_S = 0.02
 Deliver = Callable[[list[RequestOutput] | None], None]
-
-
-class ServedEngine(Protocol):
-    """What the loop needs of pipeline.engine.Engine."""
-
-    limits: Limits
-
-    def submit(self, request: Request) -> None: ...
-    def cancel(self, request_id: str) -> bool: ...
-    def stop(self, request_id: str) -> bool: ...
-    def step(self) -> list[RequestOutput]: ...
-    def wait_for_work(self, timeout_s: float) -> bool: ...
-    def metrics(self) -> EngineMetrics: ...
-    def close(self) -> None: ...
 
 
 class Subscription:
@@ -89,7 +74,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         *,
         prepare: Callable[[], None] = lambda: None,
         on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
@@ -263,7 +248,7 @@ class EngineLoop:
 
 
 def _told(listener: Callable[..., None], *news: object) -> None:
-    """Tells a listener. An error of its own stays with it: the loop goes on."""
+    """Calls a listener. An error of its own stays with it: the loop goes on."""
     try:
         listener(*news)
     except Exception:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError, blamed
@@ -26,8 +26,8 @@ from faser_backend.serving.long_texts import LongTexts
 from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
 from faser_backend.serving.tensors import Tensors
 from faser_backend.serving.tokenizer import TextTokenizer
-from faser_backend.serving.triton_io import merge
-from faser_backend.serving.wire import Answered, Answering, InflightBatcherWire, Responder, Wire
+from faser_backend.serving.triton_io import Reply, merge
+from faser_backend.serving.wire import InflightBatcherWire, Responder
 
 _log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
@@ -39,23 +39,17 @@ class _Exchange:
     """One Triton request under way: where its answers go, and the sequences that make them."""
 
     responder: Responder
-    replies: dict[str, Answering]  # by request id of the engine, prompt by prompt
-    received_ns: int
-    parsed_ns: int
-    submitted_ns: int = 0
-    ended_ns: int = 0
-    open_ids: set[str] = field(default_factory=set)  # of sequences that have not ended
-    postprocessing_ns: int = 0
-    sending_ns: int = 0
+    replies: dict[str, Reply]  # by request id of the engine, prompt by prompt
+    life: RequestLife
+    open_ids: set[str]  # of sequences that have not ended
     is_ending: bool = False  # a cancel is under way in the engine
     is_failed: bool = False
-    life: RequestLife | None = None  # where somebody listens
 
 
 class Frontend:
     """Serves the requests of one model until `close`. Thread-safe.
 
-    on_answered: called with the times of every request that was answered without an error, on the sender thread.
+    on_answered: is told of every request that was answered without an error, on the sender thread.
     listeners: are told of every request that has ended, refused ones too; on any of the frontend's threads.
     beat: called by the sender in every round, and every second without outputs.
     """
@@ -67,12 +61,12 @@ class Frontend:
         tokenizer: TextTokenizer,
         *,
         is_decoupled: bool,
-        wire: Wire | None = None,
-        on_answered: Callable[[Answered], None] = lambda answered: None,
+        wire: InflightBatcherWire | None = None,
+        on_answered: Listener = lambda life: None,
         listeners: Sequence[Listener] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._wire: Wire = wire or InflightBatcherWire()
+        self._wire = wire or InflightBatcherWire()
         self._link = link
         self._hello = hello
         self._tokenizer = tokenizer
@@ -118,16 +112,15 @@ class Frontend:
             )
             requested = responder.requested_outputs
             replies = {one.request.request_id: self._wire.reply(one, requested, self._tokenizer) for one in parsed}
-            life.parsed_ns = time.perf_counter_ns()
-            exchange = _Exchange(responder, replies, life.received_ns, life.parsed_ns, open_ids=set(replies))
+            life.parsed_ns, life.num_prompts = time.perf_counter_ns(), parsed[0].batch_size
+            exchange = _Exchange(responder, replies, life, set(replies))
             if self._listeners:
                 life.sequences = {one.request.request_id: SequenceLife.of(one.request) for one in parsed}
-                exchange.life = life
             with self._lock:
                 self._live.update(dict.fromkeys(replies, exchange))
             for one in parsed:
                 self._link.submit(one.request, life.client_id)
-            exchange.submitted_ns = time.perf_counter_ns()
+            life.submitted_ns = time.perf_counter_ns()
             if exchange.is_failed:  # by a refusal of its first sequences, while the others were still on their way
                 self._cancel(list(replies))
         except Exception as error:
@@ -173,9 +166,9 @@ class Frontend:
             self._tell(life, failure.message)
         responder.fail(failure)
 
-    def _tell(self, life: RequestLife | None, error: str = "") -> None:
-        """The listeners hear of a request that has ended, once."""
-        if life is None or life.ended_ns:
+    def _tell(self, life: RequestLife, error: str = "") -> None:
+        """Tells the listeners of a request that has ended, once."""
+        if life.ended_ns:
             return
         life.ended_ns, life.error = time.perf_counter_ns(), error
         for listener in self._listeners:
@@ -241,9 +234,9 @@ class Frontend:
     def _take(self, exchange: _Exchange, output: RequestOutput) -> None:
         start_ns = time.perf_counter_ns()
         exchange.replies[output.request_id].add(output)
-        if exchange.life is not None:
+        if exchange.life.sequences:
             exchange.life.sequences[output.request_id].add(output, start_ns)
-        exchange.postprocessing_ns += time.perf_counter_ns() - start_ns
+        exchange.life.postprocessing_ns += time.perf_counter_ns() - start_ns
 
     def _give_up(self, request_id: str, exchange: _Exchange, error: Exception) -> None:
         """Ends a request whose answer cannot be made or sent. Nobody else must notice."""
@@ -275,25 +268,27 @@ class Frontend:
             self._abandon(exchange, failure.message)
             exchange.responder.fail(failure)
             return
-        exchange.ended_ns = time.perf_counter_ns()
+        exchange.life.answered_ns = time.perf_counter_ns()
+        if last.stats is not None:
+            exchange.life.queued_for_ns = max(0, last.stats.first_scheduled_ns - last.stats.arrival_ns)
         is_last = not exchange.open_ids
         if self._is_decoupled:
             self._send(exchange, [exchange.replies[request_id]], is_final=is_last)
         elif is_last:
             self._send(exchange, list(exchange.replies.values()), is_final=True)
         if is_last:
-            self._on_answered(_times_of(exchange, last))
             self._tell(exchange.life)
+            self._on_answered(exchange.life)
 
-    def _send(self, exchange: _Exchange, replies: list[Answering], *, is_final: bool) -> None:
+    def _send(self, exchange: _Exchange, replies: list[Reply], *, is_final: bool) -> None:
         """One response that tells what is new in the replies, of which several are merged."""
         start_ns = time.perf_counter_ns()
         rendered = [reply.render() for reply in replies]
         arrays = rendered[0] if len(rendered) == 1 else merge(rendered, replies[0].parsed.batch_size)
         rendered_ns = time.perf_counter_ns()
         exchange.responder.send(arrays, is_final=is_final)
-        exchange.postprocessing_ns += rendered_ns - start_ns
-        exchange.sending_ns += time.perf_counter_ns() - rendered_ns
+        exchange.life.postprocessing_ns += rendered_ns - start_ns
+        exchange.life.sending_ns += time.perf_counter_ns() - rendered_ns
 
     def _fail_all(self, message: str) -> None:
         with self._lock:
@@ -328,16 +323,3 @@ def _has_left(responder: Responder) -> bool:
     except Exception:
         _log.exception("a request could not be asked whether it is cancelled")
         return True
-
-
-def _times_of(exchange: _Exchange, last: RequestOutput) -> Answered:
-    stats = last.stats
-    return Answered(
-        num_prompts=next(iter(exchange.replies.values())).parsed.batch_size,
-        preprocessing_ns=exchange.parsed_ns - exchange.received_ns,
-        submitting_ns=max(0, exchange.submitted_ns - exchange.parsed_ns),
-        queued_ns=0 if stats is None else max(0, stats.first_scheduled_ns - stats.arrival_ns),
-        engine_ns=exchange.ended_ns - exchange.parsed_ns,
-        postprocessing_ns=exchange.postprocessing_ns,
-        sending_ns=exchange.sending_ns,
-    )

@@ -94,7 +94,7 @@ def _remove_regions(name: str) -> None:
 
 
 def drained_file(folder: Path, pid: int) -> Path:
-    """What the engine of this process makes once it has answered all. There are two while one replaces another."""
+    """Names the file that an engine's process makes once it has answered all; there are two during a reload."""
     return folder / f"faser-drained-{pid}"
 
 

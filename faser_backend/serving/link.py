@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Literal
 
 from faser_backend.core.errors import ConfigError, FailedError, Failure, FaserError, UnavailableError, blamed
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
@@ -39,7 +39,7 @@ MAX_NEWS_BYTES = 3 << 30  # of a frame from it: the logits of one output
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a frontend must know of the engine; sent once per connection."""
+    """Describes the engine to a frontend; sent once per connection."""
 
     tokenizer_file: Path
     limits: Limits
@@ -56,7 +56,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a frontend asks for. id: the request's, or the client's for submit and stop_client."""
+    """A command of a frontend. id: the request's, or the client's for submit and stop_client."""
 
     verb: Literal["submit", "cancel", "stop", "stop_client"]
     id: str
@@ -65,27 +65,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the engine tells a frontend: hello once, then outputs; an error before it hangs up."""
+    """A message of the engine to a frontend: hello once, then outputs; an error before it hangs up."""
 
     hello: Hello | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
     error: Failure | None = None
-
-
-class EngineLink(Protocol):
-    """A front end's view of the engine, in process or behind a socket.
-
-    `outputs` yields lists of RequestOutput, None once the engine is gone. Refusals arrive there too
-    (finish reason ERROR) or are raised by `submit`.
-    """
-
-    outputs: SimpleQueue[list[RequestOutput] | None]
-
-    def submit(self, request: Request, client_id: str) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def stop(self, request_id: str) -> None: ...
-    def stop_client(self, client_id: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def socket_path(server_pid: int) -> Path:
@@ -107,7 +91,7 @@ def remove_stale_sockets(folder: Path) -> None:
 
 
 def socket_id(path: Path) -> tuple[int, ...]:
-    """What tells one engine's socket at a path from that of another in its place; empty where there is none."""
+    """Returns what distinguishes an engine's socket from another in its place; empty where there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -312,6 +296,11 @@ class SocketLink:
         except OSError:
             pass
         self.outputs.put(None)
+
+
+# How a frontend reaches the engine: in its process, or behind a socket. `outputs` yields lists of RequestOutput, None
+# once the engine is gone. Refusals arrive there too (finish reason ERROR) or are raised by `submit`.
+EngineLink = Subscription | SocketLink
 
 
 def _connect(path: Path, timeout_s: float) -> FrameSocket:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
-from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import FinishReason, RequestStats
 from faser_backend.serving.contract import LLM_API_SAMPLING, ParsedRequest, parse_requests
 from faser_backend.serving.link import Hello
 from faser_backend.serving.tensor_values import read_scalar
 from faser_backend.serving.tensors import Tensors, refuse_unsupported
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.triton_io import NamedArray, Reply
-
-if TYPE_CHECKING:
-    from faser_backend.serving.wire import Responder
+from faser_backend.serving.wire import InflightBatcherWire, Responder
 
 DEFAULT_MAX_TOKENS = 32
 _INPUTS = {  # theirs -> ours
@@ -52,8 +49,8 @@ _FINISH_REASONS = {
 }
 
 
-class LlmApiWire:
-    """wire.Wire. A stop request is itself answered with the error CANCELLED."""
+class LlmApiWire(InflightBatcherWire):
+    """The tensors of the llmapi contract. A stop request is itself answered with the error CANCELLED."""
 
     missing_stop_id = "A request id must be provided for request cancellation"
 
@@ -81,33 +78,21 @@ class LlmApiWire:
         responder.fail(Failure(ErrorCode.CANCELLED, "Request cancelled by client"))
 
 
-class LlmApiReply:
-    """wire.Answering: a Reply under other names, every array without the batch dimension."""
+class LlmApiReply(Reply):
+    """A reply under other names, every array without the batch dimension."""
 
-    def __init__(self, parsed: ParsedRequest, requested: frozenset[str], tokenizer: TextTokenizer) -> None:
-        self.parsed = parsed
-        self._requested = requested
-        theirs_to_ours = {theirs: ours for ours, theirs in _OUTPUTS.items()}
-        ours = {theirs_to_ours.get(name, name) for name in requested}
-        self._reply = Reply(parsed, ours if parsed.request.wants_log_probs else ours - {"cum_log_probs"}, tokenizer)
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._reply.is_stopped
-
-    @property
-    def has_news(self) -> bool:
-        return self._reply.has_news
-
-    def add(self, output: RequestOutput) -> None:
-        self._reply.add(output)
+    def __init__(self, parsed: ParsedRequest, theirs: frozenset[str], tokenizer: TextTokenizer) -> None:
+        self._theirs = theirs
+        names = {theirs: ours for ours, theirs in _OUTPUTS.items()}
+        ours = {names.get(name, name) for name in theirs}
+        super().__init__(parsed, ours if parsed.request.wants_log_probs else ours - {"cum_log_probs"}, tokenizer)
 
     def render(self) -> list[NamedArray]:
-        arrays = [(_OUTPUTS.get(name, name), array.reshape(-1)) for name, array in self._reply.render()]
-        for name in sorted(self.parsed.extra_outputs & self._requested):
+        arrays = [(_OUTPUTS.get(name, name), array.reshape(-1)) for name, array in super().render()]
+        for name in sorted(self.parsed.extra_outputs & self._theirs):
             arrays.append((name, np.array([self._reason(name).encode()], dtype=object)))
-        if self.parsed.request.wants_stats and self._reply.stats is not None:
-            arrays += [each for each in self._cache_use(self._reply.stats) if each[0] in self._requested]
+        if self.parsed.request.wants_stats and self.stats is not None:
+            arrays += [each for each in self._cache_use(self.stats) if each[0] in self._theirs]
         return arrays
 
     def _cache_use(self, stats: RequestStats) -> list[NamedArray]:
@@ -122,8 +107,8 @@ class LlmApiReply:
 
     def _reason(self, name: str) -> str:
         if name == "stop_reason":
-            return self._reply.matched_stop or _NO_REASON
-        finish = self._reply.finish_reason
+            return self.matched_stop or _NO_REASON
+        finish = self.finish_reason
         if finish is None:
             return _NO_REASON
-        return "stop" if self._reply.is_stopped else _FINISH_REASONS.get(finish, finish.value)
+        return "stop" if self.is_stopped else _FINISH_REASONS.get(finish, finish.value)

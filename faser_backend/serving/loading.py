@@ -29,7 +29,7 @@ class _Calls(logging.Handler):
         self.call(record.getMessage())
 
 
-class Phases:
+class PhaseDisplay:
     """A line for each phase: on a terminal with the time that it takes, elsewhere with the time at which it begins."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
@@ -66,7 +66,7 @@ class Phases:
 
 @contextmanager
 def told_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator[None]:
-    """Phases of this process go to `call` as well, and warnings of them. lowest: the level from which they do."""
+    """PhaseDisplay of this process go to `call` as well, and warnings of them. lowest: the level from which they do."""
     handler, level = _Calls(call, lowest), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -78,10 +78,10 @@ def told_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator
 
 
 @contextmanager
-def shown_phases(tell: Callable[[str], None] | None = None, *, in_pipes: bool = True) -> Iterator[Phases]:
+def shown_phases(tell: Callable[[str], None] | None = None, *, in_pipes: bool = True) -> Iterator[PhaseDisplay]:
     """Shows the phases of this process until the end, or `end`. in_pipes: also where nobody sits at a terminal; else
     only warnings, such as that kernels are compiled."""
-    phases, log.propagate = Phases(tell), False
+    phases, log.propagate = PhaseDisplay(tell), False
     try:
         with told_to(phases.begin, logging.INFO if in_pipes or sys.stderr.isatty() else logging.WARNING):
             yield phases

@@ -40,14 +40,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(log_format: str, process: str, level: int = logging.INFO) -> None:
-    """Of this process, on stderr. Called once, before anything is logged."""
+    """Logs of this process go to stderr from now on. Call once, before anything is logged."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
-    """Of a command whose lines people read as they are: called with a level and a message."""
+    """Returns what prints a command's messages, bare for people, or as JSON: called with a level and a message."""
     formatter = JsonFormatter(process)
 
     def tell(level: str, message: str) -> None:

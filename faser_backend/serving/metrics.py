@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -13,84 +14,107 @@ from typing import Any, NamedTuple
 
 from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
 from faser_backend.pipeline.engine import NUM_POSITIONS, STEP_KINDS, EngineMetrics
-from faser_backend.serving.lasting_metrics import LastingFamily
+from faser_backend.serving.request_life import RequestLife
 
-TOKEN_BUCKETS = [10, 50, 100, 500, 1000]
-HISTOGRAMS = (  # family, its type
-    ("nv_llm_input_token_len", "total_input_tokens"),
-    ("nv_llm_output_token_len", "total_output_tokens"),
-)
+TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
+REQUESTS, STEPS = "vllm:request_success_total", "faser:steps_total"
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+LENGTHS = {  # of finished requests, in tokens; family -> its label
+    "nv_llm_input_token_len": "total_input_tokens",
+    "nv_llm_output_token_len": "total_output_tokens",
+}
 # Seconds of finished requests. Names and buckets of OpenTelemetry's conventions for servers of generative models, where
 # these have one; the wait in the queue is called as vLLM calls it.
 LATENCIES = {
     "gen_ai_server_time_to_first_token_seconds": (
         "From arrival to the first token",
-        [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0],
+        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     ),
     "gen_ai_server_time_per_output_token_seconds": (
         "From the first token to the last, per token behind the first",
-        [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5],
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
     ),
     "gen_ai_server_request_duration_seconds": (
         "From arrival to the last token",
-        [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92],
+        (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
     ),
     "vllm:request_queue_time_seconds": (
         "From arrival to the first step",
-        [0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0],
+        (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     ),
 }
-SPECULATION = {  # counters, as vLLM calls them
+SPECULATION = {  # totals, as vLLM calls them
     "vllm:spec_decode_num_drafts_total": "Verifications of a sequence that had draft tokens",
     "vllm:spec_decode_num_draft_tokens_total": "Draft tokens",
     "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens that were accepted",
 }
-BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-STEPS = "faser:steps_total"
-REQUESTS = "vllm:request_success_total"  # by the reason of the end
-GAUGES = {  # family -> (label, description, values of the label)
-    "nv_trt_llm_request_metrics": (
-        "request_type",
-        "Requests in the engine",
-        ("active", "max", "scheduled", "context", "waiting"),
+
+
+class Family(NamedTuple):
+    """A family of metrics: one for each value of its label."""
+
+    kind: str
+    description: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+    buckets: tuple[float, ...] = ()
+
+
+FAMILIES = {
+    "nv_trt_llm_request_metrics": Family(
+        "GAUGE", "Requests in the engine", "request_type", ("active", "max", "scheduled", "context", "waiting")
     ),
-    "nv_trt_llm_runtime_memory_metrics": (
-        "memory_type",
-        "Bytes that the engine's process holds",
-        ("cpu", "gpu", "pinned"),
+    "nv_trt_llm_runtime_memory_metrics": Family(
+        "GAUGE", "Bytes that the engine's process holds", "memory_type", ("cpu", "gpu", "pinned")
     ),
-    "nv_trt_llm_kv_cache_block_metrics": (
-        "kv_cache_block_type",
-        "KV cache blocks",
-        ("max", "free", "used", "tokens_per", "reused", "fraction"),
+    "nv_trt_llm_kv_cache_block_metrics": Family(
+        "GAUGE", "KV cache blocks", "kv_cache_block_type", ("max", "free", "used", "tokens_per", "reused", "fraction")
     ),
-    "nv_trt_llm_inflight_batcher_metrics": (
-        "inflight_batcher_specific_metric",
+    "nv_trt_llm_inflight_batcher_metrics": Family(
+        "GAUGE",
         "Continuous batching",
+        "inflight_batcher_specific_metric",
         ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
     ),
-    "nv_trt_llm_general_metrics": ("general_type", "General", ("timestamp", "iteration_counter")),
-    "nv_trt_llm_speculative_decoding_metrics": (
-        "speculative_decoding_type",
+    "nv_trt_llm_general_metrics": Family("GAUGE", "General", "general_type", ("timestamp", "iteration_counter")),
+    "nv_trt_llm_speculative_decoding_metrics": Family(
+        "GAUGE",
         "Speculative decoding since the start; price: the tokens per second that a policy asks of any use of time",
+        "speculative_decoding_type",
         (
             *("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "wasted_tokens"),
             *("acceptance_rate", "preemptions", "price"),
         ),
     ),
-    "nv_trt_llm_cuda_graph_metrics": (
-        "cuda_graph_type",
+    "nv_trt_llm_cuda_graph_metrics": Family(
+        "GAUGE",
         "CUDA graphs since the start, and calls that run without because theirs could not be captured",
+        "cuda_graph_type",
         ("captured", "failed_captures"),
     ),
-}
-# Dashboards read the lines; prompts are read and answered by one engine here, so they stay 0.
-UNUSED_COUNTERS = {
-    "nv_trt_llm_disaggregated_serving_metrics": (
-        "disaggregated_serving_type",
+    # Dashboards read the lines; prompts are read and answered by one engine here, so they stay 0.
+    "nv_trt_llm_disaggregated_serving_metrics": Family(
+        "COUNTER",
         "Disaggregated serving, which this engine does not do",
+        "disaggregated_serving_type",
         ("kv_cache_transfer_ms", "request_count"),
     ),
+    **{
+        name: Family("HISTOGRAM", "TRT LLM response metrics", "response_metric_type", (value,), TOKEN_BUCKETS)
+        for name, value in LENGTHS.items()
+    },
+    **{name: Family("HISTOGRAM", text, buckets=buckets) for name, (text, buckets) in LATENCIES.items()},
+    **{name: Family("COUNTER", text) for name, text in SPECULATION.items()},
+    BY_POSITION: Family(
+        "COUNTER",
+        "Draft tokens that were accepted, by place in their chain",
+        "position",
+        tuple(map(str, range(NUM_POSITIONS))),
+    ),
+    REQUESTS: Family(
+        "COUNTER", "Requests that have ended", "finished_reason", tuple(reason.value for reason in FinishReason)
+    ),
+    STEPS: Family("COUNTER", "Steps that verified something, by how draft and target took turns", "mode", STEP_KINDS),
 }
 
 
@@ -160,7 +184,7 @@ class Ended(NamedTuple):
     reason: FinishReason
 
     def seconds(self) -> tuple[float | None, float | None, float | None, float | None]:
-        """What LATENCIES hold, in their order; None where there is none, as of a request without tokens."""
+        """Returns values for LATENCIES, in their order; None where there is none, as without tokens."""
         stats = self.stats
         if not stats.first_token_ns:
             return None, None, None, None
@@ -176,6 +200,31 @@ class Ended(NamedTuple):
         return tuple(None if time_ns is None else max(0, time_ns) / 1e9 for time_ns in times)  # pyright: ignore[reportReturnType]
 
 
+class LastingFamily:
+    """A family of metrics. It and its metrics are never destroyed by the process that opens them.
+
+    Destroying one tells the server to take it out of its registry. Two engines hold metrics of the same labels while
+    one replaces the other, and Triton gives both the same metric: the end of the first would free what the second one
+    counts in, and the server with it. A family that has one of Triton's own names would take that from the model that
+    it belongs to. And when a process ends, the queue that would tell of it is gone before Python's objects are, which
+    is a fault.
+    """
+
+    def __init__(self, pb_utils: Any, kind: str, name: str, description: str) -> None:
+        """kind: `COUNTER`, `GAUGE` or `HISTOGRAM`. pb_utils: Triton's Python module."""
+        kinds = pb_utils.MetricFamily
+        self._family = _keep(kinds(name=name, description=description, kind=getattr(kinds, kind)))
+
+    def metric(self, labels: dict[str, str], **more: Any) -> Any:
+        """The metric of these labels, Triton's own where it has one. more: as Triton's `Metric` has it."""
+        return _keep(self._family.Metric(labels=labels, **more))
+
+
+def _keep(held: Any) -> Any:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    return held
+
+
 class MetricReporter:
     """Registers the families with Triton once per process; one thread of its own updates them.
 
@@ -185,37 +234,14 @@ class MetricReporter:
 
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
         labels = {"model": model, "version": version}
-        self._gauges: dict[tuple[str, str], Any] = {}
-        self._last: dict[tuple[str, str], float] = {}
-        for name, (label, description, values) in GAUGES.items():
-            family = LastingFamily(pb_utils, "GAUGE", name, description)
-            for value in values:
-                self._gauges[name, value] = family.metric({**labels, label: value})
-        for name, (label, description, values) in UNUSED_COUNTERS.items():
-            family = LastingFamily(pb_utils, "COUNTER", name, description)
-            for value in values:
-                family.metric({**labels, label: value})
-        self._histograms = []
-        for name, kind in HISTOGRAMS:
-            family = LastingFamily(pb_utils, "HISTOGRAM", name, "TRT LLM response metrics")
-            self._histograms.append(family.metric({**labels, "response_metric_type": kind}, buckets=TOKEN_BUCKETS))
-        self._latencies = []
-        for name, (description, buckets) in LATENCIES.items():
-            family = LastingFamily(pb_utils, "HISTOGRAM", name, description)
-            self._latencies.append(family.metric(labels, buckets=buckets))
-        self._totals: dict[tuple[str, str], Any] = {}
-        counted: dict[str, tuple[str, str, tuple[str, ...]]] = {
-            name: (description, "", ("",)) for name, description in SPECULATION.items()
-        }
-        positions = tuple(map(str, range(NUM_POSITIONS)))
-        counted[BY_POSITION] = ("Draft tokens that were accepted, by place in their chain", "position", positions)
-        reasons = tuple(reason.value for reason in FinishReason)
-        counted[REQUESTS] = ("Requests that have ended", "finished_reason", reasons)
-        counted[STEPS] = ("Steps that verified something, by how draft and target took turns", "mode", STEP_KINDS)
-        for name, (description, label, values) in counted.items():
-            family = LastingFamily(pb_utils, "COUNTER", name, description)
-            for value in values:
-                self._totals[name, value] = family.metric({**labels, **({label: value} if label else {})})
+        self._metrics: dict[tuple[str, str], Any] = {}
+        self._last: dict[tuple[str, str], float] = {}  # of gauges and totals
+        for name, family in FAMILIES.items():
+            opened = LastingFamily(pb_utils, family.kind, name, family.description)
+            more = {"buckets": list(family.buckets)} if family.buckets else {}
+            for value in family.values:
+                own = {family.label: value} if family.label else {}
+                self._metrics[name, value] = opened.metric({**labels, **own}, **more)
         self._updates: SimpleQueue[EngineMetrics | Ended | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -242,12 +268,13 @@ class MetricReporter:
 
     def _observe(self, ended: Ended) -> None:
         stats = ended.stats
-        for histogram, length in zip(self._histograms, (stats.num_prompt_tokens, ended.num_output_tokens), strict=True):
-            histogram.observe(length)
-        for histogram, seconds in zip(self._latencies, ended.seconds(), strict=True):
+        lengths = stats.num_prompt_tokens, ended.num_output_tokens
+        for family, length in zip(LENGTHS.items(), lengths, strict=True):
+            self._metrics[family].observe(length)
+        for name, seconds in zip(LATENCIES, ended.seconds(), strict=True):
             if seconds is not None:
-                histogram.observe(seconds)
-        self._totals[REQUESTS, ended.reason.value].increment(1)
+                self._metrics[name, ""].observe(seconds)
+        self._metrics[REQUESTS, ended.reason.value].increment(1)
 
     def _add_totals(self, metrics: EngineMetrics) -> None:
         numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)
@@ -256,12 +283,78 @@ class MetricReporter:
         totals |= {(STEPS, kind): n for kind, n in metrics.num_steps_by_kind.items()}
         for key, total in totals.items():
             if (new := total - self._last.get(key, 0)) > 0:
-                self._totals[key].increment(new)
+                self._metrics[key].increment(new)
                 self._last[key] = total
 
     def _set_gauges(self, metrics: EngineMetrics) -> None:
         for family, values in gauge_values(metrics).items():
             for label, value in values.items():
                 if self._last.get((family, label)) != value:
-                    self._gauges[family, label].set(value)
+                    self._metrics[family, label].set(value)
                     self._last[family, label] = value
+
+
+COMPOSING_MODELS = ("preprocessing", "tensorrt_llm", "postprocessing")
+COMPOSING_COUNTERS = (  # Triton's own families, in the order of ComposingCounters.count
+    "nv_inference_request_success",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+)
+FLUSH_PERIOD_S = 0.5
+
+
+class ComposingCounters:
+    """Counts what `ensemble` and `tensorrt_llm_bls` do themselves into the counters of the models that do it in
+    TensorRT-LLM, which dashboards and tests read: preprocessing, tensorrt_llm and postprocessing.
+
+    Triton keeps one Prometheus registry: a family with the name of one of its own is that family, and a metric with the
+    labels of a model is that model's counter. Increments are summed up and sent twice a second, for each is a message
+    to the server process.
+    """
+
+    def __init__(self, pb_utils: Any, version: str) -> None:
+        self._counters: dict[tuple[str, str], Any] = {}
+        for name in COMPOSING_COUNTERS:
+            family = LastingFamily(pb_utils, "COUNTER", name, name)
+            for model in COMPOSING_MODELS:
+                self._counters[model, name] = family.metric({"model": model, "version": version})
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[str, str], int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="composing-counters", daemon=True)
+        self._thread.start()
+
+    def count(self, life: RequestLife) -> None:
+        """Takes in one answered request. Thread-safe; sends nothing."""
+        reading, engine = life.parsed_ns - life.received_ns, life.answered_ns - life.parsed_ns
+        writing, sending = life.postprocessing_ns, life.sending_ns
+        queued, entering = life.queued_for_ns, max(0, life.submitted_ns - life.parsed_ns)
+        durations_ns = {  # whole, and of it in the queue, for input, inference and output
+            "preprocessing": (reading, 0, 0, reading, 0),
+            "tensorrt_llm": (engine, queued, entering, max(0, engine - queued - entering), 0),
+            "postprocessing": (writing + sending, 0, 0, writing, sending),
+        }
+        with self._lock:
+            for model, nanoseconds in durations_ns.items():
+                amounts = (1, life.num_prompts, 1, *(duration // 1000 for duration in nanoseconds))
+                for name, amount in zip(COMPOSING_COUNTERS, amounts, strict=True):
+                    self._pending[model, name] = self._pending.get((model, name), 0) + amount
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        is_closing = False
+        while not is_closing:
+            is_closing = self._closing.wait(FLUSH_PERIOD_S)  # and once more for what came last
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            for key, amount in pending.items():
+                if amount:
+                    self._counters[key].increment(amount)

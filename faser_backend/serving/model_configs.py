@@ -9,25 +9,19 @@ outside of parameters (max_batch_size and the transaction policy) is a parameter
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from faser_backend.core.errors import ConfigError
+from faser_backend.config import EngineConfig
 from faser_backend.serving import tensors
-from faser_backend.serving.tensors import TensorSpec
+from faser_backend.serving.parameters import ModelOptions, ServingOptions
+from faser_backend.serving.tensors import TritonTensor
 
-DEFAULT_MAX_BATCH_SIZE = 64
 BATCH_SIZE_KEY, DECOUPLED_KEY = "triton_max_batch_size", "decoupled_mode"
 # Parameters whose name differs from the key that fills them, as in TensorRT-LLM's files.
 _RENAMED = {"gpt_model_path": "engine_dir", "gpt_model_type": "batching_strategy"}
-_ENGINE_KEYS = (
-    "policy draft acceptance early_exit pipeline max_num_seqs max_prefill_tokens num_threads "
-    "num_kv_blocks max_tokens_in_paged_kv_cache enable_kv_cache_reuse batch_scheduler_policy max_queue_size "
-    "exclude_input_in_output add_special_tokens chat_template max_text_bytes out_of_vocab stop_requests "
-    "cancellation_check_period_ms stats_check_period_ms"
-)
+_ENGINE_KEYS = " ".join([*ServingOptions.keys().values(), *EngineConfig.keys().values()])
 # Accepted for configurations that were written for TensorRT-LLM, and of no effect here (docs/serving.md).
 _ENGINE_KEYS_WITHOUT_EFFECT = (
     "triton_backend max_beam_width executor_worker_path tokenizer_dir encoder_engine_dir max_queue_delay_microseconds "
@@ -52,8 +46,8 @@ class ModelConfig:
     name: str
     comment: str
     python_class: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[TritonTensor, ...]
+    outputs: tuple[TritonTensor, ...]
     parameters: tuple[str, ...]
 
 
@@ -77,7 +71,6 @@ INFLIGHT_BATCHER = (
         tensors.TOKEN_INPUTS,
         tensors.TOKEN_OUTPUTS,
         _names(
-            "gpt_model_path gpt_model_type",
             BATCH_SIZE_KEY,
             DECOUPLED_KEY,
             _ENGINE_KEYS,
@@ -129,7 +122,6 @@ LLMAPI = (
         tensors.LLMAPI_INPUTS,
         tensors.LLMAPI_OUTPUTS,
         _names(
-            "gpt_model_path gpt_model_type",
             DECOUPLED_KEY,
             _ENGINE_KEYS,
             _TELLING_KEYS,
@@ -165,7 +157,7 @@ def config_text(model: ModelConfig) -> str:
     )
 
 
-def _tensor_lines(specs: Iterable[TensorSpec], *, are_inputs: bool) -> str:
+def _tensor_lines(specs: Iterable[TritonTensor], *, are_inputs: bool) -> str:
     lines = []
     for spec in specs:
         dims = ", ".join(map(str, spec.dims))
@@ -177,30 +169,23 @@ def _tensor_lines(specs: Iterable[TensorSpec], *, are_inputs: bool) -> str:
 def launch_text(text: str, *, is_decoupled: bool, parameters: Mapping[str, str]) -> str:
     """A shipped file with parameters filled in and everything written out that they decide, for a server that does not
     complete configurations."""
-    values = {**TRUTHS, DECOUPLED_KEY: str(is_decoupled).lower(), **parameters}
+    given = {_RENAMED.get(name, name): value for name, value in parameters.items()}
+    values = {**TRUTHS, DECOUPLED_KEY: str(is_decoupled).lower(), **given}
     has_batch = f"${{{BATCH_SIZE_KEY}}}" in text
     for name, value in values.items():
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         text = text.replace(f'"${{{name}}}"', f'"{escaped}"')
     if has_batch:
-        text += f"max_batch_size: {read_batch_size(values.get(BATCH_SIZE_KEY))}\n"
+        text += f"max_batch_size: {ModelOptions.from_parameters(values).triton_max_batch_size}\n"
     if f'key: "{DECOUPLED_KEY}"' in text:
         text += f"model_transaction_policy {{ decoupled: {str(is_decoupled).lower()} }}\n"
     return text
 
 
-def read_batch_size(text: str | None) -> int:
-    """Raises ConfigError for what is not a positive integer; None is the default."""
-    if text is None:
-        return DEFAULT_MAX_BATCH_SIZE
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        raise ConfigError(f"parameter {BATCH_SIZE_KEY} = {text!r}: must be an integer of at least 1")
-    return int(text)
-
-
 def known_keys() -> frozenset[str]:
-    """Every key that fills a parameter of some model."""
-    return frozenset(_RENAMED.get(name, name) for model in (*INFLIGHT_BATCHER, *LLMAPI) for name in model.parameters)
+    """Returns all parameters of models, by their names and by the keys that fill them."""
+    names = {name for model in (*INFLIGHT_BATCHER, *LLMAPI) for name in model.parameters}
+    return frozenset(names | {_RENAMED[name] for name in names & _RENAMED.keys()})
 
 
 def write_repositories(root: Path) -> list[Path]:

@@ -72,7 +72,7 @@ def _is_same(value: Any, default: Any) -> bool:
 
 @cache
 def _reader(hint: Any) -> _Reader:
-    """What reads plain values of one type. Made once per type: outputs come with every step."""
+    """Returns a reader of plain values of one type. Made once per type: outputs come with every step."""
     if hint in _SIMPLE:
         return _SIMPLE[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):

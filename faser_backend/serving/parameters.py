@@ -1,115 +1,133 @@
-"""config.pbtxt parameters -> typed options.
+"""The options of served models, beside those of the engine (config.py), and what a config.pbtxt gives of them.
 
-The names that users of TensorRT-LLM's backend know, and ours. A value left as `${name}` or empty is
-unset; parameters that mean nothing here (GPU ids on a CPU) are accepted, others are ignored.
+The names are those that users of TensorRT-LLM's backend know, and ours. A value left as `${name}` or empty is unset;
+parameters that mean nothing here (GPU ids on a CPU) are accepted without effect.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from faser_backend.config import EngineConfig
-from faser_backend.core.errors import ConfigError
+from pydantic import Field
 
-LOG_FORMATS = ("text", "json")
+from faser_backend.config import CAPACITY, Option, OptionTable
+from faser_backend.serving.access import ALSO_RESTRICTABLE
+
+PORTS, ACCESS, CONTRACT, OPENAI = "Ports and logs", "Access", "Triton's contract", "OpenAI's API"
 _UNSET = re.compile(r"\$\{\w+\}")
-_TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
-ENGINE_INTEGERS = ("max_num_seqs", "max_queue_size", "max_prefill_tokens", "num_kv_blocks", "num_threads")
-ENGINE_STRINGS = ("policy", "draft", "acceptance", "early_exit", "pipeline")
 
 
-@dataclass(frozen=True, slots=True)
-class ServingOptions:
-    """What the served model does besides decoding. `engine_dir` None: the demo pair."""
-
-    engine_dir: Path | None
-    max_cached_tokens: int | None  # bound on the KV pool, in tokens
-    out_of_vocab: Literal["reject", "clamp"] = "reject"
-    excludes_input: bool = False
-    adds_special_tokens: bool | None = None  # None: as the checkpoint says
-    chat_template_file: Path | None = None  # instead of the checkpoint's
-    takes_stop_requests: bool = True
-    max_text_bytes: int | None = None  # None: as much as may fit into the context
-    cancellation_period_s: float = 0.1
-    metrics_period_s: float = 0.25
+def given_parameters(model_config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the parameters that are set in a model's configuration, as Triton hands it over in JSON."""
+    values = {name: entry.get("string_value", "").strip() for name, entry in model_config.get("parameters", {}).items()}
+    return {name: value for name, value in values.items() if value and not _UNSET.fullmatch(value)}
 
 
-class Parameters:
-    """The `parameters` block of a model configuration as Triton hands it over in JSON."""
+class ModelOptions(OptionTable):
+    """Options of single models; model_configs.py says which model reads which."""
 
-    def __init__(self, model_config: dict) -> None:
-        values = {
-            name: entry.get("string_value", "").strip() for name, entry in model_config.get("parameters", {}).items()
-        }
-        self._values = {name: value for name, value in values.items() if value and not _UNSET.fullmatch(value)}
-
-    def text(self, name: str) -> str | None:
-        return self._values.get(name)
-
-    def integer(self, name: str, low: int = 0) -> int | None:
-        text = self.text(name)
-        if text is None:
-            return None
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < low:
-            raise ConfigError(f"parameter {name} = {text!r}: must be an integer of at least {low}")
-        return int(text)
-
-    def boolean(self, name: str) -> bool | None:
-        text = self.text(name)
-        if text is None:
-            return None
-        if text.lower() not in _TRUE | _FALSE:
-            raise ConfigError(f"parameter {name} = {text!r}: must be true or false")
-        return text.lower() in _TRUE
+    log_format: Annotated[
+        Literal["text", "json"], Option("JSON has an object per line, requests by their ids.", PORTS)
+    ] = "text"
+    otlp_endpoint: Annotated[str | None, Option("OpenTelemetry collector, http://HOST:PORT, for traces.", PORTS)] = None
+    triton_max_batch_size: Annotated[int, Field(ge=1)] = 64
+    decoupled_mode: bool = True
+    add_special_tokens: bool | None = None  # None: as the checkpoint says
+    skip_special_tokens: bool = True
+    accumulate_tokens: bool = False
 
 
-def read_engine_config(parameters: Parameters) -> EngineConfig:
-    """Raises ConfigError naming the parameter."""
-    options: dict[str, object] = {name: parameters.integer(name) for name in ENGINE_INTEGERS}
-    options |= {name: parameters.text(name) for name in ENGINE_STRINGS}
-    options["admission"] = parameters.text("batch_scheduler_policy")
-    options["enable_prefix_reuse"] = parameters.boolean("enable_kv_cache_reuse")
-    return EngineConfig.from_options(**{name: value for name, value in options.items() if value is not None})
+class PromptOptions(OptionTable):
+    """Options of all that read texts: the engine's model and the OpenAI server."""
+
+    chat_template: Annotated[Path | None, Option("Jinja template instead of the checkpoint's.")] = None
+    max_text_bytes: Annotated[
+        int | None,
+        Field(ge=1),
+        Option("Bytes of one text.", CAPACITY, shown_default="what may fit into the context"),
+    ] = None
 
 
-def read_serving_options(parameters: Parameters) -> ServingOptions:
-    """Raises ConfigError naming the parameter."""
-    engine_dir = parameters.text("gpt_model_path")
-    _check_model_type(parameters.text("gpt_model_type"))
-    chat_template = parameters.text("chat_template")
-    out_of_vocab = parameters.text("out_of_vocab") or "reject"
-    if out_of_vocab not in ("reject", "clamp"):
-        raise ConfigError(f"parameter out_of_vocab = {out_of_vocab!r}: must be reject or clamp")
-    cancellation_ms = parameters.integer("cancellation_check_period_ms", low=1) or 100
-    stats_ms = parameters.integer("stats_check_period_ms", low=1) or 250
-    return ServingOptions(
-        engine_dir=None if engine_dir is None else Path(engine_dir),
-        max_cached_tokens=parameters.integer("max_tokens_in_paged_kv_cache", low=1),
-        out_of_vocab="clamp" if out_of_vocab == "clamp" else "reject",
-        excludes_input=parameters.boolean("exclude_input_in_output") or False,
-        adds_special_tokens=parameters.boolean("add_special_tokens"),
-        chat_template_file=None if chat_template is None else Path(chat_template),
-        takes_stop_requests=parameters.boolean("stop_requests") is not False,
-        max_text_bytes=parameters.integer("max_text_bytes", low=1),
-        cancellation_period_s=min(cancellation_ms, 100) / 1e3,
-        metrics_period_s=stats_ms / 1e3,
+class ServingOptions(PromptOptions):
+    """Options of the engine's model, besides decoding."""
+
+    engine_dir: Annotated[
+        Path | None,
+        Option("Engine directory; default: the demo pair, built on first use.", parameter="gpt_model_path"),
+    ] = None
+    # This engine batches in flight and does nothing else.
+    gpt_model_type: Literal["inflight_batching", "inflight_fused_batching"] = "inflight_fused_batching"
+    max_tokens_in_paged_kv_cache: Annotated[int | None, Field(ge=1)] = None  # bounds the KV pool
+    out_of_vocab: Annotated[Literal["reject", "clamp"], Option("What to do with unknown token ids.", CONTRACT)] = (
+        "reject"
     )
+    exclude_input_in_output: Annotated[bool, Option("Unary answers without the prompt.", CONTRACT)] = False
+    add_special_tokens: bool | None = None  # None: as the checkpoint says
+    stop_requests: Annotated[
+        Literal["on", "off"] | None,
+        Option(
+            "Let `stop` = true end a request by its id, anybody's.",
+            ACCESS,
+            shown_default="off with --expose-triton, else on",
+        ),
+    ] = None
+    cancellation_check_period_ms: Annotated[int, Field(ge=1)] = 100  # 100 at most take effect
+    stats_check_period_ms: Annotated[int, Field(ge=1)] = 250
 
 
-def read_log_format(parameters: Parameters) -> str:
-    """Raises ConfigError naming the parameter."""
-    log_format = parameters.text("log_format") or "text"
-    if log_format not in LOG_FORMATS:
-        raise ConfigError(f"parameter log_format = {log_format!r}: must be one of {', '.join(LOG_FORMATS)}")
-    return log_format
+class ServeOptions(OptionTable):
+    """Options of `faser serve` alone: where the server listens, and to whom."""
+
+    http_port: Annotated[int, Option("HTTP port.", PORTS)] = 8000
+    grpc_port: Annotated[int, Option("gRPC port.", PORTS)] = 8001
+    metrics_port: Annotated[int, Option("Metrics port.", PORTS)] = 8002
+    host: Annotated[str, Option("Address to listen on.", PORTS)] = "127.0.0.1"
+    verbose: Annotated[bool, Option("Show Triton's own log.", PORTS, "--verbose")] = False
+    expose_triton: Annotated[bool, Option("Allow a non-loopback --host.", ACCESS, "--expose-triton")] = False
+    admin_key_file: Annotated[
+        Path | None,
+        Option("File with the key to Triton's administration.", ACCESS, shown_default="nobody has it"),
+    ] = None
+    restrict: Annotated[
+        str | None,
+        Option(f"What else needs the admin key, of {', '.join(ALSO_RESTRICTABLE)}.", ACCESS, shown_default="nothing"),
+    ] = None
+    grpc_tls_cert: Annotated[Path | None, Option("Certificate chain of Triton's gRPC port.", ACCESS)] = None
+    grpc_tls_key: Annotated[Path | None, Option("Its private key.", ACCESS)] = None
+    grpc_tls_root: Annotated[Path | None, Option("Root of certificates that gRPC clients must have.", ACCESS)] = None
+    contract: Annotated[Literal["inflight_batcher", "llmapi"], Option("Names of models and tensors.", CONTRACT)] = (
+        "inflight_batcher"
+    )
+    decoupled: Annotated[
+        bool, Option("Use for streaming clients; unary gRPC clients need --no-decoupled.", CONTRACT)
+    ] = True
+    hang_timeout: Annotated[
+        float, Field(ge=0), Option("Seconds without progress after which a process is killed. 0: never.", CAPACITY)
+    ] = 10.0
+    openai_port: Annotated[int | None, Option("Serve OpenAI's API on this port as well.", OPENAI)] = None
 
 
-def _check_model_type(model_type: str | None) -> None:
-    """This engine batches in flight and does nothing else; a configuration that asks for more is told so."""
-    if model_type is not None and model_type not in ("inflight_batching", "inflight_fused_batching"):
-        raise ConfigError(
-            f"Invalid gpt_model_type {model_type!r}: must be inflight_batching or inflight_fused_batching"
-        )
+class OpenAIOptions(PromptOptions):
+    """Options of the OpenAI server, which `faser openai` starts, or `faser serve` beside Triton."""
+
+    triton: Annotated[str, Option("gRPC address of the Triton server.")] = "127.0.0.1:8001"
+    triton_metrics: Annotated[str | None, Option("Address of its metrics, for /metrics.")] = None
+    port: Annotated[int, Option("Port of the API.")] = 9000
+    host: Annotated[str, Option("Address to listen on for OpenAI's API; others than loopback need keys.", OPENAI)] = (
+        "127.0.0.1"
+    )
+    model_name: Annotated[
+        str | None, Option("Name of the model in OpenAI's API.", OPENAI, shown_default="the engine directory's")
+    ] = None
+    speculation_metrics: Annotated[
+        bool, Option("OpenAI's API tells every answer's acceptance, asked or not.", OPENAI)
+    ] = False
+    api_key_file: Annotated[Path | None, Option("File of API keys, one per line.", OPENAI)] = None
+    allow_origin: Annotated[
+        list[str], Option("Allow web pages of this origin to ask, as https://HOST. Repeatable.", OPENAI)
+    ] = []  # noqa: RUF012 - copied for each
+    tls_cert: Annotated[Path | None, Option("Certificate chain, for https.", OPENAI)] = None
+    tls_key: Annotated[Path | None, Option("Its private key.", OPENAI)] = None

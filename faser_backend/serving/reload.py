@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import read_manifest_fields
 from faser_backend.serving.admin import Administration
 from faser_backend.serving.launch import check_engine
-from faser_backend.serving.parameters import Parameters, read_engine_config
+from faser_backend.serving.parameters import given_parameters
 from faser_backend.serving.server import ENGINE_MODEL
 
 DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
@@ -26,11 +27,11 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> 
     refuses it: the old engine then serves on.
     """
     config = admin.config(ENGINE_MODEL)
-    parameters = Parameters(config)
-    served = parameters.text(DIRECTORY_KEY)
+    parameters = given_parameters(config)
+    served = parameters.get(DIRECTORY_KEY)
     if served is None:
         raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: the server serves no directory of its own")
-    new = check_engine(engine_dir, read_engine_config(parameters), None, lambda *_: None)
+    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None, lambda *_: None)
     _check_vocabulary(Path(served), new)
     config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
     config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton takes no notice of the same again

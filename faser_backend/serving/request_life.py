@@ -1,7 +1,7 @@
-"""What became of one request, for those who tell of it: traces and logs.
+"""Records what became of one request, for traces, logs and counters.
 
 A frontend fills a `RequestLife` as the request goes along, off the engine's thread, and hands it over when it has
-ended. Where nobody listens there is none. Times are nanoseconds of the engine's clock, which is that of all processes.
+ended. Times are nanoseconds of the engine's clock, which is that of all processes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,16 @@ class RequestLife:
     received_ns: int
     client_id: str = ""
     context: Mapping[str, str] = field(default_factory=dict)
-    parsed_ns: int = 0
-    ended_ns: int = 0
+    parsed_ns: int = 0  # its tensors became sequences of token ids
+    submitted_ns: int = 0  # the sequences were with the engine
+    answered_ns: int = 0  # the engine had answered the last sequence
+    ended_ns: int = 0  # the client had the last response
+    queued_for_ns: int = 0  # in the engine, before its last sequence was scheduled
+    postprocessing_ns: int = 0  # spent on making text and tensors of tokens
+    sending_ns: int = 0  # spent on handing responses to the server
+    num_prompts: int = 0
     error: str = ""
-    sequences: dict[str, SequenceLife] = field(default_factory=dict)  # by request id of the engine
+    sequences: dict[str, SequenceLife] = field(default_factory=dict)  # by request id; none where nobody listens
 
 
 Listener = Callable[[RequestLife], None]  # called once per request, on a frontend's thread: hands over and returns

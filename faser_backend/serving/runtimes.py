@@ -36,7 +36,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
 
 
 def identity_of(runtime: str) -> dict[str, str | int]:
-    """What decides how long its calls take on this machine, by name; looks at the device without opening it."""
+    """Returns the facts that decide how long its calls take on this machine, without opening the device."""
     if RUNTIMES[runtime].is_cpu:
         return cpu_runtime.identity(runtime)
     from faser_backend.device.cuda.identity import identity

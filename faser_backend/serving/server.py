@@ -58,7 +58,7 @@ class LaunchOptions:
     host: str = "127.0.0.1"
     is_decoupled: bool = True
     contract: str = "inflight_batcher"
-    parameters: dict[str, str] = field(default_factory=dict)  # by the keys that fill the configurations
+    parameters: dict[str, str] = field(default_factory=dict)  # by their names, or the keys that fill them
     exposes_triton: bool = False  # host may be an address that others reach
     admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
     also_restricted: tuple[str, ...] = ()  # what else needs that key, see access.restriction_options

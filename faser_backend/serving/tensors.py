@@ -20,7 +20,7 @@ Tensors = Mapping[str, np.ndarray]
 JSON_ERRORS = "faser_json_errors"
 
 
-class TensorSpec(NamedTuple):
+class TritonTensor(NamedTuple):
     """A tensor of a model: Triton's data type without its prefix, dimensions without the batch."""
 
     name: str
@@ -29,8 +29,8 @@ class TensorSpec(NamedTuple):
     is_optional: bool = True
 
 
-def _specs(data_type: str, names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, data_type, dims) for name in names.split())
+def _specs(data_type: str, names: str, dims: tuple[int, ...] = (1,)) -> tuple[TritonTensor, ...]:
+    return tuple(TritonTensor(name, data_type, dims) for name in names.split())
 
 
 # -- inputs that text and token models share -----------------------------------------------------------------------
@@ -56,7 +56,7 @@ _ADAPTERS = (
 # -- `ensemble` and `tensorrt_llm_bls`: text in, text out ----------------------------------------------------------
 TEXT_INPUTS = (
     *_specs("STRING", "text_input messages decoder_text_input"),
-    TensorSpec("max_tokens", "INT32", is_optional=False),
+    TritonTensor("max_tokens", "INT32", is_optional=False),
     *_specs("STRING", "bad_words stop_words embedding_bias_words", (-1,)),
     *_specs("FP32", "embedding_bias_weights", (-1,)),
     *_specs("INT32", "top_k"),
@@ -74,8 +74,8 @@ TEXT_INPUTS = (
 # -- `tensorrt_llm`: token ids in, token ids out -------------------------------------------------------------------
 TOKEN_INPUTS = (
     *_specs("INT32", "input_ids", (-1,)),
-    TensorSpec("input_lengths", "INT32", is_optional=False),
-    TensorSpec("request_output_len", "INT32", is_optional=False),
+    TritonTensor("input_lengths", "INT32", is_optional=False),
+    TritonTensor("request_output_len", "INT32", is_optional=False),
     *_specs("INT32", "draft_input_ids decoder_input_ids encoder_input_ids", (-1,)),
     *_specs("INT32", "decoder_input_lengths encoder_output_lengths"),
     *_specs("FP32", "draft_logits", (-1, -1)),
@@ -126,7 +126,7 @@ TOKEN_OUTPUTS = (
 # -- `preprocessing` and `postprocessing` --------------------------------------------------------------------------
 PREPROCESSING_INPUTS = (
     *_specs("STRING", "QUERY MESSAGES DECODER_QUERY IMAGE_URL"),
-    TensorSpec("REQUEST_OUTPUT_LEN", "INT32", is_optional=False),
+    TritonTensor("REQUEST_OUTPUT_LEN", "INT32", is_optional=False),
     *_specs("STRING", "BAD_WORDS_DICT STOP_WORDS_DICT EMBEDDING_BIAS_WORDS IMAGES", (-1,)),
     *_specs("FP32", "EMBEDDING_BIAS_WEIGHTS", (-1,)),
     *_specs("INT32", "END_ID PAD_ID"),
@@ -152,8 +152,8 @@ PREPROCESSING_OUTPUTS = (  # those from OUT_PROMPT_TABLE_EXTRA_IDS on belong to 
     *_specs("INT32", "VISION_INPUT_ID", (-1,)),
 )
 POSTPROCESSING_INPUTS = (
-    TensorSpec("TOKENS_BATCH", "INT32", (-1, -1), is_optional=False),
-    TensorSpec("SEQUENCE_LENGTH", "INT32", (-1,), is_optional=False),
+    TritonTensor("TOKENS_BATCH", "INT32", (-1, -1), is_optional=False),
+    TritonTensor("SEQUENCE_LENGTH", "INT32", (-1,), is_optional=False),
 )
 POSTPROCESSING_OUTPUTS = _specs("STRING", "OUTPUT", (-1,))
 
@@ -199,78 +199,58 @@ def _is_one_token(array: np.ndarray) -> bool:
     return array.size <= 1 or (array.ndim > 1 and array.shape[-1] <= 1)
 
 
+def _is_empty(array: np.ndarray) -> bool:
+    return array.size == 0
+
+
 class Unsupported(NamedTuple):
     """Why a tensor is refused, and which values do not use it."""
 
     feature: str
-    is_neutral: Callable[[np.ndarray], bool] = _is_blank
+    is_neutral: Callable[[np.ndarray], bool]
 
 
-_ENCODER = "encoder-decoder models"
-_IMAGES = "images and videos"
-_LORA = "LoRA adapters"
-_PROMPT_TABLE = "prompt tables"
-_RETENTION = "KV retention priorities"
-_LOOKAHEAD = Unsupported("lookahead decoding", _holds_at_most(0))
-_DEFAULT_PRIORITY = 35  # of retention in TensorRT-LLM
+_ENCODER, _IMAGES, _LORA = "encoder-decoder models", "images and videos", "LoRA adapters"
+_PROMPT_TABLE, _RETENTION = "prompt tables", "KV retention priorities"
+_DRAFT_LOGITS = "accepting draft tokens by their logits"
 UNSUPPORTED = {
-    "lora_task_id": Unsupported(_LORA),
-    "lora_weights": Unsupported(_LORA, lambda array: array.size == 0),
-    "lora_config": Unsupported(_LORA, lambda array: array.size == 0),
-    "lora_id": Unsupported(_LORA),
-    "lora_name": Unsupported(_LORA),
-    "lora_path": Unsupported(_LORA),
-    "lora_ckpt_source": Unsupported(_LORA),
-    "sampling_param_logits_post_processor_name": Unsupported("logits post-processors"),
-    "prompt_embedding_table": Unsupported(_PROMPT_TABLE, lambda array: array.size == 0),
-    "prompt_vocab_size": Unsupported(_PROMPT_TABLE),
-    "prompt_table_extra_id": Unsupported(_PROMPT_TABLE),
-    "prompt_table_extra_ids": Unsupported(_PROMPT_TABLE),
-    "decoder_text_input": Unsupported(_ENCODER),
-    "decoder_input_ids": Unsupported(_ENCODER, _is_one_token),
-    "decoder_input_lengths": Unsupported(_ENCODER, _holds_at_most(0, 1)),
-    "encoder_input_ids": Unsupported(_ENCODER, lambda array: array.size == 0),
-    "encoder_input_features": Unsupported(_ENCODER, lambda array: array.size == 0),
-    "encoder_output_lengths": Unsupported(_ENCODER),
-    "cross_attention_mask": Unsupported(_ENCODER),
-    "skip_cross_attn_blocks": Unsupported(_ENCODER),
-    "image_input": Unsupported(_IMAGES, lambda array: array.size == 0),
-    "image_bytes_input": Unsupported(_IMAGES, lambda array: array.size == 0),
-    "video_bytes_input": Unsupported(_IMAGES, lambda array: array.size == 0),
-    "image_url_input": Unsupported(_IMAGES),
-    "image_url": Unsupported(_IMAGES),
-    "mrope_rotary_cos_sin": Unsupported("multimodal rotary positions"),
-    "mrope_position_deltas": Unsupported("multimodal rotary positions"),
-    "context_phase_params": Unsupported("disaggregated serving", lambda array: array.size == 0),
-    "retention_token_range_starts": Unsupported(_RETENTION, lambda array: array.size == 0),
-    "retention_token_range_ends": Unsupported(_RETENTION, lambda array: array.size == 0),
-    "retention_token_range_priorities": Unsupported(_RETENTION, lambda array: array.size == 0),
-    "retention_token_range_durations_ms": Unsupported(_RETENTION, lambda array: array.size == 0),
-    "retention_decode_priority": Unsupported(_RETENTION, _holds_at_most(0, _DEFAULT_PRIORITY)),
-    "retention_decode_duration_ms": Unsupported(_RETENTION, _holds_at_most(0, -1)),
-    "lookahead_window_size": _LOOKAHEAD,
-    "lookahead_ngram_size": _LOOKAHEAD,
-    "lookahead_verification_set_size": _LOOKAHEAD,
-    "draft_logits": Unsupported("accepting draft tokens by their logits", lambda array: array.size == 0),
-    "draft_acceptance_threshold": Unsupported("accepting draft tokens by their logits"),
-    "use_draft_logits": Unsupported("accepting draft tokens by their logits"),
-    # A decay of 1 is none, and without one the bounds of top_p are never reached.
-    "runtime_top_p_decay": Unsupported("top_p that decays", _holds_at_most(0.0, 1.0)),
-    "beam_width": Unsupported("beam search", _holds_at_most(0, 1)),
-    "sampling_param_best_of": Unsupported("several candidates", _holds_at_most(0, 1)),
-    "DECODER_QUERY": Unsupported(_ENCODER),
-    "IMAGE_URL": Unsupported(_IMAGES),
-    "IMAGES": Unsupported(_IMAGES),
-    "IMAGE_BYTES": Unsupported(_IMAGES, lambda array: array.size == 0),
-    "VIDEO_BYTES": Unsupported(_IMAGES, lambda array: array.size == 0),
-    "PROMPT_TABLE_EXTRA_ID": Unsupported(_PROMPT_TABLE),
+    name: Unsupported(feature, is_neutral)
+    for feature, is_neutral, names in (
+        (_LORA, _is_blank, "lora_task_id lora_id lora_name lora_path lora_ckpt_source"),
+        (_LORA, _is_empty, "lora_weights lora_config"),
+        ("logits post-processors", _is_blank, "sampling_param_logits_post_processor_name"),
+        (_PROMPT_TABLE, _is_empty, "prompt_embedding_table"),
+        (_PROMPT_TABLE, _is_blank, "prompt_vocab_size prompt_table_extra_id prompt_table_extra_ids"),
+        (_PROMPT_TABLE, _is_blank, "PROMPT_TABLE_EXTRA_ID"),
+        (_ENCODER, _is_blank, "decoder_text_input encoder_output_lengths cross_attention_mask skip_cross_attn_blocks"),
+        (_ENCODER, _is_blank, "DECODER_QUERY"),
+        (_ENCODER, _is_one_token, "decoder_input_ids"),
+        (_ENCODER, _holds_at_most(0, 1), "decoder_input_lengths"),
+        (_ENCODER, _is_empty, "encoder_input_ids encoder_input_features"),
+        (_IMAGES, _is_empty, "image_input image_bytes_input video_bytes_input IMAGE_BYTES VIDEO_BYTES"),
+        (_IMAGES, _is_blank, "image_url_input image_url IMAGE_URL IMAGES"),
+        ("multimodal rotary positions", _is_blank, "mrope_rotary_cos_sin mrope_position_deltas"),
+        ("disaggregated serving", _is_empty, "context_phase_params"),
+        (_RETENTION, _is_empty, "retention_token_range_starts retention_token_range_ends"),
+        (_RETENTION, _is_empty, "retention_token_range_priorities retention_token_range_durations_ms"),
+        (_RETENTION, _holds_at_most(0, 35), "retention_decode_priority"),  # 35 is TensorRT-LLM's default
+        (_RETENTION, _holds_at_most(0, -1), "retention_decode_duration_ms"),
+        ("lookahead decoding", _holds_at_most(0), "lookahead_window_size lookahead_ngram_size"),
+        ("lookahead decoding", _holds_at_most(0), "lookahead_verification_set_size"),
+        (_DRAFT_LOGITS, _is_empty, "draft_logits"),
+        (_DRAFT_LOGITS, _is_blank, "draft_acceptance_threshold use_draft_logits"),
+        # A decay of 1 is none, and without one the bounds of top_p are never reached.
+        ("top_p that decays", _holds_at_most(0.0, 1.0), "runtime_top_p_decay"),
+        ("beam search", _holds_at_most(0, 1), "beam_width"),
+        ("several candidates", _holds_at_most(0, 1), "sampling_param_best_of"),
+    )
+    for name in names.split()
 }
 # Declared, and never of any effect: they concern beams, a top_p that decays, or padding of ours.
-WITHOUT_EFFECT = frozenset({"length_penalty", "len_penalty", "early_stopping", "beam_search_diversity_rate"}) | {
-    "runtime_top_p_min",
-    "runtime_top_p_reset_ids",
-    "pad_id",
-}
+WITHOUT_EFFECT = frozenset(
+    {"length_penalty", "len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
+    | {"runtime_top_p_min", "runtime_top_p_reset_ids"}
+)
 ALL_INPUT_NAMES = frozenset(
     spec.name
     for specs in (TEXT_INPUTS, TOKEN_INPUTS, PREPROCESSING_INPUTS, POSTPROCESSING_INPUTS, LLMAPI_INPUTS)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
-from faser_backend.serving.composing_counters import ComposingCounters
 from faser_backend.serving.converters import postprocess, preprocess
 from faser_backend.serving.frontend import Frontend
 from faser_backend.serving.heartbeat import Heartbeat
@@ -27,15 +27,15 @@ from faser_backend.serving.llmapi import LlmApiWire
 from faser_backend.serving.loading import log, written_phases
 from faser_backend.serving.log_format import log_request
 from faser_backend.serving.long_texts import LongTexts
-from faser_backend.serving.metrics import MetricReporter
-from faser_backend.serving.parameters import Parameters, read_engine_config, read_serving_options
+from faser_backend.serving.metrics import ComposingCounters, MetricReporter
+from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.request_life import Listener
 from faser_backend.serving.tensors import JSON_ERRORS
 from faser_backend.serving.tokenizer import TextTokenizer
 from faser_backend.serving.tracing import Tracing, context_of
 from faser_backend.serving.triton_io import NamedArray
 from faser_backend.serving.triton_process import ConfiguredModel, TritonResponder, parameters_of
-from faser_backend.serving.wire import InflightBatcherWire, Wire
+from faser_backend.serving.wire import InflightBatcherWire
 
 _log = logging.getLogger(__name__)
 MAX_LONG_TEXTS = 256  # that wait for a converter
@@ -52,10 +52,10 @@ class ServingModel(ConfiguredModel):
     _frontend: Frontend
     _tracing: Tracing | None = None
 
-    def _open_listeners(self, parameters: Parameters, hello: Hello) -> list[Listener]:
+    def _open_listeners(self, hello: Hello) -> list[Listener]:
         """Raises ConfigError."""
-        listeners: list[Listener] = [log_request] if self._log_format == "json" else []
-        endpoint = parameters.text("otlp_endpoint")
+        listeners: list[Listener] = [log_request] if self._options.log_format == "json" else []
+        endpoint = self._options.otlp_endpoint
         if endpoint is not None and self._tracing is None:
             self._tracing = Tracing(endpoint, hello.tokenizer_file.parent.name)
         return [*listeners, self._tracing.tell] if self._tracing is not None else listeners
@@ -83,8 +83,8 @@ class TextModel(ServingModel):
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        self._parameters = self._configure(args)
-        self._wire = InflightBatcherWire(accumulates_text=self._parameters.boolean("accumulate_tokens") or False)
+        self._configure(args)
+        self._wire = InflightBatcherWire(accumulates_text=self._options.accumulate_tokens)
         self._counters = ComposingCounters(pb_utils, args["model_version"])
         self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._launch_folder = launch_folder(args)
@@ -149,7 +149,7 @@ class TextModel(ServingModel):
             is_decoupled=self._is_decoupled,
             wire=self._wire,
             on_answered=self._counters.count,
-            listeners=self._open_listeners(self._parameters, link.hello),
+            listeners=self._open_listeners(link.hello),
             beat=beat.beat,
         )
         return frontend, beat
@@ -158,7 +158,7 @@ class TextModel(ServingModel):
 class EngineModel(ServingModel):
     """`tensorrt_llm`: holds the engine, serves its own requests and those of the other models."""
 
-    wire: Wire = InflightBatcherWire()
+    wire = InflightBatcherWire()
 
     def initialize(self, args: dict[str, str]) -> None:
         # The engine's rooms (runtimes and all) are imported by this process alone.
@@ -169,17 +169,17 @@ class EngineModel(ServingModel):
         self._beats = Heartbeat(folder), Heartbeat(folder)  # of the engine's loop, and of the frontend here
         self._reporter = MetricReporter(pb_utils, args["model_name"], args["model_version"])
         try:
-            options = read_serving_options(parameters)
+            options = ServingOptions.from_parameters(parameters)
             with written_phases(folder):
                 self._host = EngineHost(
                     options,
-                    read_engine_config(parameters),
+                    EngineConfig.from_parameters(parameters),
                     self._reporter,
                     on_stopped=_end_soon,
                     beat=self._beats[0].beat,
                 )
                 log.info("starting the text models")
-            listeners = self._open_listeners(parameters, self._host.hello)
+            listeners = self._open_listeners(self._host.hello)
         except FaserError as error:
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None
@@ -254,7 +254,7 @@ class _Converter(ConfiguredModel):
     """A model that only converts: it borrows the engine's tokenizer file and answers by itself."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        self._parameters = self._configure(args)
+        self._configure(args)
         self._hello: Hello | None = None
         self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._long_texts = LongTexts(MAX_LONG_TEXTS)
@@ -288,9 +288,8 @@ class _Converter(ConfiguredModel):
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
         self._socket_id = before or socket_id(self._socket)
         prompts = link.hello.prompts
-        adds_special_tokens = self._parameters.boolean("add_special_tokens")
-        if adds_special_tokens is not None:
-            prompts = prompts.adding_special_tokens(adds_special_tokens)
+        if self._options.add_special_tokens is not None:
+            prompts = prompts.adding_special_tokens(self._options.add_special_tokens)
         self._tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, prompts)
         self._hello = link.hello
         link.close()
@@ -311,8 +310,7 @@ class PostprocessingModel(_Converter):
     """`postprocessing`: token ids -> text."""
 
     def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
-        skips = self._parameters.boolean("skip_special_tokens")
-        return postprocess(tensors, self._tokenizer, skips_special_tokens=skips is not False)
+        return postprocess(tensors, self._tokenizer, skips_special_tokens=self._options.skip_special_tokens)
 
 
 def launch_folder(args: dict[str, str]) -> Path:

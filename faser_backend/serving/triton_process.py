@@ -1,4 +1,4 @@
-"""What every model of model_repo/ is made of: its process, its configuration, and the sender of a request's answers.
+"""Parts that all models of model_repo/ share: process, configuration, and the sender of a request's answers.
 
 Runs inside Triton's Python stub only.
 """
@@ -18,8 +18,8 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.log_format import set_up_logging
-from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY, read_batch_size
-from faser_backend.serving.parameters import Parameters, read_log_format
+from faser_backend.serving.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY
+from faser_backend.serving.parameters import ModelOptions, given_parameters
 from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
 from faser_backend.serving.tensors import refuse_undeclared
 from faser_backend.serving.triton_io import NamedArray
@@ -71,7 +71,7 @@ class TritonResponder:
 
 
 class ConfiguredModel:
-    """What all models share: their parameters decide about batches and, but for converters, streaming.
+    """Parts that all models share: their parameters decide about batches and, but for converters, streaming.
 
     `faser serve` has written both into the configuration; a server that was started otherwise asks here.
     """
@@ -79,24 +79,26 @@ class ConfiguredModel:
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
         config = auto_complete_model_config.as_dict()
-        parameters = Parameters(config)
+        options = ModelOptions.from_parameters(_engines_policy(config) | given_parameters(config))
         if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
-            auto_complete_model_config.set_max_batch_size(read_batch_size(parameters.text(BATCH_SIZE_KEY)))
+            auto_complete_model_config.set_max_batch_size(options.triton_max_batch_size)
         if DECOUPLED_KEY in config["parameters"] and "model_transaction_policy" not in config:
-            is_decoupled = _engines_parameters(config, parameters).boolean(DECOUPLED_KEY)
-            auto_complete_model_config.set_model_transaction_policy({"decoupled": is_decoupled is not False})
+            auto_complete_model_config.set_model_transaction_policy({"decoupled": options.decoupled_mode})
         return auto_complete_model_config
 
-    def _configure(self, args: dict[str, str]) -> Parameters:
-        """Reads what every model needs of its configuration, and makes this process one that ends with the server."""
+    def _configure(self, args: dict[str, str]) -> dict[str, str]:
+        """Reads what every model needs of its configuration, and makes this process one that ends with the server.
+
+        Returns all parameters that are set.
+        """
         threading.Thread(target=_exit_with_server, args=(os.getppid(),), name="parent-watch", daemon=True).start()
         config = json.loads(args["model_config"])
-        parameters = Parameters(config)
+        parameters = given_parameters(config)
         try:
-            self._log_format = read_log_format(parameters)
+            self._options = ModelOptions.from_parameters(parameters)
         except FaserError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        set_up_logging(self._log_format, args["model_name"])
+        set_up_logging(self._options.log_format, args["model_name"])
         self._name = args["model_name"]
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
@@ -113,18 +115,17 @@ class ConfiguredModel:
         return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
-def _engines_parameters(config: dict[str, Any], parameters: Parameters) -> Parameters:
+def _engines_policy(config: dict[str, Any]) -> dict[str, str]:
     """`ensemble` has no transaction policy of its own in NVIDIA's templates: it follows tensorrt_llm beside it."""
-    if config["name"] != "ensemble" or parameters.text(DECOUPLED_KEY) is not None:
-        return parameters
     beside = Path(pb_utils.get_model_dir()).parents[1] / "tensorrt_llm" / "config.pbtxt"
-    text = beside.read_text() if beside.is_file() else ""
-    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', text)
-    return Parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else parameters
+    if config["name"] != "ensemble" or not beside.is_file():
+        return {}
+    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', beside.read_text())
+    return given_parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else {}
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """What came with a request beside its tensors, by name."""
+    """Returns what came with a request beside its tensors, by name."""
     return json.loads(request.parameters() or "{}")
 
 

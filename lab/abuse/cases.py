@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.serving.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, TensorSpec
+from faser_backend.serving.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, TritonTensor
 from lab.abuse.clients import Tensor, as_request, tensors_of
 
 CONTRACTS = ("inflight_batcher", "llmapi")
@@ -93,7 +93,7 @@ class Target:
     """A model, its inputs and a request that works."""
 
     model: str
-    specs: tuple[TensorSpec, ...]
+    specs: tuple[TritonTensor, ...]
     values: Mapping[str, Any]
     has_batch: bool = True
 
@@ -168,7 +168,7 @@ def make_case(seed: int, number: int, contract: str) -> Case:
     return Case(", ".join(labels), path=f"/v2/models/{model}/{way}", body=body, headers=headers, method=method)
 
 
-def bad_tensor(rng: Generator, spec: TensorSpec, *, has_batch: bool) -> Tensor:
+def bad_tensor(rng: Generator, spec: TritonTensor, *, has_batch: bool) -> Tensor:
     """Dimensions mostly as declared, with up to 300 values where their number is open."""
     open_dim = int(pick(rng, [0, 1, 2, 300] if spec.dims == (-1,) else [0, 1, 1, 2, 3]))
     dims = [open_dim if dim == -1 else dim for dim in spec.dims]

@@ -151,7 +151,7 @@ def _serve(
     """The long prompt alone, then four at once, on the thread that serves."""
     start = time.monotonic()
     reporter: Any = _Silent()
-    with closing(EngineHost(ServingOptions(engine_dir, None), config, reporter)) as host:
+    with closing(EngineHost(ServingOptions(engine_dir=engine_dir), config, reporter)) as host:
         ready_s, engine = time.monotonic() - start, host.loop.engine
         graphs = engine.metrics().num_graphs
         written = _answers(host, [FIRST_PROMPT]) | _answers(host, [240, 60, 8, 33])

@@ -27,7 +27,7 @@ from faser_backend.policy.calibration import (
 )
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from faser_backend.serving.profile_calibration import Calibration, ReliabilityBin
+from faser_backend.serving.profile_store import Calibration, ReliabilityBin
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
 from lab.profiling.chains import Chains, MakeEngine, record_chains

@@ -10,8 +10,7 @@ from rich.table import Table
 from faser_backend.core.decision import WHOLE
 from faser_backend.policy.calibration import MARGIN_KNOTS
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
-from faser_backend.serving.profile_calibration import Calibration
-from faser_backend.serving.profile_store import Profile
+from faser_backend.serving.profile_store import Calibration, Profile
 from lab.profiling.calibration import RETENTION
 from lab.tables import Column, table_console, terminal_table
 

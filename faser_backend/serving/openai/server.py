@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -20,6 +19,7 @@ from faser_backend.serving.openai.app import make_app
 from faser_backend.serving.openai.callers import Callers, check_origins
 from faser_backend.serving.openai.connections import Connection, open_files
 from faser_backend.serving.openai.requests import ServedModel
+from faser_backend.serving.parameters import OpenAIOptions
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tensor_values import default_text_bytes
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -29,39 +29,22 @@ DRAIN_S = 60  # for streams in flight
 BACKLOG = 1024  # below MAX_CONNECTIONS: who is accepted is read from before it could be closed for others
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAIOptions:
-    """Where the server listens, and what stands behind it. api_key_file: a key per line."""
+def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str) -> None:
+    """Answers requests until SIGINT or SIGTERM, then until those in flight have ended. Raises ConfigError.
 
-    engine_dir: Path
-    triton_url: str = "127.0.0.1:8001"
-    port: int = 9000
-    host: str = "127.0.0.1"
-    model_name: str | None = None
-    api_key_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
-    chat_template_file: Path | None = None
-    draft: str = "auto"  # as the server has it: a draft model may limit the context
-    max_text_bytes: int | None = None  # None: as much as may fit into the context
-    metrics_address: str | None = None  # of make_app, as the next one
-    shows_speculation: bool = False
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask, beside the chat page
-
-
-def run_openai(options: OpenAIOptions) -> None:
-    """Answers requests until SIGINT or SIGTERM, then until those in flight have ended. Raises ConfigError."""
+    draft: as the server has it, for a draft model may limit the context.
+    """
     keys = read_keys(options.api_key_file)
     check_exposure(options.host, keys)
-    if (options.tls_cert_file is None) != (options.tls_key_file is None):
+    if (options.tls_cert is None) != (options.tls_key is None):
         raise ConfigError("tls-cert, tls-key: both are needed, or none")
-    callers = Callers(keys, options.host, check_origins(options.allowed_origins))
+    callers = Callers(keys, options.host, check_origins(options.allow_origin))
     app = make_app(
-        describe(options),
-        options.triton_url,
+        describe(options, engine_dir, draft),
+        options.triton,
         callers,
-        metrics_address=options.metrics_address,
-        shows_speculation=options.shows_speculation,
+        metrics_address=options.triton_metrics,
+        shows_speculation=options.speculation_metrics,
     )
     open_files()
     config = uvicorn.Config(
@@ -74,8 +57,8 @@ def run_openai(options: OpenAIOptions) -> None:
         access_log=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=DRAIN_S,
-        ssl_certfile=options.tls_cert_file,
-        ssl_keyfile=options.tls_key_file,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
         server_header=False,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -94,14 +77,14 @@ class _Announced(uvicorn.Server):
             print(f"OpenAI's API {origin}/v1, chat page {origin}/", flush=True)
 
 
-def describe(options: OpenAIOptions) -> ServedModel:
-    """The model that an engine directory describes. Raises ManifestError or ConfigError."""
-    manifest = EngineManifest.load(options.engine_dir)
-    models = served_models(manifest, EngineConfig.from_options(draft=options.draft))
-    prompts = PromptFormat.load(options.engine_dir, manifest, chat_template_file=options.chat_template_file)
-    tokenizer = TextTokenizer.from_file(options.engine_dir / manifest.tokenizer.name, prompts)
+def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedModel:
+    """Describes the model of an engine directory. Raises ManifestError or ConfigError."""
+    manifest = EngineManifest.load(engine_dir)
+    models = served_models(manifest, EngineConfig.from_options(draft=draft))
+    prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
     return ServedModel(
-        name=options.model_name or options.engine_dir.resolve().name,
+        name=options.model_name or engine_dir.resolve().name,
         tokenizer=tokenizer,
         end_ids=manifest.end_ids,
         limits=Limits(models.vocab_size, models.max_context),
