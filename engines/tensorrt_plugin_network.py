@@ -1,7 +1,7 @@
 """What the ONNX parser of full TensorRT needs to find our attention plugin: its attributes, and its two halves.
 
-The graph of a segment holds bare `faser::PrunedChunkAttention` nodes. Where kernels can be baked into the engine
-each becomes two nodes, as TensorRT launches one kernel per plugin; elsewhere it stays. Weights are not touched:
+The graph of a segment holds bare `faser::PrunedChunkAttention` nodes. Each becomes two nodes, as TensorRT bakes kernels
+into the engine and launches one per plugin. Weights are not touched:
 the rewritten graph lies beside the first one and refers to the same files.
 """
 
@@ -36,36 +36,28 @@ SUFFIX = ".plugins.onnx"
 
 def write_plugin_network(tensorrt: TensorRt, onnx_path: Path, geometry: Geometry) -> Path:
     """Registers the plugin with a TensorRT that has_plugins; returns the graph that its parser is to read."""
-    if tensorrt.has_aot_plugins:
-        from plugins.tensorrt_aot import register_aot_plugins
+    from plugins.tensorrt_aot import register_aot_plugins
 
-        register_aot_plugins(tensorrt.module.__name__)
-    else:
-        from plugins.tensorrt_v3 import register_v3_plugin
-
-        register_v3_plugin(tensorrt.module)
+    register_aot_plugins(tensorrt.module.__name__)
     model = onnx.load(onnx_path, load_external_data=False)
     path = onnx_path.with_suffix(SUFFIX)
-    path.write_bytes(plugin_network(model, geometry, is_split=tensorrt.has_aot_plugins).SerializeToString())
+    path.write_bytes(plugin_network(model, geometry).SerializeToString())
     return path
 
 
-def plugin_network(model: onnx.ModelProto, geometry: Geometry, *, is_split: bool) -> onnx.ModelProto:
-    """The model with the plugin's attributes on every attention node; is_split: as two nodes each."""
+def plugin_network(model: onnx.ModelProto, geometry: Geometry) -> onnx.ModelProto:
+    """The model with two nodes of the plugin, which have its attributes, in place of every attention node."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     del changed.graph.node[:]
     for node in model.graph.node:
         is_attention = node.domain == DOMAIN and node.op_type == ATTENTION_OP
-        changed.graph.node.extend(_plugin_nodes(node, geometry, is_split=is_split) if is_attention else [node])
+        changed.graph.node.extend(_plugin_nodes(node, geometry) if is_attention else [node])
     return changed
 
 
-def _plugin_nodes(node: onnx.NodeProto, geometry: Geometry, *, is_split: bool) -> Iterator[onnx.NodeProto]:
+def _plugin_nodes(node: onnx.NodeProto, geometry: Geometry) -> Iterator[onnx.NodeProto]:
     attributes = {**geometry.as_fields(), "plugin_namespace": DOMAIN, "plugin_version": VERSION}
-    if not is_split:
-        yield helper.make_node(node.op_type, node.input, node.output, name=node.name, domain=DOMAIN, **attributes)
-        return
     values = {**dict(zip(ATTENTION_INPUTS, node.input, strict=True)), **_parts(node)}
     values |= dict(zip(ATTENTION_OUTPUTS, node.output, strict=True))
     outputs = [values[name] for name in ATTEND_OUTPUTS]

@@ -1,19 +1,17 @@
-"""Ahead-of-time compilation of Triton-language kernels, for who is not torch: PTX, cubin, and their launch.
+"""Ahead-of-time compilation of Triton-language kernels: PTX, cubin and what the kernel uses of an SM.
 
-No GPU is needed to compile. The compiler ends every kernel's parameter list with two scratch pointers of its own
+No GPU is needed. The compiler ends every kernel's parameter list with two scratch pointers of its own
 launcher; kernels that use none (all of this package) are assembled without them, so that a launch of
 the result passes exactly `parameters`, in order. Knows nothing of what a kernel computes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from triton.compiler import ASTSource
 CAPABILITIES = (80, 90, 120)  # those that the tests compile for
 WARP_SIZE = 32
 NUM_SCRATCH_PARAMETERS = 2  # global and profile scratch
-DEFAULT_SHARED_BYTES = 48 * 1024  # what a kernel may use without being allowed more
 
 
 @dataclass(frozen=True)
@@ -108,41 +105,3 @@ def assemble(ptx: str, capability: int) -> tuple[bytes, int, int]:
         registers = re.search(r"Used (\d+) registers", done.stderr)
         spilled = re.findall(r"(\d+) bytes spill", done.stderr)
         return cubin.read_bytes(), int(registers[1]) if registers else 0, sum(map(int, spilled))
-
-
-class CudaError(RuntimeError):
-    """The CUDA driver refused a call; the message names both."""
-
-
-class LoadedKernel:
-    """A kernel in the current CUDA context's device. Loading may wait for the device; launching never does."""
-
-    def __init__(self, compiled: Compiled, driver: Any = None) -> None:
-        """driver: cuda.bindings.driver, or what stands in for it. Raises CudaError."""
-        self.compiled = compiled
-        kinds = [kind for _, kind in compiled.parameters]
-        self._types = tuple(
-            ctypes.c_void_p if kind.startswith("*") else {"i32": ctypes.c_int32}[kind] for kind in kinds
-        )
-        self._driver = driver or import_module("cuda.bindings.driver")
-        library = self._call("cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0)
-        kernel = self._call("cuLibraryGetKernel", library, compiled.name.encode())
-        # The driver loads lazily, at the latest here: not while a stream is being captured.
-        self._function = self._call("cuKernelGetFunction", kernel)
-        if compiled.shared_bytes > DEFAULT_SHARED_BYTES:
-            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", self._function, attribute, compiled.shared_bytes)
-
-    def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[int]) -> None:
-        """Queues the kernel on a stream. values: addresses and whole numbers, by the kernel's parameters. Raises
-        ValueError where their number is another."""
-        if len(values) != len(self._types):
-            raise ValueError(f"{self.compiled.name}: {len(values)} arguments, its parameters are {len(self._types)}")
-        threads, arguments = (self.compiled.num_warps * WARP_SIZE, 1, 1), (tuple(values), self._types)
-        self._call("cuLaunchKernel", self._function, *grid, *threads, self.compiled.shared_bytes, stream, arguments, 0)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._driver, name)(*arguments)
-        if int(status) != 0:
-            raise CudaError(f"{name} of {self.compiled.name}: {status}")
-        return results[0] if results else None

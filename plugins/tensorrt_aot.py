@@ -38,7 +38,7 @@ MAX_SHARED_BYTES = 48 * 1024
 
 @cache
 def register_aot_plugins(module_name: str = "tensorrt") -> None:
-    """Makes all ops known to the ONNX parser of a TensorRT that has_aot_plugins. Repeated calls do nothing."""
+    """Makes all ops known to the ONNX parser of a TensorRT that has_plugins. Repeated calls do nothing."""
     import_module("numpy.typing")  # tensorrt.plugin looks it up and imports numpy alone
     module, plugin = import_module(module_name), import_module(f"{module_name}.plugin")
     _register(

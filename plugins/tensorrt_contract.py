@@ -1,8 +1,8 @@
-"""`faser::PrunedChunkAttention` as TensorRT sees it: tensors, types, aliases, attributes, grid and arguments.
+"""`faser::PrunedChunkAttention` as TensorRT sees it: tensors, types, attributes, grid and arguments.
 
 Plain functions over numbers and names, so that all of it is tested without TensorRT. Dimensions may be whole
-numbers or a compiler's expressions; `DimensionOps` says how those are combined. The plugin has two forms, see
-docs/tensorrt-plugin.md: one op that launches both kernels, or one op per kernel that is baked into the engine.
+numbers or a compiler's expressions; `DimensionOps` says how those are combined. A graph's op becomes two, one for each
+kernel that is baked into the engine, see docs/tensorrt-plugin.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plugins.attention_config import MAX_SPLITS, MIN_TOKENS_PER_SPLIT, PROGRAMS_
 
 NAMESPACE = "faser"
 VERSION = "1"
-ATTENTION_OP = "PrunedChunkAttention"  # both kernels behind one op
+ATTENTION_OP = "PrunedChunkAttention"  # of a segment's graph; its two kernels are the other ops
 ATTEND_OP = "AttendSplits"  # the first kernel alone
 COMBINE_OP = "CombineSplits"  # the second
 
@@ -48,9 +48,6 @@ class DimensionOps(NamedTuple):
     smaller: Any  # (a, b) -> dimension
     larger: Any
     ceil_div: Any
-
-
-WHOLE_NUMBERS = DimensionOps(int, min, max, lambda a, b: -(-a // b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +95,6 @@ class Geometry:
 
 
 GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
-
-
-def check_shapes(geometry: Geometry, shapes: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError where the shapes of the inputs contradict the attributes; -1 is not known yet."""
-    g = geometry
-    new_rows = (-1, g.num_kv_heads, g.head_dim)
-    pool = (g.num_kv_heads, -1, g.kv_block_size, g.head_dim)
-    expected = ((-1, g.num_heads, g.head_dim), new_rows, new_rows, pool, pool, (-1, -1), *((-1,),) * 3)
-    for name, shape, wanted in zip(ATTENTION_INPUTS, shapes, expected, strict=True):
-        fits = len(shape) == len(wanted) and all(
-            n in (-1, want) or want == -1 for n, want in zip(shape, wanted, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"{ATTENTION_OP}: {name} has shape {list(shape)}, its attributes say {list(wanted)}")
 
 
 def part_rows(num_rows: Any) -> Any:
@@ -168,10 +151,3 @@ def combine_launch(
     splits = num_splits(geometry, config, ops, num_rows, table_shape)
     grid = (num_rows, ops.constant(geometry.num_heads), ops.constant(1))
     return Launch(grid, (table_shape[0], splits))
-
-
-def workspace_bytes(geometry: Geometry, num_rows: int) -> tuple[int, int]:
-    """Bytes of mixed_parts and stat_parts, for a plugin that launches both kernels itself; each 256-byte aligned."""
-    cells = part_rows(num_rows) * geometry.num_heads
-    mixed, stat = cells * geometry.head_dim * 4, cells * 2 * 4
-    return -(-mixed // 256) * 256, -(-stat // 256) * 256

@@ -36,7 +36,6 @@ class TensorRt:
         self.version = str(module.__version__)
         network, profile = module.INetworkDefinition, module.IOptimizationProfile
         self.has_plugins = hasattr(network, "add_plugin_v3")
-        self.has_aot_plugins = hasattr(module, "IPluginV3QuickAOTBuild")
         self.has_compute_capabilities = hasattr(module, "ComputeCapability")
         self.has_attention_v2 = hasattr(network, "add_attention_v2")
         self.has_profile_streams = hasattr(profile, "profile_stream")

@@ -13,7 +13,12 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+from plugins.tensorrt_contract import DimensionOps
+
 Sizes = Mapping[str, int]
+
+
+WHOLE_NUMBERS = DimensionOps(int, min, max, lambda a, b: -(-a // b))
 
 
 class DataType(Enum):

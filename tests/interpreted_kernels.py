@@ -335,11 +335,11 @@ def test_scores_are_those_of_the_definition(vocab_size: int) -> None:
     scale = torch.tensor([1.0, 2.0, 1.0, 0.3, 1.7, 1.0])
     weight = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     expected = noise.perturbed(logits, keys, positions, scale, weight)
-    out = torch.full_like(logits, torch.nan)
-    perturb_logits(logits, noise._table, noise._log2_size, keys, positions, scale, weight, out)
+    out, given = torch.full_like(logits, torch.nan), (noise._table, noise._log2_size, keys, positions, scale, weight)
+    perturb_logits(logits, *given, out)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert torch.equal(out[2], logits[2]) and torch.equal(out[5], logits[5])
-    perturb_logits(logits, noise._table, noise._log2_size, keys, positions, scale, weight, logits)
+    perturb_logits(logits, *given, logits)
     torch.testing.assert_close(logits, out, rtol=0, atol=0, equal_nan=True)
 
 

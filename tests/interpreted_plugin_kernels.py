@@ -13,13 +13,14 @@ import torch
 
 from lab.gpu.kernel_cases import NAN, Call, Shape, make_call, random_shape
 from plugins.attention_config import LaunchConfig
-from plugins.tensorrt_contract import WHOLE_NUMBERS, Geometry, attend_launch, combine_launch, part_rows
+from plugins.tensorrt_contract import Geometry, attend_launch, combine_launch, part_rows
 from plugins.tensorrt_kernels import (
     attend_constants,
     attend_splits_kernel,
     combine_constants,
     combine_parts_kernel,
 )
+from tests.fake_tensorrt_plugin import WHOLE_NUMBERS
 from tests.kernel_cases import check
 
 torch.set_num_threads(1)

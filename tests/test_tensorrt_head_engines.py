@@ -42,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def plain(built: Built) -> dict[str, list[int]]:
-    return tokens_of(built, "none", make_requests(is_greedy=True))
+    return tokens_of(built, "none", make_requests(5, is_greedy=True))
 
 
 class Runners:
@@ -110,7 +110,7 @@ def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, pl
     """In one full context, so that sequences are preempted."""
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False, num_kv_blocks=32), ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert engine.metrics().num_preemptions > 0
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
@@ -125,7 +125,7 @@ def test_calls_too_large_for_graphs_are_no_different(
         monkeypatch.setattr(f"faser_backend.device.cuda.{module}.MAX_GRAPH_ROWS", 4)
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
-    assert drive(engine, make_requests(is_greedy=True)).tokens == plain
+    assert drive(engine, make_requests(5, is_greedy=True)).tokens == plain
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
 
@@ -138,7 +138,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
     engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
     checker = ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert engine.metrics().num_pruned > 0
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
@@ -163,7 +163,7 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
 
     head.run_segment = run_on_others
     engine.stepper.observers.append(checker.observe)
-    drive(engine, make_requests(is_greedy=True))
+    drive(engine, make_requests(5, is_greedy=True))
     engine.close()
     assert checker.num_equal < 0.5 * checker.num_chains
 

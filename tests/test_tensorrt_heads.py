@@ -38,7 +38,6 @@ from tests.test_tensorrt_plugin_network import (
     NUM_BLOCKS,
     AttendSplits,
     CombineSplits,
-    PrunedChunkAttention,
 )
 from tests.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
@@ -58,7 +57,7 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return eagle3_models.write_head(tmp_path_factory.mktemp("head"), eagle_config=layers)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16"])
 def test_the_real_compiler_takes_a_head_and_its_target(
     dtype: str, source: Path, head_dir: Path, tmp_path: Path
 ) -> None:
@@ -135,7 +134,7 @@ def test_a_head_and_its_target_have_no_profiles_of_splits(
 class PluginHead:
     """The head's two graphs as full TensorRT's parser reads them, in ONNX's reference evaluator."""
 
-    def __init__(self, source: Path, head_dir: Path, directory: Path, *, is_split: bool) -> None:
+    def __init__(self, source: Path, head_dir: Path, directory: Path) -> None:
         target = open_checkpoint(source)
         checkpoint = HuggingFaceCheckpoint(head_dir, read_json(head_dir / "config.json"))
         spec = read_spec(target)
@@ -150,12 +149,12 @@ class PluginHead:
             runtime="tensorrt",
             lender=ModelWeights(target, spec),
         )
-        ops = [PrunedChunkAttention, AttendSplits, CombineSplits]
+        ops = [AttendSplits, CombineSplits]
         self.op_types: list[str] = []
         self._runs: list[ReferenceEvaluator] = []
         for segment in self.model.segments:
             graph = onnx.load(directory / segment.file.name, load_external_data=False)
-            changed = plugin_network(graph, GEOMETRY, is_split=is_split)
+            changed = plugin_network(graph, GEOMETRY)
             self.op_types += [node.op_type for node in changed.graph.node if node.domain == DOMAIN]
             path = directory / f"{segment.file.name}.plugins.onnx"
             path.write_bytes(changed.SerializeToString())
@@ -196,13 +195,12 @@ def reference(source: Path, head_dir: Path) -> ReferenceHead:
     return ReferenceHead(head_dir, embedding)
 
 
-@pytest.mark.parametrize("is_split", [False, True])
 def test_the_plugins_graph_of_a_head_gives_a_dense_runs_logits(
-    source: Path, head_dir: Path, reference: ReferenceHead, tmp_path: Path, is_split: bool
+    source: Path, head_dir: Path, reference: ReferenceHead, tmp_path: Path
 ) -> None:
     """A prompt in two chunks on the target's hidden states, then two tokens on the head's own."""
-    head = PluginHead(source, head_dir, tmp_path, is_split=is_split)
-    assert head.op_types == (["AttendSplits", "CombineSplits"] if is_split else ["PrunedChunkAttention"])
+    head = PluginHead(source, head_dir, tmp_path)
+    assert head.op_types == ["AttendSplits", "CombineSplits"]
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB_SIZE, 11)
     features = torch.from_numpy(rng.normal(size=(9, 3 * WIDTH)).astype(np.float32))

@@ -1,44 +1,33 @@
-"""The attention plugin without a GPU: its contract in numbers, and both forms of it up to the border of TensorRT.
+"""The attention plugin without a GPU: its contract in numbers, and what is baked into engines.
 
-The form that bakes kernels in is registered with a recording fake, as full TensorRT cannot be installed here; the
-other one subclasses the real plugin classes, which the bindings of TensorRT-RTX have too.
+It is registered with a recording fake, as full TensorRT cannot be installed here.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import replace
 from inspect import signature
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from plugins.attention_config import MAX_SPLITS, choose_num_splits
-from plugins.compile import Compiled, CudaError, LoadedKernel
+from plugins.compile import Compiled
 from plugins.tensorrt_aot import MAX_SHARED_BYTES, register_aot_plugins
 from plugins.tensorrt_contract import (
     ATTEND_OUTPUTS,
     ATTENTION_INPUTS,
-    ATTENTION_OP,
-    ATTENTION_OUTPUTS,
     COMBINE_INPUTS,
     GEOMETRY_FIELDS,
     NAMESPACE,
-    VERSION,
-    WHOLE_NUMBERS,
     Geometry,
     attend_launch,
-    check_shapes,
     num_splits,
     part_rows,
-    workspace_bytes,
 )
-from plugins.tensorrt_import import import_tensorrt
 from plugins.tensorrt_kernels import compile_attend, compile_combine
-from plugins.tensorrt_v3 import AttentionKernels, loaded_kernels, plugin_classes, register_v3_plugin
-from tests.fake_tensorrt_plugin import DataType, FakeTensorRt, TensorDesc
+from tests.fake_tensorrt_plugin import WHOLE_NUMBERS, DataType, FakeTensorRt, TensorDesc
 
 GEOMETRY = Geometry(
     num_heads=8, num_kv_heads=2, head_dim=64, kv_block_size=16, max_rows=256, tile_rows=8, num_sms=132, capability=90
@@ -57,15 +46,6 @@ def test_attributes_go_round_and_are_checked() -> None:
         Geometry.from_fields({**GEOMETRY.as_fields(), "num_kv_heads": 3})
     with pytest.raises(ValueError, match=r"\.head_dim = 0: must be a whole number of at least 1"):
         Geometry.from_fields({**GEOMETRY.as_fields(), "head_dim": 0})
-
-
-def test_shapes_have_to_be_those_of_the_attributes() -> None:
-    known = [[SIZES.get(size, size) for size in shape] for shape in SHAPES]
-    check_shapes(GEOMETRY, known)
-    check_shapes(GEOMETRY, [[-1 if isinstance(size, str) else size for size in shape] for shape in SHAPES])
-    known[3] = [2, 900, 8, 64]
-    with pytest.raises(ValueError, match=r"k_pool has shape \[2, 900, 8, 64\], its attributes say \[2, -1, 16, 64\]"):
-        check_shapes(GEOMETRY, known)
 
 
 def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
@@ -163,114 +143,7 @@ def test_signatures_are_classes_that_tensorrt_can_read(registered: FakeTensorRt)
         assert tuple(signature(functions["implement"]).parameters) == (*parameters, "outputs", "tactic")
 
 
-@pytest.fixture(scope="module")
-def trt():
-    return import_tensorrt("rtx").module
-
-
-def plugin_inputs(trt, sizes=None, *, mask: bool = False) -> list:
-    types = [trt.bfloat16] * 5 + [trt.int32] * 5 + [trt.int64]
-    described = []
-    for shape, dtype in zip([*SHAPES, *[("B",), ("T",)] * mask], types, strict=False):
-        tensor = trt.DynamicPluginTensorDesc()
-        tensor.desc.dims = [(sizes or {}).get(size, -1) if isinstance(size, str) else size for size in shape]
-        tensor.desc.type, tensor.desc.format = dtype, trt.TensorFormat.LINEAR
-        tensor.max = [SIZES.get(size, size) for size in shape]
-        described.append(tensor)
-    return described
-
-
-def test_the_python_plugin_is_found_made_and_serialised(trt) -> None:
-    register_v3_plugin(trt)
-    num_creators = len(trt.get_plugin_registry().all_creators)
-    register_v3_plugin(trt)
-    assert len(trt.get_plugin_registry().all_creators) == num_creators
-    creator = trt.get_plugin_registry().get_creator(ATTENTION_OP, VERSION, NAMESPACE)
-    assert tuple(field.name for field in creator.field_names) == GEOMETRY_FIELDS
-    made = plugin_classes(trt)[0](GEOMETRY, True)
-    again = creator.create_plugin("layer", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
-    for plugin, is_build in ((made, True), (again, False), (again.clone(), False)):
-        assert (plugin.geometry, plugin.is_build, plugin.num_outputs) == (GEOMETRY, is_build, 3)
-        assert (plugin.plugin_name, plugin.plugin_namespace, plugin.plugin_version) == (
-            ATTENTION_OP,
-            NAMESPACE,
-            VERSION,
-        )
-
-
-def test_the_python_plugin_describes_itself(trt) -> None:
-    plugin = plugin_classes(trt)[0](GEOMETRY, True)
-    inputs = plugin_inputs(trt)
-    assert plugin.get_output_data_types([tensor.desc.type for tensor in inputs]) == [trt.bfloat16] * 3
-    plugin.configure_plugin(inputs, [])
-    assert plugin.get_workspace_size(inputs, []) == sum(workspace_bytes(GEOMETRY, 20)) == 532 * 8 * (64 + 2) * 4
-    shapes = plugin.get_output_shapes([trt.DimsExprs(len(shape)) for shape in SHAPES], [], None)
-    assert [len(shape) for shape in shapes] == [3, 4, 4]
-    aliases = [plugin.get_aliased_input(output) for output in range(3)]
-    assert [ATTENTION_INPUTS[alias] if alias >= 0 else None for alias in aliases] == [None, "k_pool", "v_pool"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_one_float_type_and_row_by_row(trt, dtype: str) -> None:
-    plugin, linear = plugin_classes(trt)[0](GEOMETRY, True), trt.TensorFormat.LINEAR
-    fine = [getattr(trt, dtype)] * 5 + [trt.int32] * 4 + [getattr(trt, dtype)] * 3
-    other = trt.float16 if dtype != "float16" else trt.bfloat16
-
-    def is_supported(position: int, *, dtype=None, layout=linear) -> bool:
-        described = [SimpleNamespace(desc=SimpleNamespace(type=each, format=linear)) for each in fine]
-        described[position].desc = SimpleNamespace(type=dtype or fine[position], format=layout)
-        return plugin.supports_format_combination(position, described, 9)
-
-    for position in range(12):
-        assert is_supported(position) and not is_supported(position, layout=trt.TensorFormat.CHW4)
-        wrong = trt.int64 if 5 <= position < 9 else other
-        assert is_supported(position, dtype=wrong) is (position == 0), "position 0 sets the type"
-    assert not is_supported(0, dtype=trt.int8)
-
-
-class RecordingKernel:
-    """Takes the place of a kernel on a GPU, and of what loads it."""
-
-    def __init__(self, compiled: Compiled, launches: list) -> None:
-        self.compiled = compiled
-        self._launches = launches
-
-    def launch(self, grid, stream, values) -> None:
-        names = [name for name, _ in self.compiled.parameters]
-        self._launches.append((self.compiled.name, grid, stream, dict(zip(names, values, strict=True))))
-
-
-def test_both_kernels_are_launched_on_the_stream_in_the_workspace() -> None:
-    launches: list = []
-    kernels = AttentionKernels(GEOMETRY, "bf16", lambda compiled: RecordingKernel(compiled, launches))
-    addresses = {name: 4096 * (index + 1) for index, name in enumerate((*ATTENTION_INPUTS, *ATTENTION_OUTPUTS))}
-    inputs = [addresses[name] for name in ATTENTION_INPUTS]
-    outputs = [addresses[name] for name in ATTENTION_OUTPUTS]
-    shapes = [[SIZES.get(size, size) for size in shape] for shape in SHAPES]
-    kernels.launch(shapes, inputs, outputs, workspace=1 << 20, stream=7)
-    (first, grid, stream, values), (second, combine_grid, combine_stream, combined) = launches
-    assert (first, second) == ("attend_splits_kernel", "combine_parts_kernel")
-    assert (stream, combine_stream, combine_grid) == (7, 7, (20, 8, 1))
-    parts = {"mixed_parts": 1 << 20, "stat_parts": (1 << 20) + workspace_bytes(GEOMETRY, 20)[0]}
-    passed = {**addresses, **parts}
-    numbers = {"num_rows": 20, "num_blocks": 900, "num_columns": 64, "num_splits": values["num_splits"]}
-    assert values == {**{name: passed[name] for name in values if name in passed}, **numbers}
-    numbers = {"num_sequences": 4, "num_splits": values["num_splits"]}
-    assert combined == {**{name: passed[name] for name in combined if name in passed}, **numbers}
-    assert grid[0] % values["num_splits"] == 0
-
-
-def test_nothing_is_loaded_or_launched_while_an_engine_is_built(trt) -> None:
-    """A driver that is missing would show: loading needs one."""
-    plugin = plugin_classes(trt)[0](GEOMETRY, True)
-    described = [tensor.desc for tensor in plugin_inputs(trt, SIZES)]
-    loaded_kernels.cache_clear()
-    plugin.on_shape_change(described, [])
-    plugin.enqueue(described, [], [0] * 9, [0] * 3, 0, 0)
-    assert loaded_kernels.cache_info().currsize == 0
-
-
-# -- the kernels, compiled and loaded ----------------------------------------------------------------------------------
+# -- the kernels, compiled ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (90, "fp16"), (90, "fp32"), (120, "bf16")]
 )
@@ -315,60 +188,3 @@ def test_a_limit_of_shared_memory_is_kept(dtype: str) -> None:
 def test_a_head_that_no_tile_of_the_limit_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="head_dim = 64: needs more shared memory than 512 bytes"):
         compile_attend(GEOMETRY, "bf16", 512)
-
-
-def compiled(shared_bytes: int = 1000) -> Compiled:
-    return Compiled(
-        name="kernel",
-        parameters=(("x", "*bf16"), ("count", "i32"), ("y", "*fp32")),
-        ptx="",
-        cubin=b"\x7fELF",
-        shared_bytes=shared_bytes,
-        num_warps=4,
-        capability=90,
-        num_registers=32,
-        spill_bytes=0,
-    )
-
-
-class RecordingDriver:
-    """Answers every call with success, but for the one named `failing`."""
-
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
-
-    def __init__(self, failing: str = "") -> None:
-        self.calls: list[tuple] = []
-        self.failing = failing
-
-    def __getattr__(self, name: str):
-        def call(*arguments):
-            self.calls.append((name, *arguments))
-            return (int(name == self.failing), f"result of {name}")
-
-        return call
-
-
-def test_a_kernel_is_loaded_once_and_launched_on_the_given_stream() -> None:
-    driver = RecordingDriver()
-    kernel = LoadedKernel(compiled(), driver)
-    assert [call[0] for call in driver.calls] == ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"]
-    assert driver.calls[0][1] == b"\x7fELF" and driver.calls[1][2] == b"kernel"
-    driver.calls.clear()
-    kernel.launch((5, 2, 3), 99, (4096, 7, 8192))
-    arguments = ((4096, 7, 8192), (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p))
-    function = "result of cuKernelGetFunction"
-    assert driver.calls == [("cuLaunchKernel", function, 5, 2, 3, 128, 1, 1, 1000, 99, arguments, 0)]
-    with pytest.raises(ValueError, match="kernel: 2 arguments, its parameters are 3"):
-        kernel.launch((1, 1, 1), 0, (1, 2))
-
-
-def test_more_shared_memory_than_usual_is_asked_for() -> None:
-    driver = RecordingDriver()
-    LoadedKernel(compiled(shared_bytes=90_000), driver)
-    assert driver.calls[-1] == ("cuFuncSetAttribute", "result of cuKernelGetFunction", "shared", 90_000)
-
-
-@pytest.mark.parametrize("failing", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"])
-def test_a_refusal_names_the_call_and_the_kernel(failing: str) -> None:
-    with pytest.raises(CudaError, match=f"{failing} of kernel: 1"):
-        LoadedKernel(compiled(), RecordingDriver(failing))

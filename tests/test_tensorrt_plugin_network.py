@@ -1,6 +1,6 @@
 """The graph that full TensorRT's parser reads: attributes, two nodes for one, and the same results as before.
 
-ONNX's reference evaluator runs both forms with stand-ins for the ops; a dense run of the model is the reference.
+ONNX's reference evaluator runs it with stand-ins for the ops; a dense run of the model is the reference.
 The parser of TensorRT-RTX is that of full TensorRT as far as making the plugin.
 """
 
@@ -18,7 +18,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from engines.attention import DOMAIN, OP_TYPE
+from engines.attention import DOMAIN
 from engines.checkpoint import open_checkpoint
 from engines.decoder import build_segment
 from engines.families import read_spec
@@ -50,14 +50,6 @@ def attended(*tensors: np.ndarray) -> np.ndarray:
     out = torch.zeros(tensors[0].shape)
     reference.pruned_chunk_attention(*map(torch.from_numpy, tensors), out)
     return out.numpy()
-
-
-class PrunedChunkAttention(OpRun):
-    op_domain = DOMAIN
-
-    def _run(self, *tensors, **attributes):
-        check_attributes(attributes)
-        return attended(*tensors), tensors[3], tensors[4]
 
 
 class AttendSplits(OpRun):
@@ -110,11 +102,10 @@ def model(source: Path) -> onnx.ModelProto:
     return graph.models[0]
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelProto, is_split: bool) -> None:
-    changed = plugin_network(model, GEOMETRY, is_split=is_split)
+def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelProto) -> None:
+    changed = plugin_network(model, GEOMETRY)
     ops = [node.op_type for node in changed.graph.node if node.domain == DOMAIN]
-    assert ops == ([ATTEND_OP, COMBINE_OP] * 3 if is_split else [OP_TYPE] * 3)
+    assert ops == [ATTEND_OP, COMBINE_OP] * 3
     assert sum(node.domain == "" for node in changed.graph.node) == sum(node.domain == "" for node in model.graph.node)
     names = [node.name for node in changed.graph.node]
     assert len(set(names)) == len(names)
@@ -140,20 +131,19 @@ def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
 def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:
     """It finds the op by name and namespace, and hands the node's attributes over as fields."""
     path = source / "parsed.onnx"
-    path.write_bytes(plugin_network(model, GEOMETRY, is_split=False).SerializeToString())
+    path.write_bytes(plugin_network(model, GEOMETRY).SerializeToString())
     command = [sys.executable, "-m", "tests.parse_plugin_network", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip(), done.stderr
     made = json.loads(done.stdout)
-    assert made == {"name": made["name"], "is_build": True, **GEOMETRY.as_fields()}
+    assert made == GEOMETRY.as_fields()
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_the_graph_gives_a_dense_runs_logits(model: onnx.ModelProto, source: Path, is_split: bool) -> None:
-    changed = plugin_network(model, GEOMETRY, is_split=is_split)
-    path = source / f"{is_split}.onnx"
+def test_the_graph_gives_a_dense_runs_logits(model: onnx.ModelProto, source: Path) -> None:
+    changed = plugin_network(model, GEOMETRY)
+    path = source / "plugins.onnx"
     path.write_bytes(changed.SerializeToString())
-    evaluator = ReferenceEvaluator(str(path), new_ops=[PrunedChunkAttention, AttendSplits, CombineSplits])
+    evaluator = ReferenceEvaluator(str(path), new_ops=[AttendSplits, CombineSplits])
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 97, 11)
     table = rng.permutation(NUM_BLOCKS)[:3].astype(np.int32)

@@ -85,10 +85,6 @@ class EngineStore:
         """Raises TensorRtError where the runtime's TensorRT is not installed."""
         self.tensorrt: TensorRt = import_tensorrt(flavour_of(runtime))
         self.log: ErrorLog = self.tensorrt.error_log()
-        if self.tensorrt.has_plugins:
-            from plugins.tensorrt_v3 import register_v3_plugin
-
-            register_v3_plugin(self.tensorrt.module)  # an engine whose kernels are not baked in calls it
         self._runtime = self.tensorrt.module.Runtime(self.log.logger)
         self._files: dict[Path, EngineFile] = {}
         self._caches: dict[Path, Any] = {}  # RTX alone, as the next
