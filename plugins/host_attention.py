@@ -75,7 +75,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
         v_pool,
         block_table,  # [B, MB] int64
         cu_rows,  # [B + 1] int64
-        context_lens,  # [B] int64: the cell of a sequence's first row, which is its position where there are no trees
+        context_lens,  # [B] int64: the KV position of a sequence's first row
         trunk_lens,  # [B] int64; like ancestors empty where there are no trees: see TreeRows in core/batch.py
         ancestors,  # [T] int64
         attended,  # [T, H, head_dim]: the result
@@ -96,7 +96,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
 
 
 def kernel_directory() -> str:
-    """Where compiled kernels are kept; numba makes the directory. Raises RuntimeError where they cannot be."""
+    """Directory of compiled kernels; numba makes the directory. Raises RuntimeError where they cannot be."""
     return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
 
 
@@ -209,7 +209,7 @@ def num_seen(ancestors, trunk, first_row, row, is_tree):
 
 @inlined
 def count_bits(bits):
-    """Of an int64, the sign included."""
+    """The bits of an int64 that are set, the sign included."""
     count = 0
     while bits != 0:
         bits &= bits - 1

@@ -25,7 +25,7 @@ warn_once = cache(logger.warning)  # per text: a process has a kernel for each h
 
 
 class _Compilations(event.Listener):
-    """Of kernels that are not on disk."""
+    """Listens for compilations of kernels that are not on disk."""
 
     def on_start(self, event: event.Event) -> None:
         warn_once("compiling kernels for this CPU, which later starts load from disk")

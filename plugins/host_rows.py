@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""What a layer of a decoder does to one row at a time on a CPU: norms, rotary embedding, SwiGLU.
+"""The parts of a decoder's layer that take one row at a time, on a CPU: norms, rotary embedding, SwiGLU.
 
 For kernels to take in whole. A row's bits depend on the row alone: every row runs through the same code.
 """

@@ -120,7 +120,7 @@ class Space(NamedTuple):
 
 
 def space_at(builder, address, num_inputs) -> Space:
-    """Of a work space of scratch_size(num_inputs)."""
+    """The addresses in a work space of scratch_size(num_inputs)."""
     aligned = builder.and_(builder.add(builder.ptrtoint(address, INT64), INT64(CACHE_LINE - 1)), INT64(-CACHE_LINE))
     places = [builder.inttoptr(aligned, BYTES)]
     for num_bytes in SPACES:
@@ -156,7 +156,7 @@ def unit(builder, name: str, *values) -> None:
 
 
 def rows_of_tile(builder, tile, num_rows):
-    """How many of the rows a tile has; not more than 0 where it has none."""
+    """The number of rows that are a tile's; not more than 0 where it has none."""
     left = builder.sub(num_rows, builder.mul(tile, INT64(TILE_SIZE)))
     return builder.select(builder.icmp_signed("<", left, INT64(TILE_SIZE)), left, INT64(TILE_SIZE))
 

@@ -151,15 +151,6 @@ def test_numbers_of_candidates_out_of_range_are_refused(num_candidates: int) -> 
         )
 
 
-def test_no_rows() -> None:
-    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):
-        for num_candidates in (0, 2):
-            drawn = single_slot(sampling).sample_draft(
-                np.zeros((0, 4), np.float32), one_row_each(np.zeros(0, np.int64)), num_candidates
-            )
-            assert drawn.tokens.shape == drawn.margins.shape == (0,)
-
-
 def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
     """As in an overlapped step: one lane draws while the other asks for leads."""
     scenes = [Scene(seed) for seed in range(12)]

@@ -138,15 +138,6 @@ class TestNoise:
         assert (draws[0] == draws[2]).mean() < 0.1 and (draws[0] == draws[3]).mean() < 0.1
         assert np.unique(draws[0]).size > 50
 
-    def test_uniforms_are_keyed_by_seed_position_purpose_and_round(self) -> None:
-        sampler = NumpySampler(8, 2)
-        sampler.add(0, SamplingParams(seed=1), np.array([1]), 1, ())
-        sampler.add(1, SamplingParams(seed=2), np.array([1]), 1, ())
-        rows = one_row_each(np.array([0, 0, 1]), np.array([4, 5, 4]))
-        values = [sampler.uniforms(rows, purpose, np.full(3, r)) for purpose in (0, 1) for r in (0, 1)]
-        assert np.unique(np.concatenate(values)).size == 12
-        assert np.array_equal(values[0], sampler.uniforms(rows, 0, np.zeros(3, np.int64)))
-
 
 def test_log_probs_are_those_of_the_raw_logits() -> None:
     sampler = single_slot(SamplingParams(temperature=3.0, logit_bias={0: 50.0}), vocab_size=100)
@@ -158,8 +149,8 @@ def test_log_probs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_allclose(sampler.log_probs(logits, token_ids), exact[token_ids, token_ids], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [2048, 1001])
-def test_wide_rows_do_not_depend_on_their_batch(vocab_size: int) -> None:
+def test_wide_rows_do_not_depend_on_their_batch() -> None:
+    vocab_size = 1001
     rng = np.random.default_rng(0)
     sampler = NumpySampler(vocab_size, 6)
     features = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"temperature": 0.0}]

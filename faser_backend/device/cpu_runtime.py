@@ -174,7 +174,7 @@ def useful_splits(
 
 
 def identity(runtime: str = DEFAULT_RUNTIME) -> dict[str, str | int]:
-    """What decides how long calls take here, by name: the processor, the cores in use, who compiles and computes."""
+    """The facts that decide how long calls take here, by name: processor, cores in use, who compiles and computes."""
     spec = RUNTIMES[runtime]
     versions = {name: version(name) for name in spec.packages}
     facts: dict[str, str | int] = {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}

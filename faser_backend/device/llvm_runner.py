@@ -242,7 +242,7 @@ class LlvmRunner:
         return self._own[thread].view("strip", scratch_size(self._most_inputs))
 
     def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
-        """What the kernel of this kind of model is given beside: see EXTRAS in plugins/host_segment.py."""
+        """Arguments that kernels of other kinds of models lack: see EXTRAS in plugins/host_segment.py."""
         spec = self.spec
         if not spec.num_experts:
             return ()

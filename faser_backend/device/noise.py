@@ -5,7 +5,7 @@ target draw the same in any batch. The integers behind it are the same on every 
 may differ in their last bits. Hashing every (position, token) would be 1.5 to 3 times dearer, so a row is the
 sum modulo 1 of two windows of one fixed table of uniforms, at two offsets hashed from (seed, position).
 
-Why the sum. The table holds N >= 2^20 stratified uniforms in a fixed random order, so the law of one window
+Why the sum. The table holds N >= 2^20 stratified uniforms in a fixed random order, so the distribution of one window
 over all offsets is off by O(1/sqrt(N)) jointly (total variation 0.007-0.008 over 2048 tokens, exactly counted).
 The maximum of two Gumbel windows keeps a first-order error and fails a chi-square test at 10^8 draws. Addition
 modulo 1 is a convolution: each Fourier coefficient of the error is squared, which leaves O(1/N), and 10^8 draws

@@ -23,7 +23,7 @@ class ComputePartition(Protocol):
         ...
 
     def bind_current_thread(self) -> None:
-        """What the calling thread computes from now on, it computes on this share."""
+        """Keeps what the calling thread computes from now on to this share."""
         ...
 
 
@@ -51,7 +51,7 @@ class CorePartition:
 
 @dataclass(frozen=True, slots=True)
 class PartitionMenu(Generic[Share]):
-    """What a device offers: all of it for each phase in turn, and disjoint draft/target pairs."""
+    """The shares that a device offers: all of it for each phase in turn, and disjoint draft/target pairs."""
 
     whole: Share
     splits: tuple[tuple[Share, Share], ...]  # (draft, target), smallest draft share first

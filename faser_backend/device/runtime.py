@@ -44,7 +44,7 @@ class ModelPair(NamedTuple):
 
 
 class KvStorage(Protocol):
-    """What all KV pools have in common. The pool of a draft head is given its target's `features`."""
+    """The common part of all KV pools. The pool of a draft head is given its target's `features`."""
 
     num_blocks: int
     kv_block_size: int
@@ -93,8 +93,8 @@ class Runtime(Closable, Protocol[Share, Pool]):
         ...
 
     def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
-        """What of free_bytes KV pools may take unless somebody says how many blocks. num_partitions: that are going to
-        be opened."""
+        """The part of free_bytes that KV pools may take unless somebody says how many blocks. num_partitions: that are
+        going to be opened."""
         ...
 
     def bytes_per_block(self, spec: ModelSpec) -> int:

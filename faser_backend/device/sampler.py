@@ -244,7 +244,7 @@ class NumpySampler:
             scores[where] = logits[index[where]] if has_failed else lines
 
     def _noting_failure(self, slot: int, otherwise: Result, rule: Callable[..., Any], *arguments: Any) -> Result:
-        """What a slot's rule returns; where it fails, `otherwise`, and the failure is the slot's alone."""
+        """Returns what a slot's rule returns; where it fails, `otherwise`, and the failure is the slot's alone."""
         try:
             return rule(*arguments)
         except Exception as error:

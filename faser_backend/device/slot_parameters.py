@@ -1,4 +1,4 @@
-"""What sampling parameters a slot has, in arrays by slot: the part of `add` and `remove` that all samplers share.
+"""The sampling parameters of slots, in arrays by slot: the part of `add` and `remove` that all samplers share.
 
 Here alone it is decided what counts as greedy and which filters are off. Knows nothing of logits.
 """

@@ -198,5 +198,5 @@ def _reliability(held_out: Chains, chances: np.ndarray) -> tuple[ReliabilityBin,
 
 
 def _share(holds: np.ndarray, among: np.ndarray) -> float:
-    """Of the entries `among` (bool), how many hold; 0 of none."""
+    """Returns the share of the entries `among` (bool) that hold; 0 of none."""
     return float((holds & among).sum()) / max(int(among.sum()), 1)

@@ -34,7 +34,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest sequence, the call's own rows included."""
+        """Tokens of the longest sequence, the call's own rows included."""
         return self.context + max(self.counts)
 
 

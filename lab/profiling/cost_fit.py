@@ -155,6 +155,6 @@ def _knots_below(knots: tuple[int, ...], largest: float) -> np.ndarray:
 
 
 def _spans(x: np.ndarray, knots: np.ndarray) -> list[np.ndarray]:
-    """How much of x [N] lies right of each knot and left of the next, [N] for each knot."""
+    """The part of x [N] that lies right of each knot and left of the next, [N] for each knot."""
     ends = np.append(knots[1:], np.inf)
     return [np.clip(x, low, high) - low for low, high in zip(knots, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""How much a profile measures: full, quick, or as much of either as fits a budget. Knows nothing of engines or time."""
+"""The effort of a profile: full, quick, or as much of either as fits a budget. Knows nothing of engines or time."""
 
 from __future__ import annotations
 

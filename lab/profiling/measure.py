@@ -235,7 +235,7 @@ def _summary(case: Case, times: np.ndarray) -> Sampled:
 
 
 def _nothing() -> None:
-    """What runs before a sample where nothing has to."""
+    """Runs before a sample where nothing else has to."""
 
 
 def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:

@@ -209,7 +209,7 @@ class StepMeter:
 def records_of_steps(
     engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
 ) -> list[StepRecord]:
-    """Of the steps, trimmed and untrimmed in turn, in which all sequences decode and draft the full length."""
+    """Records of steps, trimmed and untrimmed in turn, in which all sequences decode and draft the full length."""
     records: list[StepRecord] = []
     engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, trims=(STOPS_NOTHING, None))
     engine.stepper.observers.append(records.append)
