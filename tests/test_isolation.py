@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,19 @@ import pytest
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.grammar import GUIDE
-from faser_backend.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from faser_backend.core.request import FinishReason, Request, SamplingParams
 from faser_backend.device import logit_rules
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline import commit, prefill
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.frontend import Frontend
+from faser_backend.serving.triton_io import Reply
 from tests.fakes import ThreadLanes
 from tests.forced_engine import open_forced
 from tests.forcing import forced
 from tests.harness import VOCAB, Driven, FakeEngine, drive, open_fake, request
-from tests.test_contract import HELLO
+from tests.strict_clients import token_request
+from tests.test_contract import HELLO, TOKENIZER
 from tests.test_engine import alone
 
 VICTIM = "r3"
@@ -297,78 +298,53 @@ def test_an_error_of_the_device_fails_its_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Client:
-    """wire.Responder and wire.Answering of one request, of which one call raises."""
+    """wire.Responder of one request, of which one call may raise."""
 
-    is_stopped, has_news = False, True
-    requested_outputs: tuple[str, ...] = ()
+    requested_outputs = ("output_ids",)
 
-    def __init__(self, poison: str = "") -> None:
-        self._poison = poison
+    def __init__(self, fails: str = "") -> None:
+        self._fails = fails
         self.tokens: list[int] = []
-        self.parsed = SimpleNamespace(is_streaming=True, batch_size=1, request=None)
-        self.ends: SimpleQueue[object] = SimpleQueue()  # the error, or None
-
-    def meet(self, name: str) -> None:
-        if name == self._poison:
-            raise OSError("poison")
-
-    def add(self, output: RequestOutput) -> None:
-        self.meet("add")
-        self.tokens += output.token_ids
-
-    def render(self) -> list[Any]:
-        self.meet("render")
-        return []
+        self.ends: SimpleQueue[Failure | None] = SimpleQueue()  # the error, or None
 
     def send(self, arrays: list[Any], *, is_final: bool) -> None:
-        self.meet("send")
+        if self._fails == "send":
+            raise OSError("poison")
+        self.tokens += dict(arrays)["output_ids"][0, 0].tolist()
         if is_final:
             self.ends.put(None)
 
     def fail(self, failure: Failure) -> None:
         self.ends.put(failure)
-        self.meet("send")
+        if self._fails == "send":
+            raise OSError("poison")
 
     def is_cancelled(self) -> bool:
-        self.meet("is_cancelled")
+        if self._fails == "is_cancelled":
+            raise OSError("poison")
         return False
 
 
-class Clients:
-    """wire.Wire of requests that are their numbers."""
-
-    missing_stop_id = ""
-
-    def __init__(self, clients: list[Client]) -> None:
-        self._clients = clients
-
-    def parse(self, tensors: Any, request_id: str, *_: object, **__: object) -> list[Any]:
-        client = self._clients[int(tensors["number"][0])]
-        client.parsed.request = request(request_id, [1, 2, 3], 40)
-        return [client.parsed]
-
-    def reply(self, parsed: Any, *_: object) -> Any:
-        return next(client for client in self._clients if client.parsed is parsed)
-
-    def acknowledge_stop(self, responder: object) -> None: ...
-
-
-@pytest.mark.parametrize("poison", ["add", "render", "send", "is_cancelled"])
-def test_an_answer_that_cannot_be_made_or_sent_ends_alone(poison: str) -> None:
+@pytest.mark.parametrize("fails", ["add", "render", "send", "is_cancelled"])
+def test_an_answer_that_cannot_be_made_or_sent_ends_alone(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fails in ("add", "render"):
+        is_ours = lambda reply, *_: reply.parsed.request.prompt_ids[0] == 9  # noqa: E731
+        poison(monkeypatch, Reply, fails, is_ours, 1)
     loop = EngineLoop(open_fake("fixed:4").engine, on_finished=lambda *_: 1 / 0, on_metrics=lambda _: 1 / 0)
-    clients: list[Any] = [Client(), Client(poison), Client()]
-    frontend = Frontend(
-        loop.subscribe(), replace(HELLO, cancellation_period_s=0.001), None, is_decoupled=True, wire=Clients(clients)
-    )  # type: ignore[arg-type]
-    for number, client in enumerate(clients):
-        frontend.handle({"number": np.array([number])}, "", client)
+    hello = replace(HELLO, cancellation_period_s=0.001)
+    frontend = Frontend(loop.subscribe(), hello, TOKENIZER, is_decoupled=True)
+    clients = [Client(), Client(fails), Client()]
+    flags = {name: np.array([[True]]) for name in ("streaming", "exclude_input_in_output")}
+    for first, client in zip((1, 9, 1), clients, strict=True):
+        frontend.handle(token_request(first, 2, 3, max_tokens=40, **flags), "", client)
     expected = alone([request("r", [1, 2, 3], 40)])["r"]
     for client in (clients[0], clients[2]):
         assert client.ends.get(timeout=10) is None and client.tokens == expected
     failure = clients[1].ends.get(timeout=10)
-    if poison == "is_cancelled":  # who cannot be asked counts as gone
+    if fails == "is_cancelled":  # who cannot be asked counts as gone
         assert failure is None or failure.code is ErrorCode.CANCELLED
     else:
+        assert failure is not None
         assert (failure.code, failure.field) == (ErrorCode.INTERNAL, "text_output")
     frontend.drain()
     frontend.close()

@@ -112,7 +112,8 @@ def test_filled_templates_are_honoured(engine_dir: Path, tmp_path: Path):
 
 def test_accumulated_tokens_and_shipped_files_as_they_are(engine_dir: Path, tmp_path: Path):
     """Streaming with nothing filled in but the engine and what tensorrt_llm_bls accumulates."""
-    shutil.copytree(MODEL_REPO, tmp_path / "model_repo")
+    for model in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
+        shutil.copytree(MODEL_REPO / model, tmp_path / "model_repo" / model)
     fill(tmp_path / "model_repo" / "tensorrt_llm" / "config.pbtxt", {"engine_dir": str(engine_dir)})
     fill(tmp_path / "model_repo" / "tensorrt_llm_bls" / "config.pbtxt", {"accumulate_tokens": "true"})
     with tritonserver(tmp_path) as (_, grpc):
