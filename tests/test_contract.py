@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser_backend.core.errors import QueueFullError, RequestError
+from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits
 from faser_backend.serving.contract import parse_requests
 from faser_backend.serving.link import Hello
-from faser_backend.serving.tensor_values import word_ids_array
 from faser_backend.serving.tensors import WITHOUT_EFFECT, refuse_undeclared
 from faser_backend.serving.tokenizer import TextTokenizer
 from tests.serving_pair import END_ID, byte_level_tokenizer
@@ -126,12 +125,6 @@ def test_token_level_words_and_bias():
     assert parse_ids([1], bad_words_list=np.zeros((1, 2, 0), np.int32)).request.sampling.bad_words == ()
 
 
-def test_word_ids_array_round_trip():
-    words = ((1, 2, 3), (4,), (5, 6))
-    parsed = parse_ids([1], stop_words_list=word_ids_array(words)[None])
-    assert parsed.request.stop_sequences == words
-
-
 def test_empty_stop_words_mean_none():
     parsed = parse(stop_words=text(""), bad_words=text(""))
     assert parsed.stop_strings == () and parsed.request.stop_sequences == ()
@@ -201,12 +194,6 @@ def test_max_tokens_beyond_the_context_are_clamped_with_a_warning(caplog):
     assert parse(max_tokens=number(room)).request.max_tokens == room and not caplog.text
 
 
-@pytest.mark.parametrize("end_id", [-1, VOCAB, 1048576, 2**31 - 1])
-def test_an_end_id_that_no_token_has_never_ends_a_request(end_id):
-    assert parse(end_id=number(end_id)).request.end_ids == ()
-    assert parse(end_id=number(VOCAB - 1)).request.end_ids == (VOCAB - 1,)
-
-
 def test_each_prompt_of_a_batch_is_a_request_of_its_own():
     prompts = np.array([[b"the fox"], [b"x"]], dtype=object)
     parsed = parse_all(
@@ -221,17 +208,6 @@ def test_each_prompt_of_a_batch_is_a_request_of_its_own():
     assert [one.stop_strings for one in parsed] == [("a", "b"), ()]
     assert [(one.batch_index, one.batch_size) for one in parsed] == [(0, 2), (1, 2)]
     assert len({one.request.request_id for one in parsed}) == 2
-
-
-def test_padding_of_a_token_batch_is_cut_by_its_lengths():
-    parsed = parse_all(
-        text_input=None,
-        max_tokens=None,
-        input_ids=np.array([[1, 2, 3], [4, -1, -1]], np.int32),
-        input_lengths=np.array([[3], [1]], np.int32),
-        request_output_len=np.array([[2], [2]], np.int32),
-    )
-    assert [one.request.prompt_ids.tolist() for one in parsed] == [[1, 2, 3], [4]]
 
 
 def test_several_sequences_of_one_prompt_have_seeds_of_their_own():
@@ -254,11 +230,6 @@ def test_what_the_engine_gives_back_on_demand_is_asked_for():
 def test_streaming_needs_a_decoupled_model():
     with pytest.raises(RequestError, match="Streaming is only supported if model is deployed using decoupled mode"):
         parse_all(stream=number(True, bool), is_decoupled=False)
-
-
-def test_queue_full_has_the_phrases_that_clients_look_for():
-    message = str(QueueFullError(4))
-    assert "Exceeds maximum queue size" in message and "Maximum queue size of 4" in message
 
 
 def test_logits_beyond_a_gigabyte_are_refused_before_anything_is_computed():

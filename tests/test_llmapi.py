@@ -42,30 +42,6 @@ def test_several_candidates_are_refused():
         parse(sampling_param_best_of=np.array([3], np.int32))
 
 
-def test_stop_text_is_cut_off_and_named():
-    flags = {name: np.array([True]) for name in ("return_finish_reason", "return_stop_reason")}
-    parsed = parse(sampling_param_stop=np.array([b"two"], dtype=object), **flags)
-    reply = LlmApiWire().reply(parsed, OUTPUTS, TOKENIZER)
-    reply.add(RequestOutput("r", TOKENIZER.encode("one two three")))
-    assert reply.is_stopped
-    reply.add(RequestOutput("r", [], finish_reason=FinishReason.STOPPED))
-    arrays = {name: array.tolist() for name, array in reply.render()}
-    assert arrays == {"text_output": [b"one "], "finish_reason": [b"stop"], "stop_reason": [b"two"]}
-
-
-def test_streamed_text_is_all_text_so_far_and_absent_reasons_are_none():
-    flags = {name: np.array([True]) for name in ("return_finish_reason", "return_stop_reason", "streaming")}
-    reply = LlmApiWire().reply(parse(**flags), OUTPUTS, TOKENIZER)
-    ids = TOKENIZER.encode("one two")
-    reply.add(RequestOutput("r", ids[:2]))
-    first = {name: array.tolist() for name, array in reply.render()}
-    assert (first["finish_reason"], first["stop_reason"]) == ([b"None"], [b"None"])
-    reply.add(RequestOutput("r", ids[2:], finish_reason=FinishReason.LENGTH))
-    last = {name: array.tolist() for name, array in reply.render()}
-    assert (last["text_output"], last["finish_reason"]) == ([b"one two"], [b"length"])
-    assert b"one two".startswith(first["text_output"][0])
-
-
 @pytest.mark.parametrize(
     ("tensors", "temperature"),
     [

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from faser_backend.serving.server import LaunchOptions, TritonServer
 from lab.bench.servers import free_ports
 from tests.chat_templates import CHATML
 from tests.serving_pair import END_ID, MAX_CONTEXT, build_pair
-from tests.triton_clients import Stream, metric, post, wait_for_free_blocks
+from tests.triton_clients import Stream, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
@@ -217,25 +216,6 @@ def test_full_queue_refuses_and_serves_the_rest(server: LaunchOptions):
     wait_for_free_blocks(server.metrics_port)
     for one in streams:
         one.close()
-
-
-def test_metric_families_that_dashboards_know(server: LaunchOptions, stream: Stream):
-    before = metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "drafted_tokens")
-    stream.ask("ensemble", text_input=PROMPT, max_tokens=40, end_id=-1)
-    wait_for_free_blocks(server.metrics_port)
-    deadline = time.monotonic() + 5
-    while metric(server.metrics_port, "nv_trt_llm_speculative_decoding_metrics", "drafted_tokens") <= before:
-        assert time.monotonic() < deadline, "drafted tokens are not counted"
-    for family, value, expected in (
-        ("nv_trt_llm_request_metrics", "max", NUM_RUNNING),
-        ("nv_trt_llm_request_metrics", "waiting", 0),
-        ("nv_trt_llm_kv_cache_block_metrics", "tokens_per", 16),
-        ("nv_trt_llm_kv_cache_block_metrics", "used", 0),
-        ("nv_trt_llm_inflight_batcher_metrics", "generation_requests", 0),
-    ):
-        assert metric(server.metrics_port, family, value) == expected
-    assert metric(server.metrics_port, "nv_trt_llm_general_metrics", "iteration_counter") > 0
-    assert metric(server.metrics_port, "nv_llm_output_token_len_bucket", "50") > 0
 
 
 ADMINISTRATION = (

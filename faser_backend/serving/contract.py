@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -59,35 +57,6 @@ class ParsedRequest:
     extra_outputs: frozenset[str] = frozenset()  # outputs of one contract alone that were asked for
 
 
-class SamplingMeaning(NamedTuple):
-    """What a contract makes of the sampling inputs that a client sends or leaves out.
-
-    temperature: (temperature or None, top_k, top_p or None, min_p) -> the one to decode at, 0 for greedy.
-    """
-
-    temperature: Callable[[float | None, int, float | None, float], float]
-    default_seed: Callable[[], int]
-
-
-def _greedy_unless_truncated(temperature: float | None, top_k: int, top_p: float | None, min_p: float) -> float:
-    # TensorRT-LLM turns top_k 0 with top_p 0 into top_k 1: its clients always send a temperature, and mean nothing.
-    if top_k == 1 or not (top_k or (top_p or 0.0) > 0.0 or min_p):
-        return 0.0
-    return 1.0 if temperature is None else temperature
-
-
-def _greedy_unless_asked(temperature: float | None, top_k: int, top_p: float | None, min_p: float) -> float:
-    if top_k == 1 or top_p == 0.0:
-        return 0.0
-    if temperature is None:
-        return 1.0 if top_k or top_p is not None or min_p else 0.0
-    return temperature
-
-
-TENSORRT_LLM_SAMPLING = SamplingMeaning(_greedy_unless_truncated, lambda: 0)
-LLM_API_SAMPLING = SamplingMeaning(_greedy_unless_asked, lambda: secrets.randbits(64))
-
-
 def is_stop_request(tensors: Tensors) -> bool:
     return bool(np.any(tensors["stop"])) if "stop" in tensors else False
 
@@ -99,10 +68,11 @@ def parse_requests(
     tokenizer: TextTokenizer,
     *,
     is_decoupled: bool,
-    meaning: SamplingMeaning = TENSORRT_LLM_SAMPLING,
+    is_llm_api: bool = False,
 ) -> list[ParsedRequest]:
     """Checks and translates one request, prompt by prompt and within a prompt sequence by sequence.
 
+    is_llm_api: a temperature alone samples, and a seed that is left out is a fresh one.
     Raises RequestError naming the field, its value and the limit; then no sequence of the request may start.
     """
     refuse_unsupported(tensors)
@@ -113,7 +83,7 @@ def parse_requests(
         if not 1 <= num_sequences * len(rows) <= MAX_SEQUENCES:
             limit = f"must lie in [1, {MAX_SEQUENCES // len(rows)}] with {len(rows)} prompts"
             raise RequestError("num_return_sequences", num_sequences, limit)
-        first = _parse_row(row, f"{request_id}.{batch_index}", hello, tokenizer, meaning)
+        first = _parse_row(row, f"{request_id}.{batch_index}", hello, tokenizer, is_llm_api=is_llm_api)
         if first.is_streaming and not is_decoupled:
             limit = "Streaming is only supported if model is deployed using decoupled mode."
             raise RequestError("streaming", True, limit)
@@ -153,7 +123,7 @@ def split_batch(tensors: Tensors, prompt_inputs: tuple[str, ...] = PROMPT_INPUTS
 
 
 def _parse_row(
-    tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, meaning: SamplingMeaning
+    tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_llm_api: bool
 ) -> ParsedRequest:
     prompt_text, prompt_ids = _read_prompt(tensors, hello, tokenizer)
     stop_strings = read_words(tensors, "stop_words", STOP_WORDS)
@@ -164,7 +134,7 @@ def _parse_row(
         request_id=request_id,
         prompt_ids=prompt_ids,
         max_tokens=_read_max_tokens(tensors, hello.limits, prompt_ids.size, request_id),
-        sampling=_read_sampling(tensors, hello, tokenizer, meaning),
+        sampling=_read_sampling(tensors, hello, tokenizer, is_llm_api=is_llm_api),
         end_ids=_read_end_ids(tensors, hello),
         stop_sequences=stop_sequences,
         max_draft_tokens=None if num_draft_tokens is None else int(num_draft_tokens),
@@ -273,16 +243,24 @@ def _read_end_ids(tensors: Tensors, hello: Hello) -> tuple[int, ...]:
     return (int(end_id),) if 0 <= end_id < hello.limits.vocab_size else ()
 
 
-def _read_sampling(
-    tensors: Tensors, hello: Hello, tokenizer: TextTokenizer, meaning: SamplingMeaning
-) -> SamplingParams:
+def _temperature(given: float | None, top_k: int, top_p: float | None, min_p: float, *, is_llm_api: bool) -> float:
+    """Returns the temperature to decode at, 0 for greedy."""
+    if is_llm_api:
+        is_greedy = top_k == 1 or top_p == 0.0 or (given is None and top_p is None and not (top_k or min_p))
+    else:
+        # TensorRT-LLM turns top_k 0 with top_p 0 into top_k 1: its clients always send a temperature, and mean nothing.
+        is_greedy = top_k == 1 or not (top_k or (top_p or 0.0) > 0.0 or min_p)
+    return 0.0 if is_greedy else 1.0 if given is None else given
+
+
+def _read_sampling(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer, *, is_llm_api: bool) -> SamplingParams:
     top_k = int(read_scalar(tensors, "runtime_top_k", "top_k", default=0))
     top_p = read_scalar(tensors, "runtime_top_p", "top_p")
     min_p = read_scalar(tensors, "min_p", default=0.0)
     given = read_scalar(tensors, "temperature")
     if given is not None:
         SamplingParams(temperature=given).validate(hello.limits.vocab_size)  # even where it has no effect
-    temperature = meaning.temperature(given, top_k, top_p, min_p)
+    temperature = _temperature(given, top_k, top_p, min_p, is_llm_api=is_llm_api)
     seed = read_scalar(tensors, "seed", "random_seed")
     bad_words = tokenizer.encode_words("bad_words", read_words(tensors, "bad_words", BAD_WORDS))
     return SamplingParams(
@@ -294,7 +272,7 @@ def _read_sampling(
         presence_penalty=read_scalar(tensors, "presence_penalty", default=0.0),
         frequency_penalty=read_scalar(tensors, "frequency_penalty", default=0.0),
         min_tokens=int(read_scalar(tensors, "min_tokens", "min_length", default=0)),
-        seed=meaning.default_seed() if seed is None else int(seed),
+        seed=int(seed) if seed is not None else secrets.randbits(64) if is_llm_api else 0,
         logit_bias=_read_logit_bias(tensors, hello, tokenizer),
         bad_words=bad_words + read_word_ids(tensors, "bad_words_list", MAX_BAD_TOKENS),
     )

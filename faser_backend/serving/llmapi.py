@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.request import FinishReason, RequestStats
-from faser_backend.serving.contract import LLM_API_SAMPLING, ParsedRequest, parse_requests
+from faser_backend.serving.contract import ParsedRequest, parse_requests
 from faser_backend.serving.link import Hello
 from faser_backend.serving.tensor_values import read_scalar
 from faser_backend.serving.tensors import Tensors, refuse_unsupported
@@ -65,9 +65,7 @@ class LlmApiWire(InflightBatcherWire):
         ours = {ours: tensors[theirs] for theirs, ours in _INPUTS.items() if theirs in tensors}
         ours.setdefault("exclude_input_in_output", np.array([True]))
         ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
-        (parsed,) = parse_requests(
-            ours, request_id, hello, tokenizer, is_decoupled=is_decoupled, meaning=LLM_API_SAMPLING
-        )
+        (parsed,) = parse_requests(ours, request_id, hello, tokenizer, is_decoupled=is_decoupled, is_llm_api=True)
         flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
         return [replace(parsed, includes_stop=False, accumulates_text=True, extra_outputs=flags)]
 
