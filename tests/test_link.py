@@ -25,8 +25,16 @@ from faser_backend.core.errors import (
 )
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats, SamplingParams
 from faser_backend.serving.engine_loop import EngineLoop
-from faser_backend.serving.frames import FrameError, FrameSocket
-from faser_backend.serving.link import MAX_CALL_BYTES, Call, Hello, LinkServer, News, SocketLink
+from faser_backend.serving.link import (
+    MAX_CALL_BYTES,
+    Call,
+    FrameError,
+    FrameSocket,
+    Hello,
+    LinkServer,
+    News,
+    SocketLink,
+)
 from faser_backend.serving.packing import PackingError, pack, unpack
 from faser_backend.serving.prompts import PromptFormat
 from tests.harness import CONTEXT, VOCAB, drive, fake_engine, request

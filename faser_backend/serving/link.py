@@ -3,7 +3,7 @@
 Triton forwards a cancelled request only to the model that the client called: inside an ensemble the
 running step never hears of it. So every text model has a frontend and a process of its own, which
 tokenises, detokenises and answers; token ids cross this link. Messages are plain data (packing.py) in
-frames of limited size (frames.py); the socket lies in a folder that only this user can enter.
+frames of limited size; the socket lies in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -21,10 +22,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
-from faser_backend.core.errors import ConfigError, FailedError, Failure, FaserError, UnavailableError, blamed
+from faser_backend.core.errors import ConfigError, ErrorCode, FailedError, Failure, FaserError, UnavailableError, blamed
 from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
-from faser_backend.serving.frames import FrameError, FrameSocket
 from faser_backend.serving.packing import PackingError, pack, unpack
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tensor_values import MIN_TEXT_BYTES
@@ -35,6 +35,8 @@ CLOSE_S = 1.0  # for a frontend to take what it is sent last
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_CALL_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and all that may come with it
 MAX_NEWS_BYTES = 3 << 30  # of a frame from it: the logits of one output
+_LENGTH = struct.Struct(">Q")
+_CHUNK = 1 << 20  # memory is taken as bytes arrive, not as a header promises them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,68 @@ class News:
     hello: Hello | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
     error: Failure | None = None
+
+
+class FrameError(FaserError):
+    """A frame is longer than may be, or ends before it is whole."""
+
+    code = ErrorCode.INTERNAL
+
+    @classmethod
+    def too_long(cls, num_bytes: int, limit: int) -> FrameError:
+        error = cls(f"frame = {num_bytes} bytes: must be at most {limit}")
+        error.code = ErrorCode.TOO_LONG
+        return error
+
+
+class FrameSocket:
+    """One end. `send` is thread-safe; one thread receives."""
+
+    def __init__(self, stream: socket.socket, *, max_received: int, max_sent: int) -> None:
+        """max_received, max_sent: bytes of one frame."""
+        self._stream = stream
+        self._max_received, self._max_sent = max_received, max_sent
+        self._lock = threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        """Raises FrameError for a frame that is too long, and OSError where the other end is gone."""
+        if len(data) > self._max_sent:
+            raise FrameError.too_long(len(data), self._max_sent)
+        with self._lock:
+            self._stream.sendall(_LENGTH.pack(len(data)) + data if len(data) < _CHUNK else _LENGTH.pack(len(data)))
+            if len(data) >= _CHUNK:
+                self._stream.sendall(data)
+
+    def receive(self) -> bytes | None:
+        """The next frame; None where the other end has closed between two. Raises FrameError and OSError."""
+        header = self._take(_LENGTH.size)
+        if not header:
+            return None
+        if len(header) < _LENGTH.size:
+            raise FrameError(f"frame: ends after {len(header)} bytes of its length")
+        (length,) = _LENGTH.unpack(header)
+        if length > self._max_received:
+            raise FrameError.too_long(length, self._max_received)
+        data = self._take(length)
+        if len(data) < length:
+            raise FrameError(f"frame: ends after {len(data)} of {length} bytes")
+        return bytes(data)
+
+    def close(self) -> None:
+        """Ends the connection; a `receive` that waits on another thread returns."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._stream.close()
+
+    def _take(self, length: int) -> bytearray:
+        """`length` bytes, or fewer at the end of the stream."""
+        taken = bytearray()
+        while len(taken) < length:
+            part = self._stream.recv(min(length - len(taken), _CHUNK))
+            if not part:
+                break
+            taken += part
+        return taken
 
 
 def socket_path(server_pid: int) -> Path:
