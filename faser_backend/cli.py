@@ -159,8 +159,7 @@ for command in (serve, openai, reload):
 
 def _add_lab_commands() -> None:
     """What measures and trains: `lab/` imports this package, and this function alone imports `lab/`."""
-    from lab.commands import bench, profile, replay, simulate
-    from lab.train_head.command import train_head
+    from lab.commands import bench, profile, replay, simulate, train_head
 
     for command in (profile, bench, replay, simulate, train_head):
         app.command(cls=PanelCommand)(command)

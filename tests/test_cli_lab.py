@@ -27,9 +27,10 @@ from faser_backend.places import DEMO_PAIR
 from faser_backend.serving.processes import children, is_running
 from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 from lab.answers import Answer
-from lab.bench.command import BenchOptions, run_bench
+from lab.bench.command import run_bench
 from lab.bench.measure import Ladder
 from lab.bench.plan import CLOSED_LOADS, MIN_TOKENS, Speed, estimate_s, fitted, plan_memory
+from lab.command_options import BenchOptions
 from lab.contestants import Sizing, choose_contestants
 from lab.interrupts import terminable
 from lab.profiling import profile as profile_module
@@ -104,7 +105,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:
     home = tmp_path_factory.mktemp("lab")
     prompts = home / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):\n    return x"}) + "\n" for i in range(5)))
-    return BenchOptions(home / "out", build_pair(home), "none,fixed:2", prompts=prompts)
+    return BenchOptions(output=home / "out", engine_dir=build_pair(home), policies="none,fixed:2", prompts=prompts)
 
 
 HELD = "the files hold what was measured until then"

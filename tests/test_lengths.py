@@ -5,24 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.baselines import Goodput, acceptance_rates, expected_tokens
-from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
+from lab.control_worlds import costs
 from tests.harness import request
-
-FREE_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def costs(draft_us: float, target_us: float, target_row_us: float) -> CostModel:
-    """A draft call of fixed cost; a target call of fixed cost and so much per row."""
-
-    def call(fixed_us: float, row_us: float) -> tuple[CallCost]:
-        flat = Curve(np.array([0.0, 1.0]), np.zeros(2))
-        return (CallCost(Curve.from_slopes(np.array([0.0]), fixed_us, np.array([row_us])), flat),)
-
-    segments = {("draft", WHOLE): call(draft_us, 0.0), ("target", WHOLE): call(target_us, target_row_us)}
-    return CostModel(segments, FREE_OVERHEAD, np.zeros(1), is_measured=True)
 
 
 def running(num_accepted: int, num_tested: int, count: int = 1) -> list[Sequence]:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.server import LaunchOptions
 from lab.bench import replay
-from lab.bench.replay import ReplayOptions, run_replay
+from lab.bench.replay import run_replay
+from lab.command_options import ReplayOptions
 from lab.prompts import PromptMaker
 from tests import test_server
 from tests.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
@@ -34,8 +35,8 @@ def options(engine_dir: Path, server: LaunchOptions, tmp_path: Path) -> ReplayOp
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CORPUS))
     return ReplayOptions(
-        trace,
-        f"127.0.0.1:{server.grpc_port}",
+        trace=trace,
+        url=f"127.0.0.1:{server.grpc_port}",
         output=tmp_path / "replay.json",
         max_context=MAX_CONTEXT,
         tokenizer=engine_dir / "tokenizer.json",
@@ -66,7 +67,7 @@ def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOpt
     found = result_of(options)
     ((kind, count),) = found["errors"].items()
     assert "maximum queue size" in kind.lower() and count + found["num_answered"] == found["num_sent"] == 100
-    assert run_replay(replace(options, trace=crowd, num_requests=30, max_concurrency=4)) == 0
+    assert run_replay(replace(options, trace=crowd, requests=30, max_concurrency=4)) == 0
     found = result_of(options)
     assert found["num_answered"] == 30 and found["lateness_ms_max"] > found["tpot_ms_p50"] * 200
 
@@ -100,7 +101,7 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
         ({"rate": 0.0}, "--rate = 0.0: must be above 0"),
         ({"max_concurrency": 0}, "--max-concurrency = 0: must be above 0"),
         ({"url": "http://localhost:1"}, "--url = 'http://localhost:1': must be HOST:PORT"),
-        ({"num_requests": 13}, "requests = 13: .* holds 12"),
+        ({"requests": 13}, "requests = 13: .* holds 12"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer = 'nowhere.json': no such file"),
         ({"prompts": Path("nowhere.jsonl")}, "prompts nowhere.jsonl: no such file"),
         ({"output": Path("nowhere/out.json")}, "its directory does not exist"),

@@ -11,7 +11,8 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, TrimRule
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
-from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
+from lab.control_worlds import call
 from lab.simulation.acceptance import AcceptanceProcess, demo_process
 from lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
 from lab.traces import Trace
@@ -21,22 +22,17 @@ FREE = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 ALWAYS, NEVER = 100.0, -100.0
 
 
-def call(base_us: float, row_us: float = 0.0) -> CallCost:
-    start = np.zeros(1)
-    return CallCost(Curve.from_slopes(start, base_us, np.array([row_us])), Curve.from_slopes(start, 0.0, np.zeros(1)))
-
-
 def world(
     process: AcceptanceProcess | None = None, overhead: OverheadCost = FREE, num_kv_tokens: int = 4096, exits: int = 0
 ) -> World:
     """Target: 100 us and 10 us a row, draft: 20 us; on the split 200 us and 10 us a row, and 50 us."""
-    last = [call(0.0)] * exits  # all of the time is in the first segment
+    last = [call(0.0, 0.0)] * exits  # all of the time is in the first segment
     costs = CostModel(
         {
             (TARGET, WHOLE): (call(100.0, 10.0), *last),
-            (DRAFT, WHOLE): (call(20.0),),
+            (DRAFT, WHOLE): (call(20.0, 0.0),),
             (TARGET, "1/1"): (call(200.0, 10.0), *last),
-            (DRAFT, "1/1"): (call(50.0),),
+            (DRAFT, "1/1"): (call(50.0, 0.0),),
         },
         overhead,
         np.zeros(1),

@@ -16,10 +16,10 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.compose import build_engine
+from lab.command_options import HeadOptions, Precision
+from lab.commands import train_head
 from lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
-from lab.train_head.command import train_head
 from lab.train_head.data import Corpus, shard_paths
-from lab.train_head.options import HeadOptions
 from lab.train_head.run import save_trained, train, write
 from lab.train_head.training import STATE_FILE, Trainer
 from lab.train_head.writing import RAREST, draw
@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
         target=root / "target",
         output=root / "head",
         work=root / "work",
-        num_tokens=1500,
+        tokens=1500,
         passes=6,
         num_ids=NUM_IDS,
         num_kv_heads=4,
@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
         rate=0.01,
         num_slots=8,
         num_threads=1,
-        precision="fp32",
+        precision=Precision.FP32,
         dialogues_per_shard=8,
         max_question=40,
         max_answer=24,
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
 def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> HeadOptions:
     """The same options over a copy of these parts of the work folder."""
     for name in names:
-        source = trained.work / name
+        source = trained.folder / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, work / name)
     return replace(trained, work=work, **changes)
 
@@ -76,7 +76,7 @@ def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> Hea
 def test_dialogues_are_the_targets_words_and_states(trained: HeadOptions) -> None:
     """Against a dense run of transformers: features, last hidden state, best tokens; greedy answers follow these."""
     reference, corpus = reference_model(trained.target), Corpus(trained.dialogues)
-    assert corpus.num_tokens >= trained.num_tokens
+    assert corpus.num_tokens >= trained.tokens
     dialogues = [shard[i] for shard in corpus.shards for i in range(len(shard))][:12]
     assert {dialogue.is_greedy for dialogue in dialogues} == {True, False}
     for dialogue in dialogues:
@@ -95,7 +95,7 @@ def test_dialogues_are_the_targets_words_and_states(trained: HeadOptions) -> Non
 
 def test_writing_goes_on_where_it_was_cut_off(trained: HeadOptions, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in shard_paths(trained.dialogues)}
-    options = copied(trained, tmp_path, "engine", "dialogues", num_tokens=1900)
+    options = copied(trained, tmp_path, "engine", "dialogues", tokens=1900)
     write(options)
     after = {path.name: path.read_bytes() for path in shard_paths(options.dialogues)}
     assert len(after) > len(before) and before.items() <= after.items()
@@ -157,7 +157,7 @@ def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(trained: HeadOption
 
 
 def test_two_processes_share_the_batches_of_one(trained: HeadOptions, tmp_path: Path) -> None:
-    train(copied(trained, tmp_path, "dialogues", num_processes=2))
+    train(copied(trained, tmp_path, "dialogues", processes=2))
     alone = Trainer(read_target(trained.target), trained).progress
     both = Trainer(read_target(trained.target), replace(trained, work=tmp_path)).progress
     assert both.step == alone.step // 2 and both.num_rows == pytest.approx(alone.num_rows, rel=0.1)
@@ -168,7 +168,7 @@ def test_two_processes_share_the_batches_of_one(trained: HeadOptions, tmp_path: 
 def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_path: Path) -> None:
     options = copied(trained, tmp_path, "dialogues", STATE_FILE, passes=1)
     with pytest.raises(ConfigError, match="no data were written"):
-        train(replace(options, has_new_data_alone=True))
+        train(replace(options, new_data=True))
     before = Trainer(read_target(trained.target), options).progress
     train(options)
     after = Trainer(read_target(trained.target), options)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from lab.bench.oracle import make_oracle
 from lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
 from lab.bench.report import render, roofline
 from lab.bench.timeline import trace_events
+from lab.command_options import BenchOptions
 from lab.contestants import (
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
@@ -58,23 +58,6 @@ REPORT_BYTES = 32 << 20  # of all three files, at most
 # Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
 MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """engine_dir None: the demo pair's. policies: separated by commas, None for the whole ladder."""
-
-    output: Path
-    engine_dir: Path | None = None
-    policies: str | None = None
-    trace: Path | None = None
-    prompts: Path | None = None
-    seed: int = 0
-    num_threads: int | None = None
-    draft: str = "auto"  # of contestants that do not say themselves
-    is_chat: bool = False
-    max_prompt_tokens: int | None = None  # None: as many as the context holds beside an answer
-    budget_s: float | None = None  # of everything; None: as the sizing says
 
 
 def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
@@ -208,7 +191,7 @@ class BenchRun:
             num_kv_blocks=self._memory.num_kv_blocks,
             enable_prefix_reuse=False,
             num_threads=self._options.num_threads,
-            **{"draft": self._options.draft, **changes},
+            **{"draft": self._options.draft.value, **changes},
         )
 
     def _open(self, place: InProcess, bar: Any) -> list[Contestant]:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +26,7 @@ from faser_backend.serving.demo_engine import DEMO_PAIR
 from lab.answers import Answer, Job, summarise
 from lab.bench.measure import trace_jobs
 from lab.bench.wire import RefusedError, ask, make_request, read_answer
+from lab.command_options import ReplayOptions
 from lab.progress import progress_bar
 from lab.prompts import DEMO_PROMPTS, PromptMaker, read_prompts
 from lab.tables import check_output
@@ -35,25 +35,6 @@ from lab.traces import Trace, fitted_to, read_trace, scaled
 CONNECT_TIMEOUT_S = 10.0
 REPORT_BYTES = 1 << 20
 SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """rate: mean requests per second; scale: how many times as fast as recorded; at most one of them."""
-
-    trace: Path
-    url: str
-    rate: float | None = None
-    scale: float | None = None
-    num_requests: int | None = None
-    max_concurrency: int | None = None
-    model: str = "ensemble"
-    output: Path | None = None
-    max_context: int = 1024
-    tokenizer: Path | None = None
-    prompts: Path | None = None
-    temperature: float = 0.8
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -97,7 +78,7 @@ def run_replay(options: ReplayOptions) -> int:
 def _check(options: ReplayOptions) -> None:
     if options.rate is not None and options.scale is not None:
         raise ConfigError("--rate and --scale: give at most one; both say how fast to replay")
-    for name in ("rate", "scale", "num_requests", "max_concurrency"):
+    for name in ("rate", "scale", "requests", "max_concurrency"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
@@ -112,7 +93,7 @@ def _check(options: ReplayOptions) -> None:
 
 
 def _timed(options: ReplayOptions) -> Trace:
-    trace = read_trace(options.trace, options.num_requests)
+    trace = read_trace(options.trace, options.requests)
     if len(trace) == 1:
         return trace
     if options.scale is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from lab.command_options import SimulateOptions
 from lab.contestants import FIXED_REFERENCE, ORACLE, STATIC, Contestant, simulated_contestants, split_names
 from lab.environment import commit
 from lab.interrupts import in_processes, terminable
@@ -66,87 +66,63 @@ NOTES = (
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """profile: an engine directory instead of hardware and pair. Optional fields: None is the default in words."""
+def check(options: SimulateOptions) -> None:
+    """Raises ConfigError for options that exclude each other or are out of range."""
+    if options.profile is None and (options.hardware is None or options.pair is None):
+        raise ConfigError("give either --hardware and --pair, or --profile ENGINE_DIR")
+    if options.profile is not None and (options.hardware is not None or options.pair is not None):
+        raise ConfigError("--profile: an engine directory is a machine and a pair; leave out --hardware and --pair")
+    for one, other in EXCLUSIVE:
+        if getattr(options, one) is not None and getattr(options, other) is not None:
+            raise ConfigError(f"give at most one of --{one.replace('_', '-')} and --{other}")
+    if options.requests is not None and options.requests < 1:
+        raise ConfigError(f"--requests = {options.requests}: must be at least 1")
+    for name, (low, high) in RANGES.items():
+        value = getattr(options, name)
+        if value is not None and not low < value < high:
+            raise ConfigError(f"--{name.replace('_', '-')} = {value:g}: must lie in ({low:g}, {high:g})")
 
-    trace: Path
-    hardware: str | None = None
-    pair: str | None = None
-    profile: Path | None = None
-    policies: str | None = None  # the ladder
-    num_requests: int | None = None  # None: MOST_REQUESTS, or as many as the trace has
-    rate: float | None = None  # the trace's own
-    loads: str | None = None  # instead of a rate: shares of what the best static length can do, "0.5,0.9"
-    peak_trough: float | None = None  # the trace's own arrivals
-    arrivals: Path | None = None  # another trace's
-    lengths: str | None = None  # mean prompt and output tokens, "755/200"; the trace's own
-    acceptance: float | None = None
-    spread: float | None = None  # standard deviation of requests' acceptance; the demo pair's
-    mix: str | None = None  # half of the requests at either acceptance, "0.9/0.6"
-    exit_auc: float | None = None
-    draft_call_ms: float | None = None
-    host_step_ms: float | None = None
-    max_num_seqs: int = 256
-    max_prefill_tokens: int = 2048
-    seed: int = 0
-    output: Path = Path("faser-simulation")
 
-    def check(self) -> None:
-        """Raises ConfigError for options that exclude each other or are out of range."""
-        if self.profile is None and (self.hardware is None or self.pair is None):
-            raise ConfigError("give either --hardware and --pair, or --profile ENGINE_DIR")
-        if self.profile is not None and (self.hardware is not None or self.pair is not None):
-            raise ConfigError("--profile: an engine directory is a machine and a pair; leave out --hardware and --pair")
-        for one, other in EXCLUSIVE:
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ConfigError(f"give at most one of --{one.replace('_', '-')} and --{other}")
-        if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError(f"--requests = {self.num_requests}: must be at least 1")
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low < value < high:
-                raise ConfigError(f"--{name.replace('_', '-')} = {value:g}: must lie in ({low:g}, {high:g})")
+def load_shares(options: SimulateOptions) -> list[float]:
+    """[] where none are asked for. Raises ConfigError."""
+    if options.loads is None:
+        return []
+    return _numbers("--loads", options.loads, "shares of a capacity in (0, 10], e.g. 0.5,0.7,0.9,1.2", 10.0)
 
-    @property
-    def load_shares(self) -> list[float]:
-        """[] where none are asked for. Raises ConfigError."""
-        if self.loads is None:
-            return []
-        return _numbers("--loads", self.loads, "shares of a capacity in (0, 10], e.g. 0.5,0.7,0.9,1.2", 10.0)
 
-    def make_trace(self) -> Trace:
-        """Raises ConfigError for a file that is no trace, or too short."""
-        trace = read_trace(self.trace, self.num_requests or MOST_REQUESTS, may_be_shorter=self.num_requests is None)
-        if self.arrivals is not None:
-            trace = arriving_as(trace, read_trace(self.arrivals, len(trace)))
-        if self.lengths is not None:
-            means = _numbers("--lengths", self.lengths, "mean prompt and output tokens, e.g. 755/200", 1e6)
-            trace = with_mean_lengths(trace, *means)
-        if self.peak_trough is not None:
-            return with_rate_curve(trace, self.rate or trace.rate, self.peak_trough, self.seed)
-        return trace if self.rate is None else scaled(trace, self.rate)
+def make_trace(options: SimulateOptions) -> Trace:
+    """Raises ConfigError for a file that is no trace, or too short."""
+    trace = read_trace(options.trace, options.requests or MOST_REQUESTS, may_be_shorter=options.requests is None)
+    if options.arrivals is not None:
+        trace = arriving_as(trace, read_trace(options.arrivals, len(trace)))
+    if options.lengths is not None:
+        means = _numbers("--lengths", options.lengths, "mean prompt and output tokens, e.g. 755/200", 1e6)
+        trace = with_mean_lengths(trace, *means)
+    if options.peak_trough is not None:
+        return with_rate_curve(trace, options.rate or trace.rate, options.peak_trough, options.seed)
+    return trace if options.rate is None else scaled(trace, options.rate)
 
-    def make_world(self, trace: Trace) -> tuple[World, Trace]:
-        """And the trace, with lengths that fit where a profiled engine's context is short. Raises ConfigError."""
-        mean = self.acceptance or ACCEPTANCE
-        if self.profile is not None:
-            world = profile_world(self.profile, self.max_num_seqs, self.acceptance)
-            trace = fitted_to(trace, world.max_context)
-        else:
-            assert self.hardware is not None and self.pair is not None
-            exit_auc = self.exit_auc or EXIT_AUC
-            world = roofline_world(
-                self.hardware, self.pair, max_context=trace.longest, acceptance=mean, exit_auc=exit_auc
-            )
-        if self.mix is not None:
-            levels = _numbers("--mix", self.mix, "two acceptances in (0, 1), e.g. 0.9/0.6", 1.0 - 1e-9)
-            words = f"half of them agree at {levels[0]:.0%} of positions, half at {levels[1]:.0%}"
-            world = with_levels(world, levels, words)
-        if self.spread is not None:
-            words = f"normal around {mean:.0%} with standard deviation {self.spread:g}, cut to 2 to 98 %"
-            world = with_levels(world, spread_levels(mean, self.spread), words)
-        return behind_host(world, self.draft_call_ms, self.host_step_ms), trace
+
+def make_world(options: SimulateOptions, trace: Trace) -> tuple[World, Trace]:
+    """And the trace, with lengths that fit where a profiled engine's context is short. Raises ConfigError."""
+    mean = options.acceptance or ACCEPTANCE
+    if options.profile is not None:
+        world = profile_world(options.profile, options.max_num_seqs, options.acceptance)
+        trace = fitted_to(trace, world.max_context)
+    else:
+        assert options.hardware is not None and options.pair is not None
+        exit_auc = options.exit_auc or EXIT_AUC
+        world = roofline_world(
+            options.hardware, options.pair, max_context=trace.longest, acceptance=mean, exit_auc=exit_auc
+        )
+    if options.mix is not None:
+        levels = _numbers("--mix", options.mix, "two acceptances in (0, 1), e.g. 0.9/0.6", 1.0 - 1e-9)
+        words = f"half of them agree at {levels[0]:.0%} of positions, half at {levels[1]:.0%}"
+        world = with_levels(world, levels, words)
+    if options.spread is not None:
+        words = f"normal around {mean:.0%} with standard deviation {options.spread:g}, cut to 2 to 98 %"
+        world = with_levels(world, spread_levels(mean, options.spread), words)
+    return behind_host(world, options.draft_call_ms, options.host_step_ms), trace
 
 
 def _numbers(option: str, text: str, meaning: str, most: float) -> list[float]:
@@ -163,11 +139,11 @@ def _numbers(option: str, text: str, meaning: str, most: float) -> list[float]:
 
 def run_simulate(options: SimulateOptions, *, command: str) -> None:
     """The command: progress on stderr, tables on stdout, simulation.json and .md into the output directory."""
-    options.check()
+    check(options)
     contestants, missing = simulated_contestants(None if options.policies is None else split_names(options.policies))
     check_output(options.output, REPORT_BYTES)
-    shares = options.load_shares
-    world, trace = options.make_world(options.make_trace())
+    shares = load_shares(options)
+    world, trace = make_world(options, make_trace(options))
     capacity: Row = {}
     loads = {"": options}  # by what the load is in words
     if shares:
@@ -232,7 +208,7 @@ def simulate_all(jobs: list[tuple[SimulateOptions, Contestant]], what: str) -> l
 def simulate_one(job: tuple[SimulateOptions, Contestant]) -> Row:
     """One row; a process of its own may run it."""
     options, contestant = job
-    world, trace = options.make_world(options.make_trace())
+    world, trace = make_world(options, make_trace(options))
     config = EngineConfig.from_options(
         policy="none" if contestant.policy == ORACLE else contestant.policy,
         max_num_seqs=options.max_num_seqs,

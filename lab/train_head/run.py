@@ -19,9 +19,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from engines.build import build_engines
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.manifest import MANIFEST_FILE
+from lab.command_options import HeadOptions
 from lab.progress import progress_bar
 from lab.train_head.checkpoint import feature_layers, head_spec, read_target, save_head
-from lab.train_head.options import HeadOptions
 from lab.train_head.training import Progress, Trainer, device_of, load_state
 from lab.train_head.writing import write_dialogues
 
@@ -31,36 +31,36 @@ PATIENCE = timedelta(minutes=30)  # with the process that checks held-out dialog
 
 def write(options: HeadOptions) -> None:
     """Dialogues up to the wanted number of tokens, by an engine of the target that is built beside them."""
-    options.work.mkdir(parents=True, exist_ok=True)
-    engine_dir = options.work / "engine"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    engine_dir = options.folder / "engine"
     if not (engine_dir / MANIFEST_FILE).exists():
         print_line(f"building the target's engine in {engine_dir}")
         build_engines(options.target, None, engine_dir, runtime="llvm")
     with progress_bar() as bar:
-        task = bar.add_task("writing, tokens", total=options.num_tokens)
+        task = bar.add_task("writing, tokens", total=options.tokens)
         write_dialogues(
             options,
             engine_dir,
             feature_layers(read_target(options.target).spec),
-            on_tokens=lambda total: bar.update(task, completed=min(total, options.num_tokens)),
+            on_tokens=lambda total: bar.update(task, completed=min(total, options.tokens)),
         )
 
 
 def train(options: HeadOptions) -> None:
     """Goes on with a plan that was cut off, or begins one over the data that there are."""
-    if options.num_processes > 1 and device_of(options) == "cuda":
-        raise ConfigError(f"num_processes = {options.num_processes}: on cuda a head trains in one process")
-    torch.set_num_threads(max(1, options.threads // options.num_processes))
+    if options.processes > 1 and device_of(options) == "cuda":
+        raise ConfigError(f"num_processes = {options.processes}: on cuda a head trains in one process")
+    torch.set_num_threads(max(1, options.threads // options.processes))
     trainer = Trainer(read_target(options.target), options, print_line)
     if trainer.is_done:
         trainer.go_on()
-    if options.num_processes == 1:
+    if options.processes == 1:
         _run(trainer, options)
         return
     trainer.save()  # where all begin
     with TemporaryDirectory(prefix="faser-train-") as folder:
         try:
-            spawn(train_together, (options, f"file://{folder}/store"), options.num_processes, daemon=True)
+            spawn(train_together, (options, f"file://{folder}/store"), options.processes, daemon=True)
         except ProcessExitedException as error:
             raise FaserError(f"a process that trained ended with status {error.exit_code}: see above") from None
         except ProcessRaisedException as error:
@@ -69,8 +69,8 @@ def train(options: HeadOptions) -> None:
 
 def train_together(rank: int, options: HeadOptions, store: str) -> None:
     """The work of one of several processes, from the checkpoint on."""
-    torch.set_num_threads(max(1, options.threads // options.num_processes))
-    size = options.num_processes
+    torch.set_num_threads(max(1, options.threads // options.processes))
+    size = options.processes
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
     trainer = Trainer(read_target(options.target), options, print_line if rank == 0 else lambda line: None, rank)
     if rank == 0:
@@ -98,7 +98,7 @@ def _run(trainer: Trainer, options: HeadOptions) -> None:
         task = bar.add_task("training, steps", total=trainer.num_steps)
         trainer.run(
             lambda done: bar.update(task, completed=done),
-            lambda: draw_curve(options.work / CURVE_FILE, trainer.progress),
+            lambda: draw_curve(options.folder / CURVE_FILE, trainer.progress),
         )
 
 

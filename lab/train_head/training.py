@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear, pad, rms_norm
 
 from faser_backend.core.errors import ConfigError
+from lab.command_options import HeadOptions
 from lab.train_head.checkpoint import TargetParts, head_spec, new_head
 from lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue
 from lab.train_head.head import Head
-from lab.train_head.options import HeadOptions
 
 STATE_FILE = "training.pt"
 DEFAULT_NUM_IDS = 8192
@@ -157,7 +157,7 @@ class Trainer:
     ) -> None:
         """report: called with each line that a person may want to read."""
         self._target, self._options, self._report, self._rank = target, options, report, rank
-        self._path = options.work / STATE_FILE
+        self._path = options.folder / STATE_FILE
         self._corpus = Corpus(options.dialogues)
         num_shards = len(self._corpus.shards)
         if num_shards <= HELD_OUT_SHARDS:
@@ -204,9 +204,9 @@ class Trainer:
         Raises ConfigError where there are no new data.
         """
         old, num_shards = self.progress, len(self._corpus.shards)
-        if self._options.has_new_data_alone and num_shards <= old.num_shards:
+        if self._options.new_data and num_shards <= old.num_shards:
             raise ConfigError(f"no data were written since training ended: {old.num_shards} shards, all learned from")
-        old.first_shard = old.num_shards if self._options.has_new_data_alone else 0
+        old.first_shard = old.num_shards if self._options.new_data else 0
         old.num_shards, old.passes, old.seed, old.step = num_shards, self._options.passes, old.seed + 1, 0
 
     def run(
@@ -224,9 +224,9 @@ class Trainer:
             batch = Batch.of(found, has_questions=True)
             recent.append(self._learn(batch, len(batches)))
             progress.step += 1
-            progress.num_rows += int((batch.best_ids >= 0).sum()) * options.num_processes
+            progress.num_rows += int((batch.best_ids >= 0).sum()) * options.processes
             is_last = progress.step == len(batches)
-            if options.num_processes > 1 and (is_last or progress.step % STEPS_APART == 0):
+            if options.processes > 1 and (is_last or progress.step % STEPS_APART == 0):
                 self._average()
             if is_last or progress.step % options.report_every == 0:
                 progress.losses.append((progress.num_rows, float(np.mean(recent))))
@@ -253,7 +253,7 @@ class Trainer:
 
     def _batches(self) -> list[list[tuple[int, int]]]:
         """This process's: as many for each; fewer than there are processes are left over, and left out."""
-        run, size = self.progress, self._options.num_processes
+        run, size = self.progress, self._options.processes
         every = [
             batch
             for i in range(run.passes)
@@ -267,7 +267,7 @@ class Trainer:
     def _average(self) -> None:
         for parameter in self.head.parameters():
             dist.all_reduce(parameter)
-            parameter.div_(self._options.num_processes)
+            parameter.div_(self._options.processes)
 
     def _learn(self, batch: Batch, num_steps: int) -> float:
         """One step; returns the loss of the chains' first tokens, nats per row."""
@@ -306,7 +306,7 @@ def device_of(options: HeadOptions) -> str:
 
 def load_state(options: HeadOptions) -> dict[str, Any]:
     """The last checkpoint. Raises ConfigError where there is none, or one of an earlier layout."""
-    path = options.work / STATE_FILE
+    path = options.folder / STATE_FILE
     if not path.exists():
         raise ConfigError(f"{path}: missing; run the stage train first")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -330,7 +330,7 @@ def shape_of(target: TargetParts, options: HeadOptions, begun: dict[str, int] | 
     shape = begun or defaults | asked
     for name, value in asked.items():
         if value != shape[name]:
-            raise ConfigError(f"{name} = {value}: training in {options.work} began with {shape[name]}")
+            raise ConfigError(f"{name} = {value}: training in {options.folder} began with {shape[name]}")
     if spec.num_heads % shape["num_kv_heads"]:
         raise ConfigError(f"num_kv_heads = {shape['num_kv_heads']}: must divide {spec.num_heads} heads")
     if not 0 < shape["num_ids"] <= spec.vocab_size:

@@ -22,8 +22,8 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
+from lab.command_options import HeadOptions
 from lab.train_head.data import Corpus, Dialogue, shard_paths, write_shard
-from lab.train_head.options import HeadOptions
 
 OPENINGS = Path(__file__).with_name("openings.txt")  # beginnings of questions
 OPENING_SHARE = 0.8  # of the conversations that begin with one
@@ -211,12 +211,12 @@ def write_dialogues(
     directory = options.dialogues
     directory.mkdir(parents=True, exist_ok=True)
     total, next_index = Corpus(directory).num_tokens, len(shard_paths(directory))
-    if total >= options.num_tokens:
+    if total >= options.tokens:
         return
     writer = Writer(engine_dir, feature_layers, options, next_index)
     done: list[Dialogue] = []
     try:
-        while total < options.num_tokens:
+        while total < options.tokens:
             done += writer.step()
             if len(done) >= options.dialogues_per_shard:
                 write_shard(directory, next_index, done)
