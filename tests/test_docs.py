@@ -1,6 +1,6 @@
-"""Pages: their links lead somewhere, their commands exist with the options shown, README's calls get answers.
+"""Pages: their links lead somewhere, their commands exist with the options shown.
 
-Commands that start a server are run by test_conformance.py, tutorials by tests of their own. The others (benchmarks,
+README's calls are run by test_examples.py, tutorials by tests of their own. The others (benchmarks,
 builds of large models) would take minutes: their command lines are parsed by the command itself.
 """
 
@@ -11,7 +11,6 @@ import io
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 import unicodedata
@@ -24,9 +23,7 @@ import pytest
 import typer
 
 from faser_backend.cli import app
-from lab.bench.servers import free_ports
 from tests.cli_page import PAGE, cli_page
-from tests.served import Served, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -198,40 +195,3 @@ def test_every_page_of_docs_can_be_found():
     linked = (ROOT / "docs" / "README.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {name for name in pages if f"]({name})" not in linked} == set()
-
-
-# -- README's own calls -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ports() -> Any:
-    (openai,) = free_ports(1)
-    with serve("--openai-port", openai) as served:
-        yield served, openai
-
-
-def on_free_ports(text: str, ports: tuple[Served, int]) -> str:
-    served, openai = ports
-    for documented, free in ((8000, served.http_port), (8001, served.grpc_port), (9000, openai)):
-        text = text.replace(f"localhost:{documented}", f"localhost:{free}")
-    return text
-
-
-def test_the_calls_in_readme_are_answered(ports: tuple[Served, int]):
-    calls = [words for words in command_lines(ROOT / "README.md") if words[0] == "curl"]
-    assert len(calls) >= 2
-    for words in calls:
-        command = ["curl", "--fail", "--max-time", "60", *(on_free_ports(word, ports) for word in words[1:])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 0 and "text" in done.stdout, (words, done.stdout, done.stderr)
-
-
-def test_the_programs_in_readme_print_answers(ports: tuple[Served, int]):
-    programs = blocks((ROOT / "README.md").read_text(), "python")
-    assert programs
-    for program in programs:
-        if "localhost" not in program:
-            continue  # of the offline API: its page's test runs it
-        command = [sys.executable, "-c", on_free_ports(program, ports)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 0 and done.stdout.strip() and "rror" not in done.stdout, done.stdout + done.stderr

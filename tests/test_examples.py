@@ -1,8 +1,10 @@
-"""The programs of examples/ run as they are, against one server and in processes of their own."""
+"""The programs of examples/ and README's calls run as they are, against one server and in processes of their own."""
 
 from __future__ import annotations
 
 import runpy
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,9 @@ import pytest
 
 from faser_backend import LLM, SamplingParams
 from lab.bench.servers import free_ports
-from tests.served import Served, serve
+from tests.served import serve
 from tests.serving_pair import build_pair
+from tests.test_docs import command_lines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OFFLINE = ("offline_batch.py", "policy.py")
@@ -26,16 +29,18 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def addresses(engine_dir: Path) -> Iterator[dict[str, str]]:
-    """Addresses of one server, by the example that asks it."""
+def ports(engine_dir: Path) -> Iterator[dict[int, int]]:
+    """The ports of one server by those that documents name."""
     [port] = free_ports(1)
     options = ("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--openai-port", port)
     with serve(*options) as served:
-        yield _addresses(served, port)
+        yield {8000: served.http_port, 8001: served.grpc_port, 9000: port}
 
 
-def _addresses(served: Served, port: int) -> dict[str, str]:
-    urls = (f"127.0.0.1:{served.grpc_port}", f"http://127.0.0.1:{served.http_port}", f"http://127.0.0.1:{port}/v1")
+@pytest.fixture(scope="module")
+def addresses(ports: dict[int, int]) -> dict[str, str]:
+    """Addresses of the server by the example that asks it."""
+    urls = (f"127.0.0.1:{ports[8001]}", f"http://127.0.0.1:{ports[8000]}", f"http://127.0.0.1:{ports[9000]}/v1")
     return dict(zip(CLIENTS, urls, strict=True))
 
 
@@ -92,3 +97,14 @@ def test_the_policy_drafts_and_changes_no_token(example, engine_dir: Path):
     for text in greedy(engine_dir, "def add(a, b):\n", "import os\n"):
         assert f"draft tokens accepted\n{text}\n" in out
     assert "== 0 of 0" not in out
+
+
+def test_the_calls_in_readme_are_answered(ports: dict[int, int]):
+    calls = [words for words in command_lines(EXAMPLES.with_name("README.md")) if words[0] == "curl"]
+    assert len(calls) >= 2
+    for words in calls:
+        line = shlex.join(["curl", "--fail", "--max-time", "60", *words[1:]])
+        for documented, port in ports.items():
+            line = line.replace(f"localhost:{documented}", f"localhost:{port}")
+        done = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0 and "text" in done.stdout, (words, done.stdout, done.stderr)
