@@ -57,7 +57,7 @@ COLUMNS = (
     Column("of what was drafted", "acceptance_rate", "{:.2f}"),
     Column("other answers", "num_different"),
 )
-SHADES = {"light": ("#1f2328", "#e4e4e4", "#ffffff"), "dark": ("#e6edf3", "#30363d", "#0d1117")}  # text, grid, face
+SHADES = {"light": "default", "dark": "dark_background"}  # styles of matplotlib
 COLOURS = ("#c8344b", "#e8788a", "#1f5591", "#6ba3d6", "#2a9d8f", "#8fd0c6", "#8e6bbd", "#c3aee0", "#b08900", "#e0c46c")
 
 Row = dict[str, Any]
@@ -172,25 +172,21 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     clients = sorted({count for heights in bars.values() for count in heights})
     width = 0.86 / len(bars)
     paths = []
-    for shade, (text, grid, face) in SHADES.items():
-        coloured = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-        style: dict[Any, Any] = {"font.size": 9.5, **dict.fromkeys(coloured, text)}
-        with plt.rc_context(style):
-            figure, axes = plt.subplots(figsize=(9.0, 3.6), facecolor=face)
-            axes.set_facecolor(face)
+    for shade, style in SHADES.items():
+        with plt.style.context([style, {"font.size": 9.5, "axes.axisbelow": True}]):
+            figure, axes = plt.subplots(figsize=(9.0, 3.6))
             for index, (name, heights) in enumerate(bars.items()):
                 positions = [clients.index(count) + (index - (len(bars) - 1) / 2) * width for count in heights]
                 colour = COLOURS[index % len(COLOURS)]
                 drawn = axes.bar(positions, list(heights.values()), width * 0.94, color=colour, label=name)
-                axes.bar_label(drawn, fmt="%.0f", fontsize=7, color=text, padding=1)
+                axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=1)
             axes.set_xticks(range(len(clients)), [f"{count} client{'s' * (count > 1)}" for count in clients])
             axes.set_ylabel("output tokens/s")
-            axes.grid(axis="y", color=grid)
-            axes.set_axisbelow(True)
+            axes.grid(axis="y", alpha=0.25)
             axes.spines[["top", "right", "left"]].set_visible(False)
             axes.legend(frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
             paths.append(stem.with_name(f"{stem.name}_{shade}.png"))
-            figure.savefig(paths[-1], dpi=150, facecolor=face, bbox_inches="tight", metadata={"Software": None})
+            figure.savefig(paths[-1], dpi=150, transparent=True, bbox_inches="tight", metadata={"Software": None})
             plt.close(figure)
     return paths
 
