@@ -14,7 +14,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -36,6 +35,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from faser_backend.serving.openai.app import MAX_BODY_BYTES
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.processes import die_with_parent
+from lab.bench.servers import free_ports
 
 # Ray offers it as ray.serve.llm.request_router.PrefixCacheAffinityRouter, whose package wants vLLM or SGLang installed.
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
@@ -221,14 +221,6 @@ def _text_of(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(map(_text_of, value))
     return "" if value is None else str(value)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _known(headers: Any) -> list[str]:

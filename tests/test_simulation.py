@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.decision import WHOLE, Decision, PipelineMode, TrimRule
+from faser_backend.core.decision import WHOLE, PipelineMode, TrimRule
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
+from faser_backend.policy.baselines import FixedLength
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
 from lab.control_worlds import call
 from lab.simulation.acceptance import AcceptanceProcess, demo_process
 from lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
 from lab.traces import Trace
-from tests.forcing import ADMITS_ALL
+from tests.forcing import ADMITS_ALL, Forced, forced
+from tests.harness import SPLIT
 
 FREE = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 ALWAYS, NEVER = 100.0, -100.0
@@ -31,8 +33,8 @@ def world(
         {
             (TARGET, WHOLE): (call(100.0, 10.0), *last),
             (DRAFT, WHOLE): (call(20.0, 0.0),),
-            (TARGET, "1/1"): (call(200.0, 10.0), *last),
-            (DRAFT, "1/1"): (call(50.0, 0.0),),
+            (TARGET, SPLIT): (call(200.0, 10.0), *last),
+            (DRAFT, SPLIT): (call(50.0, 0.0),),
         },
         overhead,
         np.zeros(1),
@@ -101,20 +103,9 @@ def test_overhead_is_charged_once_per_step_and_draft_call():
     assert extra == 3 * ((7 + 2 + 3 * 1) + 2 * (5 + 3))
 
 
-class Mode:
+def two_tokens(mode: PipelineMode, trim: TrimRule | None = None) -> Forced:
     """Two draft tokens in a given mode, on the split where it is not serial."""
-
-    is_drafting = True
-
-    def __init__(self, mode: PipelineMode, trim: TrimRule | None = None) -> None:
-        self.mode, self.trim = mode, trim
-        self.partition = WHOLE if mode is PipelineMode.SERIAL else "1/1"
-
-    def decide(self, sequences, num_prefilling: int = 0) -> Decision:
-        return Decision([2] * len(sequences), self.mode, self.partition, self.trim)
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
+    return Forced(FixedLength(2), forced(mode, trim=trim))
 
 
 TRIMMING = replace(FREE, trim_us=7.0, trim_sequence_us=3.0)
@@ -123,7 +114,7 @@ TRIMMING = replace(FREE, trim_us=7.0, trim_sequence_us=3.0)
 def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends():
     where, freely = world(certain(ALWAYS), TRIMMING), world(certain(ALWAYS))
     trace, records = trace_of((5, 9), (5, 8)), list[StepRecord]()
-    trimmed = Mode(PipelineMode.SERIAL, ADMITS_ALL)
+    trimmed = two_tokens(PipelineMode.SERIAL, ADMITS_ALL)
     extra = makespan_us(run(where, trace, chosen=trimmed, observer=records.append)) - makespan_us(
         run(freely, trace, chosen=trimmed)
     )
@@ -139,7 +130,7 @@ def test_an_overlapped_step_takes_the_longer_of_its_phases():
     records: list[StepRecord] = []
     lanes = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, lanes_us=9.0)
     where = world(certain(ALWAYS), lanes)
-    run(where, trace_of((5, 12), (5, 12)), chosen=Mode(PipelineMode.PING_PONG), observer=records.append)
+    run(where, trace_of((5, 12), (5, 12)), chosen=two_tokens(PipelineMode.PING_PONG), observer=records.append)
     overlapped = [record for record in records if record.overlap_us > 0]
     assert len(overlapped) >= 5
     for record in overlapped:
