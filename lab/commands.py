@@ -11,14 +11,8 @@ from typing import Annotated
 import typer
 
 from faser_backend.core.errors import ConfigError
-from lab.command_options import (
-    BenchOptions,
-    HeadOptions,
-    ReplayOptions,
-    SimulateOptions,
-    Stage,
-    command_of,
-)
+from lab.command_options import BenchOptions, ReplayOptions, SimulateOptions, command_of
+from lab.train_head.options import HeadOptions, Stage
 
 
 def profile(

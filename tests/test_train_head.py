@@ -16,10 +16,10 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.compose import build_engine
-from lab.command_options import HeadOptions, Precision
 from lab.commands import train_head
 from lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
 from lab.train_head.data import Corpus, shard_paths
+from lab.train_head.options import HeadOptions, Precision
 from lab.train_head.run import save_trained, train, write
 from lab.train_head.training import STATE_FILE, Trainer
 from lab.train_head.writing import RAREST, draw

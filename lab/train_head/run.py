@@ -19,9 +19,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from engines.build import build_engines
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.manifest import MANIFEST_FILE
-from lab.command_options import HeadOptions
 from lab.progress import progress_bar
 from lab.train_head.checkpoint import feature_layers, head_spec, read_target, save_head
+from lab.train_head.options import HeadOptions
 from lab.train_head.training import Progress, Trainer, device_of, load_state
 from lab.train_head.writing import write_dialogues
 

@@ -22,8 +22,8 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
-from lab.command_options import HeadOptions
 from lab.train_head.data import Corpus, Dialogue, shard_paths, write_shard
+from lab.train_head.options import HeadOptions
 
 OPENINGS = Path(__file__).with_name("openings.txt")  # beginnings of questions
 OPENING_SHARE = 0.8  # of the conversations that begin with one
