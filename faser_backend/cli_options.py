@@ -62,7 +62,7 @@ def _chosen(table: type[OptionTable], names: str = "") -> tuple[type[OptionTable
     found = {}
     for name, _, other in (each.partition(":") for each in names.split() or known):
         field, option = table.model_fields[name], known[name]
-        default = field.get_default(call_default_factory=True)
+        default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
         shown = option.shown_default or default not in (None, [])
         help_text = option.help.replace("{policies}", known_policies())
         given = typer.Option(*option.flags.split(), help=help_text, show_default=shown, rich_help_panel=option.section)

@@ -10,9 +10,12 @@ from typing import Annotated
 
 import typer
 
+from faser_backend.cli_options import takes
+from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from lab.command_options import BenchOptions, ReplayOptions, SimulateOptions, command_of
-from lab.train_head.options import HeadOptions, Stage
+from faser_backend.serving.parameters import ServingOptions
+from lab.command_options import BenchOptions, ReplayOptions, SimulateOptions
+from lab.train_head.options import HeadOptions
 
 
 def profile(
@@ -36,60 +39,44 @@ def profile(
     run_profile(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
 
 
-def _command_line() -> str:
-    return shlex.join(["faser", *sys.argv[1:]])
-
-
-def _bench(options: BenchOptions) -> None:
+@takes(options=BenchOptions, serving=(ServingOptions, "engine_dir"), engine=(EngineConfig, "draft num_threads"))
+def bench(*, options: BenchOptions, serving: ServingOptions, engine: EngineConfig) -> None:
+    """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
     from lab.bench.command import run_bench
     from lab.contestants import Sizing
 
-    run_bench(options, Sizing.quick() if options.is_quick else Sizing.full(), command=_command_line())
+    engines = {"engine_dir": serving.engine_dir, "draft": engine.draft, "num_threads": engine.num_threads}
+    sizing = Sizing.quick() if options.is_quick else Sizing.full()
+    run_bench(options.model_copy(update=engines), sizing, command=_command_line())
 
 
-def _simulate(options: SimulateOptions) -> None:
+@takes(options=SimulateOptions)
+def simulate(*, options: SimulateOptions) -> None:
+    """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
     from lab.simulation.command import run_simulate
 
     run_simulate(options, command=_command_line())
 
 
-def _replay(options: ReplayOptions) -> None:
+@takes(options=ReplayOptions)
+def replay(*, options: ReplayOptions) -> None:
+    """Send a trace's requests to a running server when they are due; print latencies and errors."""
     from lab.bench.replay import run_replay
 
     raise typer.Exit(run_replay(options))
 
 
-def _train_head(options: HeadOptions) -> None:
+@takes(options=HeadOptions)
+def train_head(*, options: HeadOptions) -> None:
+    """Train an EAGLE-3 head for a target, on conversations that the target writes itself."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("train-head needs torch: pip install 'faser-backend[train]'")
     from lab.train_head.run import save_trained, train, write
 
-    stages = {Stage.WRITE: write, Stage.TRAIN: train, Stage.SAVE: save_trained}
+    stages = {"write": write, "train": train, "save": save_trained}
     for stage in options.stage or stages:
         stages[stage](options)
 
 
-bench = command_of(
-    "bench",
-    BenchOptions,
-    "Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline.",
-    _bench,
-)
-simulate = command_of(
-    "simulate",
-    SimulateOptions,
-    "Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair.",
-    _simulate,
-)
-replay = command_of(
-    "replay",
-    ReplayOptions,
-    "Send a trace's requests to a running server when they are due; print latencies and errors.",
-    _replay,
-)
-train_head = command_of(
-    "train_head",
-    HeadOptions,
-    "Train an EAGLE-3 head for a target, on conversations that the target writes itself.",
-    _train_head,
-)
+def _command_line() -> str:
+    return shlex.join(["faser", *sys.argv[1:]])

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,7 +160,7 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
         output = tmp_path / str(num_whole)
         loads.clear()
         with pytest.raises(KeyboardInterrupt) as interrupted_with:
-            run_bench(replace(options, output=output), TINY, command="faser bench --test")
+            run_bench(options.model_copy(update={"output": output}), TINY, command="faser bench --test")
         assert {path.name for path in output.iterdir()} == names
         assert interrupted_with.value.args == (HELD if num_whole else f"{output} is as it was",)
     bench = json.loads((output / "bench.json").read_text())
@@ -174,7 +173,7 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
 
 
 def test_a_budget_leaves_out_what_it_has_no_time_for_and_says_so(options: BenchOptions, tmp_path: Path):
-    run_bench(replace(options, output=tmp_path, budget_s=0.001), TINY, command="faser bench --test")
+    run_bench(options.model_copy(update={"output": tmp_path, "budget_s": 0.001}), TINY, command="faser bench --test")
     bench = json.loads((tmp_path / "bench.json").read_text())
     assert {(row["load"], row["temperature"]) for row in bench["rows"]} == {("low", 0.0)}
     left_out = [text for text in bench["meta"]["missing"] if "the time budget was spent" in text]

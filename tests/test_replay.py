@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,7 @@ def result_of(options: ReplayOptions) -> dict:
 
 
 def test_all_requests_are_answered_with_their_lengths(options: ReplayOptions, capsys):
-    assert run_replay(replace(options, rate=40.0)) == 0
+    assert run_replay(options.model_copy(update={"rate": 40.0})) == 0
     found = result_of(options)
     assert found["num_requests"] == found["num_sent"] == found["num_answered"] == 12
     assert found["errors"] == {} and found["is_whole"]
@@ -63,11 +62,11 @@ def test_all_requests_are_answered_with_their_lengths(options: ReplayOptions, ca
 
 def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOptions, tmp_path: Path):
     crowd = write_trace(tmp_path / "crowd.csv", 0.0, [(20, 200)] * 100)
-    assert run_replay(replace(options, trace=crowd)) == 0
+    assert run_replay(options.model_copy(update={"trace": crowd})) == 0
     found = result_of(options)
     ((kind, count),) = found["errors"].items()
     assert "maximum queue size" in kind.lower() and count + found["num_answered"] == found["num_sent"] == 100
-    assert run_replay(replace(options, trace=crowd, requests=30, max_concurrency=4)) == 0
+    assert run_replay(options.model_copy(update={"trace": crowd, "requests": 30, "max_concurrency": 4})) == 0
     found = result_of(options)
     assert found["num_answered"] == 30 and found["lateness_ms_max"] > found["tpot_ms_p50"] * 200
 
@@ -86,7 +85,7 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
     monkeypatch.setattr(replay, "read_answer", read_and_interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `faser serve` leaves its own in a process
     try:
-        assert run_replay(replace(options, trace=endless)) == 130
+        assert run_replay(options.model_copy(update={"trace": endless})) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     found = result_of(options)
@@ -109,7 +108,7 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
 )
 def test_bad_options_are_named(options: ReplayOptions, changes, message):
     with pytest.raises(ConfigError, match=message):
-        run_replay(replace(options, **changes))
+        run_replay(options.model_copy(update=changes))
 
 
 def test_prompts_have_about_the_wanted_lengths_and_differ():

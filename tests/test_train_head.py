@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from faser_backend.serving.compose import build_engine
 from lab.commands import train_head
 from lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
 from lab.train_head.data import Corpus, shard_paths
-from lab.train_head.options import HeadOptions, Precision
+from lab.train_head.options import HeadOptions
 from lab.train_head.run import save_trained, train, write
 from lab.train_head.training import STATE_FILE, Trainer
 from lab.train_head.writing import RAREST, draw
@@ -50,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
         rate=0.01,
         num_slots=8,
         num_threads=1,
-        precision=Precision.FP32,
+        precision="fp32",
         dialogues_per_shard=8,
         max_question=40,
         max_answer=24,
@@ -70,7 +69,7 @@ def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> Hea
     for name in names:
         source = trained.folder / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, work / name)
-    return replace(trained, work=work, **changes)
+    return trained.model_copy(update={"work": work, **changes})
 
 
 def test_dialogues_are_the_targets_words_and_states(trained: HeadOptions) -> None:
@@ -159,7 +158,7 @@ def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(trained: HeadOption
 def test_two_processes_share_the_batches_of_one(trained: HeadOptions, tmp_path: Path) -> None:
     train(copied(trained, tmp_path, "dialogues", processes=2))
     alone = Trainer(read_target(trained.target), trained).progress
-    both = Trainer(read_target(trained.target), replace(trained, work=tmp_path)).progress
+    both = Trainer(read_target(trained.target), trained.model_copy(update={"work": tmp_path})).progress
     assert both.step == alone.step // 2 and both.num_rows == pytest.approx(alone.num_rows, rel=0.1)
     losses = [loss for _, loss in both.losses]
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
@@ -168,7 +167,7 @@ def test_two_processes_share_the_batches_of_one(trained: HeadOptions, tmp_path: 
 def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_path: Path) -> None:
     options = copied(trained, tmp_path, "dialogues", STATE_FILE, passes=1)
     with pytest.raises(ConfigError, match="no data were written"):
-        train(replace(options, new_data=True))
+        train(options.model_copy(update={"new_data": True}))
     before = Trainer(read_target(trained.target), options).progress
     train(options)
     after = Trainer(read_target(trained.target), options)
@@ -190,7 +189,7 @@ def test_a_trained_head_drafts_in_an_engine(trained: HeadOptions, tmp_path: Path
 
 def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions) -> None:
     with pytest.raises(ConfigError, match=f"num_ids = 7: training in .* began with {NUM_IDS}"):
-        train(replace(trained, num_ids=7))
+        train(trained.model_copy(update={"num_ids": 7}))
 
 
 def test_frequent_ids_are_the_most_frequent_and_rise(trained: HeadOptions) -> None:

@@ -191,7 +191,7 @@ class BenchRun:
             num_kv_blocks=self._memory.num_kv_blocks,
             enable_prefix_reuse=False,
             num_threads=self._options.num_threads,
-            **{"draft": self._options.draft.value, **changes},
+            **{"draft": self._options.draft, **changes},
         )
 
     def _open(self, place: InProcess, bar: Any) -> list[Contestant]:

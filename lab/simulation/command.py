@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,7 +149,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
         capacity = find_capacity(options)
         rates = [share * capacity["requests_per_s"] for share in shares]
         loads = {
-            f"Load {share:g}, {rate:.3g} requests/s": replace(options, rate=rate, loads=None)
+            f"Load {share:g}, {rate:.3g} requests/s": options.model_copy(update={"rate": rate, "loads": None})
             for share, rate in zip(shares, rates, strict=True)
         }
     jobs = [(loaded, contestant) for loaded in loads.values() for contestant in contestants]
@@ -191,7 +190,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
 
 def find_capacity(options: SimulateOptions) -> Row:
     """Policy and requests per second of the best static length while more requests wait than it can take."""
-    at_once = replace(options, rate=AT_ONCE, loads=None, peak_trough=None)
+    at_once = options.model_copy(update={"rate": AT_ONCE, "loads": None, "peak_trough": None})
     rows = simulate_all([(at_once, Contestant(name)) for name in STATIC], "capacity")
     best = max(rows, key=lambda row: row["middle_requests_per_s"])
     return {"policy": best["policy"], "requests_per_s": best["middle_requests_per_s"]}
