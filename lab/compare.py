@@ -214,11 +214,10 @@ def described(engine_dir: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(
-        __doc__, "seed", "output", policies="none,fixed:1,fixed:2,fixed:4,faser", clients="1,4,16",
+        __doc__, "seed", "output", "serve-options", policies="none,fixed:1,fixed:2,fixed:4,faser", clients="1,4,16",
         temperatures="0,0.8", threads=None, repeats=2, max_tokens=64, name="compare",
     )  # fmt: skip
     parser.add_argument("engine_dirs", type=Path, nargs="*", help="default: the demo pair, built here")
-    parser.add_argument("--serve-options", default="", help="more options for `faser serve`, separated by blanks")
     parser.add_argument("--places", default="process", help=f"of {','.join(PLACES)}")
     parser.add_argument("--jobs", type=int, default=12, help="answers of a load at least, two for each client")
     parser.add_argument("--url", action="append", default=[], help="HOST:PORT of a server's gRPC; takes part in triton")

@@ -21,6 +21,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "repeats": {"type": int},
     "max-tokens": {"type": int, "help": "of an answer"},
     "seed": {"type": int, "default": 0},
+    "serve-options": {"default": "", "help": "more options for `faser serve`, separated by blanks"},
     "json": {"type": Path, "help": "file to write figures into"},
     "name": {"help": "of the files that are written"},
     "output": {"type": Path, "default": RESULTS},
