@@ -8,7 +8,7 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.ports import Lanes
+from faser_backend.core.ports import Lanes, Partition
 from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.assembly import Ports, assemble
@@ -16,7 +16,6 @@ from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import Stepper
 from faser_backend.pipeline.timing import PhaseTimes

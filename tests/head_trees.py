@@ -97,8 +97,7 @@ class TreeChecker:
             return
         for row, sequence in enumerate(record.plan.decodes):
             count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])
-            is_client = frontier.is_client is not None and frontier.is_client[row]
-            if not count or is_client:
+            if not count or frontier.is_client[row]:
                 continue
             assert path is not None and num_tokens > 1
             accepted = path.rows[row, 1 : int(record.acceptance.num_accepted[row]) + 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.frontier import Frontier
+from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.core.plan import InFlight
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
@@ -55,8 +55,7 @@ def law_p_value(change: Change, policy: str = "fixed:2", *, uses_rejection: bool
 
     def note(record: StepRecord) -> None:
         nonlocal num_mixed
-        is_client = record.frontier.is_client
-        num_mixed += is_client is not None and bool(record.frontier.num_drafted[~is_client].any())
+        num_mixed += record.has_clients and bool(record.frontier.num_drafted[record.server_rows].any())
 
     fake.stepper.observers.append(note)
     counts = observed(fake.engine, VOCAB, LENGTH, COUNT, num_at_once=BATCH, draft_of=guess)
@@ -81,21 +80,20 @@ def test_a_client_law_that_is_not_certain_fails_the_same_test(monkeypatch: pytes
 
     def spread(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray) -> np.ndarray:
         laws = real(frontier, draft_probs, sequences, columns)
-        if frontier.is_client is not None:
-            laws[frontier.is_client[sequences]] = 1 / VOCAB
+        laws[frontier.is_client[sequences]] = 1 / VOCAB
         return laws
 
-    real = acceptance._laws
-    monkeypatch.setattr(acceptance, "_laws", spread)
+    real = acceptance._drawn_from
+    monkeypatch.setattr(acceptance, "_drawn_from", spread)
     assert law_p_value(forced(SERIAL)) < FAILS
 
 
 def test_laws_of_a_mixed_frontier_by_hand():
     """Chain 0 was drawn, chain 1 is a client's and longer: its second token is one that the target never draws."""
     probs = np.array([[[0.5, 0.5, 0.0]], [[0.0, 0.0, 0.0]]], np.float32)  # [2, 1, 3]
-    is_client = np.array([False, True])
+    sources = np.array([MAIN, CLIENT])
     frontier = Frontier(
-        np.array([[1, 0], [2, 0]]), np.array([1, 2]), np.array([2, 3]), draft_probs=probs, is_client=is_client
+        np.array([[1, 0], [2, 0]]), np.array([1, 2]), np.array([2, 3]), draft_probs=probs, sources=sources
     )
     target = np.array([[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0.25, 0.75], [1, 0, 0]], np.float32)
     uniforms = np.full(5, 0.5)
@@ -129,7 +127,7 @@ def drawn(rng: np.random.Generator, counts: list[int]) -> Frontier:
 
 def clients(rng: np.random.Generator, counts: list[int]) -> Frontier:
     drafted = rng.integers(9, size=(len(counts), max(counts)))
-    return replace(Frontier.whole(drafted, np.array(counts)), is_client=np.ones(len(counts), np.bool_))
+    return replace(Frontier.whole(drafted, np.array(counts)), sources=np.full(len(counts), CLIENT))
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -138,13 +136,13 @@ def test_laws_of_drawn_chains_survive_beside_those_of_clients(is_first: bool):
     own, given = drawn(rng, [2, 3]), clients(rng, [7, 1, 4])
     both = stack(given, own) if is_first else stack(own, given)
     rows = np.arange(2) + (3 if is_first else 0)
-    assert own.draft_probs is not None and both.draft_probs is not None and both.is_client is not None
+    assert own.draft_probs is not None and both.draft_probs is not None
     assert both.draft_probs.shape == (5, 3, 5), "no column for tokens that nobody drew"
     assert (both.draft_probs[rows] == own.draft_probs).all()
     assert both.margins is None and both.candidates is None, "nothing is known of a client's chain"
     assert np.flatnonzero(~both.is_client).tolist() == rows.tolist()
     alone = both.take(rows)
-    assert alone.is_client is None and (alone.drafted[:, :3] == own.drafted).all()
+    assert not alone.is_client.any() and (alone.drafted[:, :3] == own.drafted).all()
 
 
 def test_split_and_merge_keep_whose_chain_it_is():
@@ -152,12 +150,12 @@ def test_split_and_merge_keep_whose_chain_it_is():
     first, second, third = sequences(3)
     in_flight = InFlight([second], clients(rng, [4]))
     ready, waiting = split(in_flight, [first, second, third])
-    assert not waiting.sequences and ready.is_client is not None
+    assert not waiting.sequences
     assert ready.is_client.tolist() == [False, True, False]
     own = drawn(rng, [2, 0, 3])
     frontier = merge(ready, own)
     assert frontier.num_drafted.tolist() == [2, 4, 3] and frontier.num_rows.tolist() == [3, 5, 4]
-    assert frontier.is_client is not None and frontier.is_client.tolist() == [False, True, False]
+    assert frontier.is_client.tolist() == [False, True, False]
     assert frontier.draft_probs is not None and own.draft_probs is not None
     assert (frontier.draft_probs[[0, 2]] == own.draft_probs[[0, 2]]).all()
 
@@ -188,7 +186,7 @@ def learn(policy: str, change: Change | None = None) -> FakeEngine:
 
     def note(record: StepRecord) -> None:
         nonlocal num_given
-        num_given += record.frontier.is_client is not None
+        num_given += record.has_clients
         rows = record.server_rows
         assert (record.acceptance.num_accepted[rows] == record.num_testable[rows]).all()
         for sequence in record.plan.decodes:
@@ -247,7 +245,7 @@ def test_times_of_steps_with_guesses_are_nobodys(name: str, monkeypatch: pytest.
         observe(record)
 
     def lesson(*args: object, **options: object) -> None:
-        steps.append(current[0].frontier.is_client is not None)
+        steps.append(current[0].has_clients)
 
     fake.stepper.observers[0] = watched
     if isinstance(policy, PriceRule):

@@ -9,6 +9,7 @@ import pytest
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import RequestError
+from faser_backend.core.frontier import MAIN
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Request
 from faser_backend.core.sequence import Sequence
@@ -69,10 +70,9 @@ class Watcher:
 
     def observe(self, record: StepRecord) -> None:
         frontier = record.frontier
-        if frontier.is_client is None:
+        if not record.has_clients:
             self._seen.update(record.plan.decodes)
             return
-        assert frontier.is_client.any()
         assert (frontier.num_rows == frontier.num_drafted + 1)[frontier.is_client].all(), "a client's token was trimmed"
         for row, sequence in enumerate(record.plan.decodes):
             if frontier.is_client[row]:
@@ -152,7 +152,7 @@ def test_a_draft_that_counts_guesses_as_read_is_found(cases: list[Case], monkeyp
     """The control: were draft_len advanced over a client's tokens, the draft would read K/V that nobody wrote."""
 
     def careless(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
-        return commit_tokens(sequence, tokens, counts._replace(is_client=False))
+        return commit_tokens(sequence, tokens, counts._replace(source=MAIN))
 
     monkeypatch.setattr(step, "commit_tokens", careless)
     result = drive(open_forced("fixed:4", forced(SERIAL)).engine, cases[0].requests, seed=0, check=False)
@@ -251,7 +251,7 @@ def test_a_guess_makes_nobody_go():
     preempted = []
 
     def note(record: StepRecord) -> None:
-        if record.frontier.is_client is not None:
+        if record.has_clients:
             preempted.extend(record.plan.preempted)
 
     fake.stepper.observers.append(note)

@@ -89,7 +89,7 @@ class ChainChecker:
     def observe(self, record: StepRecord) -> None:
         frontier = record.frontier
         for row, sequence in enumerate(record.plan.decodes):
-            if frontier.is_look_up[row]:
+            if not frontier.is_main[row]:
                 self.num_look_ups += 1
                 continue
             count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])

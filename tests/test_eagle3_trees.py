@@ -20,7 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline import head
 from faser_backend.pipeline.draft_tree import node_rows
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.head import HeadTreeCalls
+from faser_backend.pipeline.head import HeadProposer
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on, build_engine
 from faser_backend.serving.runtimes import open_runtime
@@ -37,7 +37,7 @@ POLICIES = ("tree:1", "tree:5", "tree:12", "tree:63")
 @pytest.fixture(autouse=True)
 def _trees_are_deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' head is surer than a trained one."""
-    monkeypatch.setattr(HeadTreeCalls, "difference", 0.7)
+    monkeypatch.setattr(HeadProposer, "difference", 0.7)
 
 
 @pytest.fixture(scope="module")

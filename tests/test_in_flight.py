@@ -9,8 +9,7 @@ from faser_backend.core.decision import Decision
 from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.in_flight import join, merge, split, stack, surviving
-from faser_backend.pipeline.phases import without_bonus
+from faser_backend.pipeline.in_flight import join, merge, split, stack, surviving, without_bonus
 from tests.harness import request
 
 Chain = tuple[list[int], int, list]  # tokens, rows; margins, candidates and probabilities where known

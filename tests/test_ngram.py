@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.ports import Partition
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.ngram import NgramIndex, NgramProposer
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes

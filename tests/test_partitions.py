@@ -13,13 +13,13 @@ import pytest
 from engines.build import build_engines
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import Partition
 from faser_backend.device import llvm_weights
 from faser_backend.device.cpu_runtime import LlvmRuntime, OrtRuntime, useful_splits
 from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest, FileSpec
-from faser_backend.pipeline.phases import Partition
 from faser_backend.serving.compose import open_partitions
 from lab.profiling.measure import shares_of
 from tests.tiny_models import make_rows, run_all, write_checkpoint

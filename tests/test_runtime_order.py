@@ -16,11 +16,10 @@ import pytest
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.ports import Lanes
+from faser_backend.core.ports import Lanes, Partition
 from faser_backend.device.cuda.streams import SmPartition, StreamLanes, on_share, open_menu
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import PartitionMenu
-from faser_backend.pipeline.phases import Partition
 from tests.fake_cuda import FakeCuda, FakeDriver
 from tests.fakes import HashRunner
 from tests.forced_engine import open_forced

@@ -62,7 +62,7 @@ def emitted(accept: Accept, draws: Draws) -> list[tuple[int, ...]]:
             prefixes.append((*prefixes[parent], token))
         sampled += [draws[prefix] for prefix in prefixes[:cut]]
     frontier = Frontier.whole(drafted, counts)
-    frontier.tree = Tree(parents, np.full_like(parents, -1))
+    frontier.tree = Tree(parents)
     found = accept(frontier, np.array(sampled), np.concatenate([[0], np.cumsum(kept)]), num_kept=kept)
     rows = zip(found.tokens.tolist(), found.num_emitted.tolist(), strict=True)
     return [plain(draws, tuple(tokens[:count])) for tokens, count in rows]
@@ -96,7 +96,7 @@ def any_token_of_a_depth(frontier, sampled, cu_rows, *, num_kept) -> Acceptance:
     depths = frontier.tree.lines.depths
     parents = np.argmax(depths[:, :, None] == depths[:, None, 1:] - 1, axis=1)
     wrong = Frontier.whole(frontier.drafted, frontier.num_drafted)
-    wrong.tree = Tree(parents, frontier.tree.draft_cells)
+    wrong.tree = Tree(parents)
     return accept_matches(wrong, sampled, cu_rows, num_kept=num_kept)
 
 
@@ -119,7 +119,7 @@ def test_the_law_is_the_targets_and_siblings_with_noise_of_their_own_would_bend_
     shared, own = np.zeros(3), np.zeros(3)
     for first, second in itertools.product(draws, draws):
         frontier = Frontier.whole(np.array([[0, 1]]), np.array([2]))
-        frontier.tree = Tree(np.array([[0, 0]]), np.full((1, 2), -1))
+        frontier.tree = Tree(np.array([[0, 0]]))
         found = accept_matches(frontier, np.array([first, 0, 0]), np.array([0, 3]))
         shared[found.tokens[0, 0]] += 1
         own[0 if first == 0 else 1 if second == 1 else second] += 1
@@ -137,7 +137,7 @@ def test_random_trees_against_a_walk_one_by_one() -> None:
         cu_rows = np.concatenate([[0], np.cumsum(kept)])
         sampled = rng.integers(0, 3, cu_rows[-1])
         frontier = Frontier.whole(drafted, counts)
-        frontier.tree = Tree(parents, np.full_like(parents, -1))
+        frontier.tree = Tree(parents)
         found = accept_matches(frontier, sampled, cu_rows, num_kept=kept)
         assert found.path is not None
         for b in range(size):
@@ -156,6 +156,6 @@ def test_random_trees_against_a_walk_one_by_one() -> None:
 
 def test_rejection_sampling_refuses_trees() -> None:
     frontier = Frontier.whole(np.zeros((1, 2), np.int64), np.array([2]))
-    frontier.tree = Tree(np.zeros((1, 2), np.int64), np.full((1, 2), -1))
+    frontier.tree = Tree(np.zeros((1, 2), np.int64))
     with pytest.raises(ValueError, match="rejection sampling tests chains"):
         accept_by_rejection(frontier, np.ones((3, 3)), np.array([0, 3]), np.full(3, 0.5), np.full(3, 0.5))

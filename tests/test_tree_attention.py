@@ -23,7 +23,7 @@ from tests.trees import random_parents
 
 def random_lines(rng: np.random.Generator, count: int) -> np.ndarray:
     """[count] ancestors of the rows of a tree, the anchor's first; int64 bits."""
-    tree = Tree(np.array([random_parents(rng, count - 1)], np.int64).reshape(1, -1), np.zeros((1, count - 1), np.int64))
+    tree = Tree(np.array([random_parents(rng, count - 1)], np.int64).reshape(1, -1))
     return tree.lines.ancestors[0]
 
 

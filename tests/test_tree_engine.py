@@ -14,7 +14,7 @@ import pytest
 from faser_backend.core.frontier import Acceptance
 from faser_backend.core.request import FinishReason, SamplingParams
 from faser_backend.core.tree import Tree
-from faser_backend.pipeline import extras, rows, step
+from faser_backend.pipeline import commit, rows, step
 from faser_backend.pipeline.commit import RoundCounts
 from faser_backend.policy import acceptance
 from tests.forced_engine import check_what_is_in_flight
@@ -61,7 +61,7 @@ def test_a_tree_of_one_node_is_a_chain_of_one_token(cases) -> None:
     requests, _ = cases[0]
     stats = []
     for policy in ("fixed:1", "tree:1"):
-        fake = open_fake(policy)
+        fake = open_fake(policy, can_reuse=False)  # so that no draft lags
         result = drive(fake.engine, requests)
         counts = [(s.num_drafted, s.num_tested, s.num_accepted, s.num_steps) for s in _stats(result)]
         stats.append((counts, fake.targets[0].num_calls, fake.drafts[0].num_calls))
@@ -200,14 +200,14 @@ def test_mistaken_logits_are_noticed(cases, monkeypatch: pytest.MonkeyPatch) -> 
     def wrong(sequence, sampler, verification, found, index):
         return EXTRAS_OF(sequence, sampler, verification, replace(found, path=None), index)
 
-    EXTRAS_OF = extras.extras_of
+    EXTRAS_OF = commit.extras_of
     monkeypatch.setattr(step, "extras_of", wrong)
     with pytest.raises(AssertionError):
         test_log_probabilities_and_logits_are_those_of_plain_decoding(cases)
 
 
 def test_lines_of_a_tree() -> None:
-    tree = Tree(np.array([[0, 0, 1, 3], [0, 1, 2, 3]]), np.zeros((2, 4), np.int64))
+    tree = Tree(np.array([[0, 0, 1, 3], [0, 1, 2, 3]]))
     assert tree.lines.depths.tolist() == [[0, 1, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert tree.lines.ancestors[0].tolist() == [0b1, 0b11, 0b101, 0b1011, 0b11011]
     assert tree.lines.paths[0, 4, :3].tolist() == [0, 2, 3]

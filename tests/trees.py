@@ -9,14 +9,14 @@ import numpy as np
 
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.ports import Partition
 from faser_backend.core.sequence import Sequence
 from faser_backend.core.tree import Tree
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal, Proposer
 from faser_backend.pipeline.rows import DecodeBatch
 from tests.harness import VOCAB, FakeEngine
 
-Nodes = list[tuple[int, int, int]]  # (token, parent's row, cell of the draft) of one tree
+Nodes = list[tuple[int, int]]  # (token, parent's row) of one tree
 Spoil = Callable[[np.random.Generator, Nodes, list[int], int], Nodes]  # of (nodes, what is going to be emitted, most)
 
 
@@ -40,7 +40,7 @@ class SpoiltTrees:
         trees: list[Nodes] = []
         for index, sequence in enumerate(batch.sequences):
             count = int(frontier.num_drafted[index])
-            arrays = (frontier.drafted, frontier.tree.parents, frontier.tree.draft_cells)
+            arrays = (frontier.drafted, frontier.tree.parents)
             nodes = list(zip(*(array[index, :count].tolist() for array in arrays), strict=True))
             coming = self._truth[sequence.request.request_id][sequence.num_output_tokens :]
             trees.append(self._spoil(self._rng, nodes, coming, count) if count else [])
@@ -49,12 +49,12 @@ class SpoiltTrees:
 
     def _packed(self, trees: list[Nodes]) -> Frontier:
         counts = np.array([len(nodes) for nodes in trees], np.int64)
-        packed = np.zeros((len(trees), counts.max(initial=0), 3), np.int64)
+        packed = np.zeros((len(trees), counts.max(initial=0), 2), np.int64)
         for row, nodes in enumerate(trees):
-            packed[row, : len(nodes)] = np.array(nodes, np.int64).reshape(-1, 3)
+            packed[row, : len(nodes)] = np.array(nodes, np.int64).reshape(-1, 2)
         frontier = Frontier.whole(packed[..., 0], counts)
         num_rows = self._rng.integers(1, counts + 2) if self._is_cut else counts + 1
-        return replace(frontier, num_rows=num_rows, tree=Tree(packed[..., 1], packed[..., 2]))
+        return replace(frontier, num_rows=num_rows, tree=Tree(packed[..., 1]))
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         self._inner.prefill(partition, chunks)
@@ -73,10 +73,10 @@ def shuffled(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: in
     """The draft's nodes in any order that has parents before children."""
     rows, order = {0: 0}, []
     while len(order) < len(nodes):
-        open_nodes = [k for k, (_, parent, _) in enumerate(nodes) if parent in rows and k + 1 not in rows]
+        open_nodes = [k for k, (_, parent) in enumerate(nodes) if parent in rows and k + 1 not in rows]
         order.append(int(rng.choice(open_nodes)))
         rows[order[-1] + 1] = len(order)
-    return [(nodes[k][0], rows[nodes[k][1]], nodes[k][2]) for k in order]
+    return [(nodes[k][0], rows[nodes[k][1]]) for k in order]
 
 
 def at_random(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: int) -> Nodes:
@@ -87,7 +87,7 @@ def at_random(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: i
         depths.append(depth + 1)
         is_true = depth < len(coming) and rng.random() < 0.6
         tokens.append(coming[depth] if is_true else int(rng.integers(VOCAB)))
-    return [(token, parent, -1) for token, parent in zip(tokens, parents, strict=True)]
+    return list(zip(tokens, parents, strict=True))
 
 
 def duplicates(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: int) -> Nodes:
@@ -95,7 +95,7 @@ def duplicates(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: 
     found: Nodes = []
     parent = 0
     for token in coming[: most // 2]:
-        found += [(token, parent, -1)] * 2
+        found += [(token, parent)] * 2
         parent = len(found) - int(rng.integers(2))
     return found
 
@@ -103,7 +103,7 @@ def duplicates(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: 
 def all_wrong(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: int) -> Nodes:
     """The first draw is no node behind the anchor, nor anywhere."""
     tokens = [(coming[0] + 1 + k % (VOCAB - 1)) % VOCAB for k in range(most)]
-    return [(token, parent, -1) for token, parent in zip(tokens, random_parents(rng, most), strict=True)]
+    return list(zip(tokens, random_parents(rng, most), strict=True))
 
 
 def deepest_wrong(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: int) -> Nodes:
@@ -112,7 +112,7 @@ def deepest_wrong(rng: np.random.Generator, nodes: Nodes, coming: list[int], mos
     parent = 0
     for depth, token in enumerate(coming[: most // 2]):
         is_last = depth == min(most // 2, len(coming)) - 1
-        found += [((token + 1) % VOCAB, parent, -1), ((token + 2 * is_last) % VOCAB, parent, -1)]
+        found += [((token + 1) % VOCAB, parent), ((token + 2 * is_last) % VOCAB, parent)]
         parent = len(found)
     return found
 

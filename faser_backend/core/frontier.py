@@ -13,9 +13,8 @@ from faser_backend.core.ports import DeviceArray
 from faser_backend.core.tree import Tree
 
 # Sources of chains: the engine's drafter, which is its draft model or, where it has none, n-grams of the request's own
-# text; such n-grams beside a model.
-MAIN, NGRAM = range(2)
-NUM_SOURCES = 2
+# text; such n-grams beside a model; the client, who guessed it. Sources before CLIENT are the server's.
+MAIN, NGRAM, CLIENT = range(3)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +31,15 @@ class Frontier:
     num_rows: np.ndarray  # [B] int64, in [1, num_drafted + 1]
     margins: np.ndarray | None = None  # [B, K] float32, how far ahead each draft token was, in logits
     candidates: np.ndarray | None = None  # [B, K, C] int64, the draft's C best tokens, drafted[b, k] first
-    # [B, K', V] float32, the laws that tokens were drawn from; rejection sampling only. Columns past K' <= K are those
-    # of clients' chains alone: nobody drew such a token, and its law puts everything on it.
+    # [B, K', V] float32, the distributions that tokens were drawn from; rejection sampling only. Columns past K' <= K
+    # are those of clients' chains alone: nobody drew such a token, and its distribution puts everything on it.
     draft_probs: np.ndarray | None = None
-    is_client: np.ndarray | None = None  # [B] bool, chains that clients brought along; None: no chain
     tree: Tree | None = None  # None: all are chains
-    sources: np.ndarray | None = None  # [B] int64; None: all are MAIN
+    sources: np.ndarray = None  # type: ignore[assignment]  # [B] int64; all MAIN where none are given
+
+    def __post_init__(self) -> None:
+        if self.sources is None:
+            self.sources = np.zeros(self.num_drafted.shape, np.int64)
 
     @classmethod
     def empty(cls, num_sequences: int) -> Frontier:
@@ -54,16 +56,19 @@ class Frontier:
         """The chains or trees of sequences `index` [n], in that order."""
         optional = (self.margins, self.candidates, self.draft_probs)
         arrays = (None if array is None else array[index] for array in optional)
-        is_client = None if self.is_client is None or not self.is_client[index].any() else self.is_client[index]
         tree = None if self.tree is None else self.tree.take(index)
-        sources = None if self.sources is None else self.sources[index]
         counts = self.num_drafted[index], self.num_rows[index]
-        return Frontier(self.drafted[index], *counts, *arrays, is_client=is_client, tree=tree, sources=sources)
+        return Frontier(self.drafted[index], *counts, *arrays, tree=tree, sources=self.sources[index])
 
     @property
-    def is_look_up(self) -> np.ndarray:
-        """[B] bool, chains that the engine's drafter has not made, and not run."""
-        return np.zeros(self.num_drafted.shape, np.bool_) if self.sources is None else self.sources != MAIN
+    def is_main(self) -> np.ndarray:
+        """[B] bool, chains that the engine's drafter has made, and run."""
+        return self.sources == MAIN
+
+    @property
+    def is_client(self) -> np.ndarray:
+        """[B] bool, chains that clients brought along."""
+        return self.sources == CLIENT
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,6 @@ class InFlight:
 
     sequences: list[Sequence]
     frontier: Frontier
-    drafting_us: float = 0.0  # of the draft phases of steps that verified nothing, since the last verification
 
     @classmethod
     def empty(cls) -> InFlight:
@@ -39,7 +38,7 @@ class InFlight:
         if len(rows) == len(self.sequences):
             return self
         frontier = self.frontier.take(np.array(rows, np.int64))
-        return InFlight([self.sequences[row] for row in rows], frontier, self.drafting_us)
+        return InFlight([self.sequences[row] for row in rows], frontier)
 
     def present(self) -> InFlight:
         """Without the sequences that have left their slot: finished, cancelled or preempted."""

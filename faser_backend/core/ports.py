@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -207,3 +208,13 @@ class Lanes(Protocol):
     def run_both(self, verify: Callable[[], Verified], propose: Callable[[], Proposed]) -> tuple[Verified, Proposed]:
         """Returns both results when both have ended; then raises the first error if there was one."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """A way to share the device: runners of both models, and lanes where the two can run at once."""
+
+    target: ModelRunner
+    draft: ModelRunner | None
+    lanes: Lanes | None
+    draft_loop: DraftLoop | None = None  # of the draft, where the device drafts whole chains by itself

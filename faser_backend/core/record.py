@@ -27,7 +27,6 @@ class StepRecord:
     propose_us: float  # of the draft phase, which an overlapped step runs beside the verification
     verify_us: float
     overlap_us: float  # time in which both phases ran
-    drafting_us: float = 0.0  # of the draft phases of steps before, since the last verification, that verified nothing
     # In which the host saw the models read prompts, and the draft catch up; a GPU may go on with it later.
     prefill_us: float = 0.0
     draft_prefill_us: float = 0.0
@@ -39,8 +38,12 @@ class StepRecord:
     @property
     def server_rows(self) -> np.ndarray | slice:
         """Index of the sequences without a client's chain: what became of such a chain says nothing of the draft."""
-        is_client = self.frontier.is_client
-        return slice(None) if is_client is None else np.flatnonzero(~is_client)
+        return np.flatnonzero(~self.frontier.is_client) if self.has_clients else slice(None)
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether a chain was a client's, whose rows no decision chose."""
+        return bool(self.frontier.is_client.any())
 
     @property
     def num_testable(self) -> np.ndarray:

@@ -33,20 +33,15 @@ class Tree:
     """
 
     parents: np.ndarray  # [B, K] int64
-    draft_cells: np.ndarray  # [B, K] int64: where the draft holds the token, behind the last committed one; -1: nowhere
     _lines: Lines | None = None
 
     @classmethod
-    def of_chains(cls, num_drafted: np.ndarray, width: int, *, is_run: np.ndarray) -> Tree:
-        """Chains of num_drafted [B] tokens in `width` columns; of those that is_run [B] the draft has run all tokens
-        but the last one."""
-        columns = np.arange(width)
-        parents = np.broadcast_to(columns, (num_drafted.size, width)).copy()
-        has_run = is_run[:, None] & (columns < num_drafted[:, None] - 1)
-        return cls(parents, np.where(has_run, columns, -1))
+    def of_chains(cls, size: int, width: int) -> Tree:
+        """Chains of `size` sequences in `width` columns."""
+        return cls(np.tile(np.arange(width), (size, 1)))
 
     def take(self, index: np.ndarray) -> Tree:
-        return Tree(self.parents[index], self.draft_cells[index])
+        return Tree(self.parents[index])
 
     def is_chain(self, num_drafted: np.ndarray) -> np.ndarray:
         """[B] bool. Rows of a chain see all rows before them."""
@@ -62,8 +57,7 @@ class Tree:
 
     def _ascend(self) -> Lines:
         size, width = self.parents.shape
-        depths, ancestors = [], []
-        steps: list[list[list[int]]] = []  # trees are small: lists are faster here than arrays
+        depths, ancestors, steps = [], [], []  # trees are small: lists are faster here than arrays
         for parents in self.parents.tolist():
             own_depths, own_bits, own_steps = [0], [1], [[]]
             for column, parent in enumerate(parents):

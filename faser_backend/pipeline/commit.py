@@ -1,16 +1,42 @@
-"""The commit phase: accepted tokens enter their sequence, both KV caches are cut to what is true."""
+"""The commit phase: accepted tokens enter their sequence, both KV caches are cut to what is true, and what a request
+wants beside its tokens is read off the verification.
+
+Row j of a sequence's verification, or of its path through a tree, is what its j-th emitted token was drawn from; what a
+stop cuts off the tokens is cut off the rest, too.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from faser_backend.core.errors import Failure, blaming
-from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.request import FinishReason, Request, RequestOutput
+from faser_backend.core.frontier import CLIENT, MAIN, Acceptance, Frontier, Verification
+from faser_backend.core.ports import ModelRunner, Sampler, TreeRunner
+from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.accepted_cells import num_run_by_draft
+from faser_backend.pipeline.prefill import context_log_probs, context_logits
+from faser_backend.pipeline.rows import DecodeBatch
+
+
+def move_accepted(target: ModelRunner, batch: DecodeBatch, acceptance: Acceptance) -> None:
+    """Moves keys and values of a tree's accepted path to the KV positions of its tokens. To be called before these are
+    committed. Does nothing for chains, whose rows lie right.
+
+    Rows of a tree take positions in their order behind the context; what stays elsewhere is overwritten before
+    anybody reads it.
+    """
+    if acceptance.path is None:
+        return
+    columns = acceptance.path.rows[:, 1:] - 1  # [B, D - 1] draft tokens; the i-th belongs to position num_tokens + i
+    positions = np.arange(columns.shape[1])
+    is_moved = (positions < acceptance.num_emitted[:, None] - 1) & (columns != positions)
+    sequence, place = np.nonzero(is_moved)
+    if sequence.size:
+        starts, tables = batch.num_tokens[sequence], batch.block_tables[sequence]
+        cast(TreeRunner, target).move_cells(tables, starts + columns[sequence, place], starts + place)
 
 
 class RoundCounts(NamedTuple):
@@ -21,8 +47,7 @@ class RoundCounts(NamedTuple):
     num_accepted: int
     num_pruned: int  # rows that left at an exit
     num_run: int  # of the accepted ones, those up to which the draft holds keys and values
-    is_client: bool  # the client's own guess
-    is_look_up: bool  # n-grams made the chain
+    source: int  # who made the chain (core/frontier.py)
 
 
 def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
@@ -31,9 +56,8 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
     run = np.minimum(acceptance.num_accepted, np.maximum(drafted - 1, 0))  # all of a chain but its last
     if acceptance.path is not None:
-        tested, run = acceptance.path.num_tested, num_run_by_draft(frontier, acceptance)
-    is_client = np.zeros(drafted.shape, np.bool_) if frontier.is_client is None else frontier.is_client
-    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, is_client, frontier.is_look_up)
+        tested, run = acceptance.path.num_tested, np.zeros_like(drafted)  # of a tree the draft reads its path again
+    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, frontier.sources)
     return list(map(RoundCounts, *(column.tolist() for column in columns)))
 
 
@@ -41,7 +65,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     """Appends tokens (cut in place at the first stop) and advances both KV lengths. Raises, with the sequence as it
     was, what looking for stop words meets.
 
-    The target has run the anchor and all drafts, the draft all drafts but its last one (of a tree some), and nothing
+    The target has run the anchor and all drafts, the draft all drafts but its last one (of a tree none), and nothing
     of what a client guessed or n-grams made; of these only the rows of accepted tokens are true, and lie where their
     positions are.
     """
@@ -49,10 +73,10 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     finish = blaming("stop_words", _cut_at_stop, sequence, tokens)
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
-    if counts.is_client:
+    if counts.source == CLIENT:
         sequence.num_client_tested += counts.num_tested
         sequence.num_client_accepted += counts.num_accepted
-    elif counts.num_drafted and not counts.is_look_up:
+    elif counts.num_drafted and counts.source == MAIN:
         sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
     sequence.client_draft = ()  # guesses of what came behind the last token, and of nothing later
     stats = sequence.stats
@@ -94,8 +118,55 @@ def _cut_at_stop(sequence: Sequence, tokens: list[int]) -> FinishReason | None:
 
 def _ends_with_stop(sequence: Sequence, tokens: list[int], count: int) -> bool:
     """Whether the output followed by tokens[:count] ends with a stop sequence."""
-    request: Request = sequence.request
-    longest = max(map(len, request.stop_sequences))
-    start = max(sequence.num_prompt_tokens, sequence.num_tokens - longest)
+    stops = sequence.request.stop_sequences
+    start = max(sequence.num_prompt_tokens, sequence.num_tokens - max(map(len, stops)))
     tail = sequence.token_ids[start : sequence.num_tokens].tolist() + tokens[:count]
-    return any(tail[-len(stop) :] == list(stop) for stop in request.stop_sequences)
+    return any(tail[-len(stop) :] == list(stop) for stop in stops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What a request wants beside the n tokens that it is given in a step; None where it does not."""
+
+    log_probs: list[float] | None = None  # [n]
+    generation_logits: np.ndarray | None = None  # [n, V] float32
+    context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, with the first tokens alone
+    context_log_probs: np.ndarray | None = None  # of RequestOutput, likewise
+
+    def attach(self, output: RequestOutput) -> None:
+        """To an output of these tokens, or of the first ones of them."""
+        num_tokens = len(output.token_ids)
+        output.context_logits, output.context_log_probs = self.context_logits, self.context_log_probs
+        if self.log_probs is not None:
+            output.log_probs = self.log_probs[:num_tokens]
+        if self.generation_logits is not None:
+            output.generation_logits = self.generation_logits[:num_tokens]
+
+
+def extras_of(
+    sequence: Sequence, sampler: Sampler, verification: Verification, acceptance: Acceptance, index: int
+) -> Extras | None:
+    """What the request of sequence `index` of a batch wants, before the sequence holds the tokens that it emits. Raises
+    FailedError that names the field."""
+    request = sequence.request
+    if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):
+        return None
+    first, count = int(verification.cu_rows[index]), int(acceptance.num_emitted[index])
+    if acceptance.path is None:
+        logits = verification.logits[first : first + count]
+    else:
+        logits = verification.logits[first + acceptance.path.rows[index, :count]]
+    log_probs = generated = context = context_summary = None
+    if request.wants_log_probs:
+        log_probs = blaming("return_log_probs", sampler.log_probs, logits, acceptance.tokens[index, :count]).tolist()
+    if request.wants_generation_logits:
+        generated = blaming("return_generation_logits", sampler.to_host, logits)
+    if sequence.owes_context_logits and request.wants_context_log_probs:
+        context_summary, sequence.context_log_probs = context_log_probs(sequence), None
+    if sequence.owes_context_logits and request.wants_context_logits:
+        to_host = sampler.to_host
+        anchor = blaming("return_context_logits", to_host, logits[:1]) if generated is None else generated[:1]
+        context = context_logits(sequence, anchor.shape[1])
+        context[-1:] = anchor  # the first anchor is the prompt's last token
+        sequence.context_logits = None
+    return Extras(log_probs, generated, context, context_summary)

@@ -13,11 +13,10 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Sampler, TreeSampler
+from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler, TreeSampler
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.draft_tree import ModelTreeCalls, TreeCalls, propose_trees
+from faser_backend.pipeline.draft_tree import DIFFERENCE, Level, node_rows, propose_trees
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -35,6 +34,8 @@ class ModelProposer:
 
     main_source = "model"
     max_lag = MAX_DRAFT_LAG
+    fewest_tokens = 1  # of a sequence that anything can be drafted for
+    difference = DIFFERENCE  # between the logits of draft and target
 
     def __init__(
         self,
@@ -71,15 +72,21 @@ class ModelProposer:
         assert not self._keeps_probs and not proposal.behind.num_drafted.any(), "refused where policies are made"
         for sequence in batch.sequences:
             sequence.num_proposals += 1
-        lengths = self._tree_lengths(batch, proposal.num_draft_tokens)
-        return propose_trees(self._tree_calls(runner), cast(TreeSampler, self._sampler), batch, lengths)
+        lengths = np.where(batch.num_tokens >= self.fewest_tokens, proposal.num_draft_tokens, 0)
+        return propose_trees(self, runner, cast(TreeSampler, self._sampler), batch, lengths)
 
-    def _tree_calls(self, runner: ModelRunner) -> TreeCalls:
-        return ModelTreeCalls(runner, self.times)
+    def run_unseen(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
+        active = list(level)
+        sequences = [batch.sequences[index] for index in active]
+        starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
+        rows = token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
+        self.times.lap("draft_rows")
+        return run_model(runner, rows)
 
-    def _tree_lengths(self, batch: DecodeBatch, num_draft_tokens: np.ndarray) -> np.ndarray:
-        """[B] of num_draft_tokens [B]: 0 where nothing can be drafted."""
-        return num_draft_tokens
+    def run_level(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
+        rows = node_rows(batch, level, batch.num_tokens)
+        self.times.lap("draft_rows")
+        return run_model(runner, rows)
 
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         batch, step = chain.batch, 0
@@ -147,7 +154,7 @@ class ModelProposer:
         last = chain.last_tokens(active)
         pieces = [
             last[row : row + 1]
-            if is_behind[row] and not chain.is_look_up[active[row]]
+            if is_behind[row] and chain.is_main[active[row]]
             else np.append(seq.token_ids[seq.draft_len : seq.num_tokens], chain.behind_tokens(active[row]))
             for row, seq in enumerate(sequences)
         ]
@@ -174,7 +181,7 @@ class Chain:
         behind, num_wanted = proposal.behind, proposal.num_draft_tokens
         self.batch = batch
         self.num_behind = behind.num_drafted  # [B]
-        self.is_look_up = behind.is_look_up  # [B]
+        self.is_main = behind.is_main  # [B]
         self._trim = proposal.trim
         self._num_wanted = num_wanted
         size, width, old = len(batch), int(num_wanted.max(initial=0)), behind.drafted.shape[1]

@@ -16,7 +16,6 @@ import numpy as np
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
-from faser_backend.core.frontier import NUM_SOURCES
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock
@@ -27,7 +26,7 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
 
 _log = logging.getLogger(__name__)
-SOURCES = ("model", "ngram", "client")  # of draft tokens; the first NUM_SOURCES by number of the source
+SOURCES = ("model", "ngram", "client")  # of draft tokens, by number of the source
 NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 PLAIN = "plain"  # a step that verified no draft tokens and drafted none
 STEP_KINDS = (PLAIN, *(mode.value for mode in PipelineMode))
@@ -246,11 +245,9 @@ class Engine:
         """By who drafted: the engine's drafter, n-grams beside it, the client."""
         proposer, frontier = self.stepper.proposer, record.frontier
         main = "model" if proposer is None else proposer.main_source
-        sources = np.zeros(record.num_tokens.shape, np.int64) if frontier.sources is None else frontier.sources
-        sources = sources if frontier.is_client is None else np.where(frontier.is_client, NUM_SOURCES, sources)
         metrics = self._metrics
         for source, name in enumerate((main, *SOURCES[1:])):
-            rows = sources == source
+            rows = frontier.sources == source
             metrics.num_drafted_by_source[name] += int(frontier.num_drafted[rows].sum())
             metrics.num_accepted_by_source[name] += int(record.acceptance.num_accepted[rows].sum())
 

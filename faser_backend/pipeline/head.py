@@ -13,12 +13,11 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner, Sampler, TreeHeadRunner
+from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner, Partition, Sampler, TreeHeadRunner
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
-from faser_backend.pipeline.draft_tree import HEAD_DIFFERENCE, Node, node_rows
+from faser_backend.pipeline.draft_tree import HEAD_DIFFERENCE, Level, node_rows
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -31,6 +30,8 @@ class HeadProposer(ModelProposer):
 
     # Rows of accepted tokens are read again in any case: of trees all of them.
     max_lag = MAX_ADAPTIVE_TOKENS + MAX_DRAFT_LAG
+    fewest_tokens = 2  # there is no row yet of the first
+    difference = HEAD_DIFFERENCE
 
     def __init__(self, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray, *, keeps_probs: bool) -> None:
         super().__init__(sampler, times, block_tables, keeps_probs=keeps_probs)
@@ -69,7 +70,7 @@ class HeadProposer(ModelProposer):
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
         head, batch, step = cast(HeadRunner, runner), chain.batch, 0
-        active = active[batch.num_tokens[active] > 1]
+        active = active[batch.num_tokens[active] >= self.fewest_tokens]
         hidden: DeviceArray = None
         while active.size:
             if hidden is None:
@@ -88,7 +89,7 @@ class HeadProposer(ModelProposer):
             self.times.lap("draft_sample")
 
     def _draft_at_once(self, loop: DraftLoop, chain: Chain, active: np.ndarray, proposal: Proposal) -> None:
-        active = active[chain.batch.num_tokens[active] > 1]
+        active = active[chain.batch.num_tokens[active] >= self.fewest_tokens]
         if active.size:
             super()._draft_at_once(loop, chain, active, proposal)
 
@@ -96,11 +97,24 @@ class HeadProposer(ModelProposer):
         assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
         return self.unread_rows(chain.batch, active)
 
-    def _tree_calls(self, runner: ModelRunner) -> HeadTreeCalls:
-        return HeadTreeCalls(cast(TreeHeadRunner, runner), self)
+    def run_unseen(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
+        rows = self.unread_rows(batch, np.array(list(level)))
+        self.times.lap("draft_rows")
+        return self._run_nodes(runner, rows, runner.run_segment(0, rows, None), level)
 
-    def _tree_lengths(self, batch: DecodeBatch, num_draft_tokens: np.ndarray) -> np.ndarray:
-        return np.where(batch.num_tokens > 1, num_draft_tokens, 0)
+    def run_level(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
+        """Each node goes on from what the head itself made of its parent."""
+        rows = node_rows(batch, level, batch.num_tokens - 1)  # a row holds the token behind its position
+        parents = [node.parent for nodes in level.values() for node in nodes]
+        hidden = cast(TreeHeadRunner, runner).join_rows([parent.made for parent in parents if parent is not None])
+        self.times.lap("draft_rows")
+        return self._run_nodes(runner, rows, hidden, level)
+
+    def _run_nodes(self, runner: ModelRunner, rows: RowBatch, hidden: DeviceArray, level: Level) -> np.ndarray:
+        logits, made = cast(HeadRunner, runner).run_layer(rows, hidden)
+        for row, node in enumerate(node for nodes in level.values() for node in nodes):
+            node.made = runner.take_rows(made, np.array([row]))
+        return logits
 
     def _rows_of(self, sequence: Sequence) -> int:
         """Rows that are read. A reused prefix brings its own, the last of them beside another's next token."""
@@ -113,32 +127,3 @@ class HeadProposer(ModelProposer):
         starts = [self._rows_of(sequence) for sequence in sequences]
         pieces = [seq.token_ids[a + 1 : b + 1] for seq, a, b in zip(sequences, starts, stops, strict=True)]
         return piece_rows(pieces, starts, tables, with_logits=with_logits)
-
-
-class HeadTreeCalls:
-    """Trees of a head (draft_tree.TreeCalls): each node goes on from what the head itself made of its parent."""
-
-    difference = HEAD_DIFFERENCE
-    keeps_cells = False  # rows of accepted tokens are read again, beside the target's hidden states
-
-    def __init__(self, head: TreeHeadRunner, proposer: HeadProposer) -> None:
-        self.vocab_size = head.vocab_size
-        self._head, self._proposer, self.times = head, proposer, proposer.times
-
-    def run_unseen(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
-        rows = self._proposer.unread_rows(batch, np.array(list(level)))
-        self.times.lap("draft_rows")
-        return self._run(rows, self._head.run_segment(0, rows, None), level)
-
-    def run_level(self, batch: DecodeBatch, level: dict[int, list[Node]]) -> np.ndarray:
-        rows = node_rows(batch, level, batch.num_tokens - 1)  # a row holds the token behind its position
-        parents = [node.parent for nodes in level.values() for node in nodes]
-        hidden = self._head.join_rows([parent.made for parent in parents if parent is not None])
-        self.times.lap("draft_rows")
-        return self._run(rows, hidden, level)
-
-    def _run(self, rows: RowBatch, hidden: DeviceArray, level: dict[int, list[Node]]) -> np.ndarray:
-        logits, made = self._head.run_layer(rows, hidden)
-        for row, node in enumerate(node for nodes in level.values() for node in nodes):
-            node.made = self._head.take_rows(made, np.array([row]))
-        return logits

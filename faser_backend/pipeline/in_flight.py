@@ -1,16 +1,60 @@
 """Chains that are drafted in one step and verified in a later one: taking them out, joining, discarding.
 
-Pure array work on `InFlight` values; chains of different lengths are padded to the longest.
+Pure array work on `InFlight` values; chains of different lengths are padded to the longest. Drafts that clients bring
+along, and tokens that grammars force, enter here: a client's as soon as its prompt has been read, and so in the
+request's first verification in every pipeline mode; a forced one when its sequence has nothing in flight. The draft
+model has not read them, and confidence knows nothing of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from faser_backend.core.frontier import MAIN, Acceptance, Frontier
-from faser_backend.core.plan import InFlight
+from faser_backend.core.frontier import CLIENT, Acceptance, Frontier
+from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
 from faser_backend.core.tree import Tree
+from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.speculation import MAX_DRAFT_TOKENS
+
+
+def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows: int | None) -> InFlight:
+    """What is in flight, and the chains of clients whose prompts have been read since.
+
+    max_logit_rows: of a sequence, that the target takes. A sequence that finds no free blocks for a chain goes on
+    without it; one whose chain cannot be read has failed.
+    """
+    fresh = [sequence for sequence in scheduler.running if sequence.client_draft and sequence.is_ready]
+    if fresh:
+        flying = set(in_flight.sequences)
+        fresh = [sequence for sequence in fresh if sequence not in flying]
+    if not fresh:
+        return in_flight
+    # As long as the server's own they may be in any case; longer ones share what a step may read of prompts, for
+    # everybody waits for their rows, and each has a row of logits.
+    longest = max(scheduler.max_prefill_tokens // len(fresh), MAX_DRAFT_TOKENS)
+    if max_logit_rows is not None:
+        longest = min(longest, max_logit_rows - 1)
+    entering, chains = [], []
+    for sequence in fresh:
+        chain = None
+        try:
+            chain = np.array(sequence.client_draft[:longest], np.int64)
+        except Exception as error:
+            sequence.fail("draft_input_ids", error)
+        if chain is not None and chain.size and scheduler.reserve(sequence, chain.size):
+            entering.append(sequence)
+            chains.append(chain)
+        else:
+            sequence.client_draft = ()
+    counts = np.array([chain.size for chain in chains], np.int64)
+    drafted = np.zeros((counts.size, counts.max(initial=0)), np.int64)
+    for row, chain in enumerate(chains):
+        drafted[row, : chain.size] = chain
+    frontier = Frontier(drafted, counts, counts + 1, sources=np.full(counts.size, CLIENT))
+    return join(in_flight, InFlight(entering, frontier))
 
 
 def split(in_flight: InFlight, sequences: list[Sequence]) -> tuple[Frontier, InFlight]:
@@ -29,8 +73,7 @@ def join(first: InFlight, second: InFlight) -> InFlight:
         return first
     if not first.sequences:
         return second
-    frontier = stack(first.frontier, second.frontier)
-    return InFlight(first.sequences + second.sequences, frontier, first.drafting_us + second.drafting_us)
+    return InFlight(first.sequences + second.sequences, stack(first.frontier, second.frontier))
 
 
 def merge(ready: Frontier, drafted: Frontier) -> Frontier:
@@ -55,55 +98,44 @@ def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, ac
     return ahead.take([row for row, sequence in enumerate(ahead.sequences) if holds.get(sequence, True)])
 
 
+def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
+    """The frontier to verify while the draft runs ahead of it: with no row behind the last draft token, so that
+    this token, once accepted, is the anchor that the chain ahead follows. A trimmed chain ends with its last
+    test: row N - 1 tests draft token N, so the draft goes on behind that one."""
+    ahead = set(plan.drafts)
+    runs_ahead = np.array([sequence in ahead for sequence in plan.decodes], np.bool_)
+    if not runs_ahead.any():
+        return ready
+    num_tested = np.minimum(ready.num_drafted, ready.num_rows)
+    return replace(
+        ready,
+        num_drafted=np.where(runs_ahead, num_tested, ready.num_drafted),
+        num_rows=np.where(runs_ahead, num_tested, ready.num_rows),
+    )
+
+
 def stack(first: Frontier, second: Frontier) -> Frontier:
     """The chains of `first`, then those of `second`. What only one of them knows is dropped, but an empty
-    frontier knows everything, and a client's chain has no law to know."""
-    width = max(first.drafted.shape[1], second.drafted.shape[1])
-    num_laws = max(0 if probs is None else probs.shape[1] for probs in (first.draft_probs, second.draft_probs))
+    frontier knows everything, and a client's chain has no distribution to know."""
+    both = first, second
+    width = max(each.drafted.shape[1] for each in both)
+    num_probs = max(0 if each.draft_probs is None else each.draft_probs.shape[1] for each in both)
     counts = first.num_drafted, second.num_drafted
-    is_client = [_is_client(first), _is_client(second)]
-    drawn = first.num_drafted * ~is_client[0], second.num_drafted * ~is_client[1]
-    has_clients = is_client[0].any() or is_client[1].any()
+    drawn = counts[0] * ~first.is_client, counts[1] * ~second.is_client
+    tree = None
+    if first.tree is not None or second.tree is not None:  # the chains of one beside the trees of the other are trees
+        trees = [each.tree or Tree.of_chains(each.num_drafted.size, width) for each in both]
+        tree = Tree(np.concatenate([_padded(each.parents, width) for each in trees]))
     return Frontier(
-        np.concatenate([_padded(first.drafted, width), _padded(second.drafted, width)]),
+        np.concatenate([_padded(each.drafted, width) for each in both]),
         np.concatenate(counts),
-        np.concatenate([first.num_rows, second.num_rows]),
+        np.concatenate([each.num_rows for each in both]),
         _stack_optional(first.margins, second.margins, counts, width),
         _stack_optional(first.candidates, second.candidates, counts, width),
-        _stack_optional(first.draft_probs, second.draft_probs, drawn, num_laws),
-        np.concatenate(is_client) if has_clients else None,
-        _stack_trees(first, second, width),
-        _stack_sources(first, second),
+        _stack_optional(first.draft_probs, second.draft_probs, drawn, num_probs),
+        tree,
+        np.concatenate([each.sources for each in both]),
     )
-
-
-def _stack_trees(first: Frontier, second: Frontier, width: int) -> Tree | None:
-    """None where neither has trees; the chains of one beside the trees of the other become trees."""
-    if first.tree is None and second.tree is None:
-        return None
-    trees = [
-        frontier.tree
-        or Tree.of_chains(frontier.num_drafted, width, is_run=~(_is_client(frontier) | frontier.is_look_up))
-        for frontier in (first, second)
-    ]
-    parents = np.concatenate([_padded(tree.parents, width) for tree in trees])
-    return Tree(parents, np.concatenate([_padded(tree.draft_cells, width) for tree in trees]))
-
-
-def _stack_sources(first: Frontier, second: Frontier) -> np.ndarray | None:
-    """None where the engine's drafter made them all."""
-    if first.sources is None and second.sources is None:
-        return None
-    known = (each.sources for each in (first, second))
-    sizes = first.num_drafted.size, second.num_drafted.size
-    return np.concatenate(
-        [np.full(size, MAIN) if sources is None else sources for sources, size in zip(known, sizes, strict=True)]
-    )
-
-
-def _is_client(frontier: Frontier) -> np.ndarray:
-    """[B] bool."""
-    return np.zeros(frontier.num_drafted.shape, np.bool_) if frontier.is_client is None else frontier.is_client
 
 
 def _stack_optional(

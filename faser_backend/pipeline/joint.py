@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from faser_backend.core.frontier import MAIN, Frontier
+from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.ports import Partition
 from faser_backend.core.sequence import Sequence
+from faser_backend.core.tree import MAX_TREE_ROWS
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.in_flight import stack
 from faser_backend.pipeline.ngram import NgramProposer
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.policy.drafter_choice import DrafterChoice
@@ -78,7 +79,8 @@ class JointProposer:
         else:
             takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
         self.times.lap("draft_lookup")
-        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
+        max_lag = MAX_TREE_ROWS if proposal.trees else self.model.max_lag
+        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes, max_lag)
         takes |= ~asked & (found.num_drafted > 0)
         drafted = self._draft(partition, batch, proposal, np.where(asked, wanted, 0))
         self._remember(batch, proposal, found, drafted)
@@ -98,14 +100,14 @@ class JointProposer:
             return Frontier.empty(len(batch))
         return self.model.propose(partition, batch, replace(proposal, num_draft_tokens=wanted))
 
-    def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray) -> np.ndarray:
+    def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray, max_lag: int) -> np.ndarray:
         """[B] bool: of the sequences `asked` [B] those whose tokens the draft has read, up to a few."""
         budget, chunks = self._max_prefill_tokens, []
         ready = asked.copy()
         for row in np.flatnonzero(asked):
             sequence = batch.sequences[row]
             lag = sequence.num_tokens - sequence.draft_len
-            if lag <= self.model.max_lag:
+            if lag <= max_lag:
                 continue
             num_tokens = lag - 1  # the last one is fed when it drafts
             if num_tokens > budget:
@@ -122,7 +124,7 @@ class JointProposer:
         for chains in (found, drafted):
             for row in np.flatnonzero((chains.num_drafted > 0) & (proposal.behind.num_drafted == 0)):
                 count = int(chains.num_drafted[row])
-                source = MAIN if chains.sources is None else int(chains.sources[row])
+                source = int(chains.sources[row])
                 tokens, tree = chains.drafted[row, :count].tolist(), chains.tree
                 parents = list(range(count)) if tree is None else tree.parents[row, :count].tolist()
                 margins = None if chains.margins is None else chains.margins[row, :count]

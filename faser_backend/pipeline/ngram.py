@@ -14,8 +14,8 @@ import numpy as np
 
 from faser_backend.core.frontier import NGRAM, Frontier
 from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.ports import Partition
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes

@@ -13,11 +13,10 @@ import numpy as np
 
 from faser_backend.core.errors import blaming
 from faser_backend.core.plan import PrefillChunk, StepPlan
-from faser_backend.core.ports import Clock, ModelRunner, Sampler
+from faser_backend.core.ports import Clock, ModelRunner, Partition, Sampler
 from faser_backend.core.request import NUM_CONTEXT_TOP
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.rows import token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes

@@ -10,42 +10,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import Failure
-from faser_backend.core.frontier import Frontier
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.ports import Clock, Sampler
+from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, RequestOutput
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.accepted_cells import move_accepted
-from faser_backend.pipeline.client_drafts import with_client_drafts
-from faser_backend.pipeline.commit import commit_tokens, final_output, round_counts
-from faser_backend.pipeline.extras import extras_of
-from faser_backend.pipeline.in_flight import join, merge, split, surviving
-from faser_backend.pipeline.phases import (
-    Partition,
-    Phases,
-    Span,
-    Verified,
-    run_drafting,
-    run_in_turn,
-    run_overlapped,
-    without_bonus,
-)
+from faser_backend.pipeline.commit import commit_tokens, extras_of, final_output, move_accepted, round_counts
+from faser_backend.pipeline.in_flight import join, merge, split, surviving, with_client_drafts, without_bonus
 from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
-from faser_backend.pipeline.recorder import recorded
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.trim import admit, admit_by_price
 
+Result = TypeVar("Result")
 FEWEST_FORCED = 2  # tokens that are worth a step in which the sequence drafts nothing else
+
+
+class Span(NamedTuple):
+    """When a phase ran, in nanoseconds of the engine's clock."""
+
+    start_ns: int = 0
+    end_ns: int = 0
+
+    @property
+    def us(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e3
+
+    def overlap_us(self, other: Span) -> float:
+        return max(0, min(self.end_ns, other.end_ns) - max(self.start_ns, other.start_ns)) / 1e3
+
+
+class StepPhases(NamedTuple):
+    """What drafting and verification of one step came to. verified is None where nothing was in flight yet."""
+
+    frontier: Frontier  # that was verified
+    verified: tuple[Verification, Acceptance] | None
+    ahead: InFlight  # drafted for later steps
+    proposing: Span = Span()
+    verifying: Span = Span()
 
 
 class Stepper:
@@ -98,40 +110,55 @@ class Stepper:
         reading = self.prefiller.prefill(self.partitions[WHOLE], plan)
         batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
         ready, waiting = split(plan.in_flight, batch.sequences)
-        if plan.drafts:
-            phases = self._run_phases_at_once(plan, batch, ready)
-        else:
-            phases = self._run_phases_in_turn(plan, batch, ready)
+        run_phases = self._run_phases_at_once if plan.drafts else self._run_phases_in_turn
+        phases = run_phases(plan, batch, ready)
         if phases.verified is None:
-            drafting_us = plan.in_flight.drafting_us + phases.propose_us
             outputs = self._end_failed()
-            return outputs, replace(join(waiting, phases.ahead).present(), drafting_us=drafting_us)
-        ahead = surviving(phases.ahead, batch.sequences, phases.frontier, phases.verified.acceptance)
-        in_flight = join(replace(waiting, drafting_us=0.0), ahead)
+            return outputs, join(waiting, phases.ahead).present()
+        verification, acceptance = phases.verified
+        in_flight = join(waiting, surviving(phases.ahead, batch.sequences, phases.frontier, acceptance))
         # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
         planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
         num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
-        outputs = self._commit(batch, phases.frontier, phases.verified, num_ahead) + self._end_failed()
-        record = recorded(plan, batch, phases, reading, Span(start_ns, self.clock.now_ns()))
+        outputs = self._commit(batch, phases.frontier, verification, acceptance, num_ahead) + self._end_failed()
+        record = StepRecord(
+            plan=plan,
+            frontier=phases.frontier,
+            verification=verification,
+            acceptance=acceptance,
+            num_tokens=batch.num_tokens,
+            start_ns=start_ns,
+            end_ns=self.clock.now_ns(),
+            propose_us=phases.proposing.us,
+            verify_us=phases.verifying.us,
+            overlap_us=phases.verifying.overlap_us(phases.proposing),
+            prefill_us=reading.target_us,
+            draft_prefill_us=reading.draft_us,
+        )
         for observe in self.observers:
             observe(record)
         self.times.lap("observe")
         return outputs, in_flight.present()
 
-    def _run_phases_in_turn(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
+    def _run_phases_in_turn(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
         """Drafts for the sequences that have nothing in flight, then verifies all."""
         if not plan.decodes:
-            return Phases(ready, None, InFlight.empty())
+            return StepPhases(ready, None, InFlight.empty())
 
         def propose() -> Frontier:
             drafted = self._propose(plan, batch, plan.num_draft_tokens, Frontier.empty(len(batch)))
             self.times.start()
             return merge(ready, drafted)
 
-        return run_in_turn(self.clock, propose, lambda frontier: self._verify(plan, batch, frontier))
+        frontier, proposing = self._timed(propose)
+        verified, verifying = self._timed(lambda: self._verify(plan, batch, frontier))
+        return StepPhases(frontier, verified, InFlight.empty(), proposing, verifying)
 
-    def _run_phases_at_once(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> Phases:
-        """Verifies what is in flight while the draft works for later steps."""
+    def _run_phases_at_once(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
+        """Verifies what is in flight while the draft works for later steps, each on its share of the device.
+
+        Both read tokens that are committed and write KV of positions that nobody else touches.
+        """
         frontier = without_bonus(ready, plan)
         drafting = DecodeBatch(plan.drafts, self.scheduler.blocks.block_tables)
         behind, _ = split(InFlight(plan.decodes, frontier), plan.drafts)
@@ -139,15 +166,24 @@ class Stepper:
         def propose() -> InFlight:
             return InFlight(plan.drafts, self._propose(plan, drafting, plan.num_ahead_tokens, behind))
 
-        if not plan.decodes:
-            phases = run_drafting(self.clock, ready, propose)
+        if not plan.decodes:  # there is nothing to verify yet
+            ahead, proposing = self._timed(propose)
             self.times.start()
-            return phases
+            return StepPhases(ready, None, ahead, proposing)
         lanes = self.partitions[plan.decision.partition].lanes
         assert lanes is not None, f"partition {plan.decision.partition} has no lanes to overlap on"
-        phases = run_overlapped(lanes, self.clock, frontier, lambda: self._verify(plan, batch, frontier), propose)
+        (verified, verifying), (ahead, proposing) = lanes.run_both(
+            lambda: self._timed(lambda: self._verify(plan, batch, frontier)), lambda: self._timed(propose)
+        )
         self.times.lap("wait")
-        return phases
+        return StepPhases(frontier, verified, ahead, proposing, verifying)
+
+    def _timed(self, phase: Callable[[], Result]) -> tuple[Result, Span]:
+        """Runs a phase and notes when. It ends with tokens on the host, so that its time is the device's too, where
+        calls are merely queued."""
+        start_ns = self.clock.now_ns()
+        result = phase()
+        return result, Span(start_ns, self.clock.now_ns())
 
     def _propose(self, plan: StepPlan, batch: DecodeBatch, num_draft_tokens: list[int], behind: Frontier) -> Frontier:
         if self.proposer is None or not any(num_draft_tokens):
@@ -163,19 +199,20 @@ class Stepper:
         admitted = admit if frontier.draft_probs is None else admit_by_price
         return replace(frontier, num_rows=admitted(trim, frontier, batch.slots))
 
-    def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> Verified:
+    def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> tuple[Verification, Acceptance]:
         target = self.partitions[plan.decision.partition].target
         verification = self.verifier.verify(target, batch, frontier, plan.decision.pruner)
         acceptance = self.verifier.accept(batch, frontier, verification)
-        move_accepted(self.partitions[plan.decision.partition], batch, frontier, acceptance)
+        move_accepted(target, batch, acceptance)
         self.times.lap("accept")
-        return Verified(verification, acceptance)
+        return verification, acceptance
 
     def _commit(
         self,
         batch: DecodeBatch,
         frontier: Frontier,
-        verified: Verified,
+        verification: Verification,
+        acceptance: Acceptance,
         num_ahead: Mapping[Sequence, int],
     ) -> list[RequestOutput]:
         """Tokens enter their sequences; a finished sequence gives back slot and blocks at once. One that has failed
@@ -184,7 +221,6 @@ class Stepper:
         num_ahead: positions past its tokens that a sequence keeps blocks for.
         """
         outputs = []
-        verification, acceptance = verified
         blocks = self.scheduler.blocks
         now = self.clock.now_ns()
         emitted = acceptance.tokens.tolist()

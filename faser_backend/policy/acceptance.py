@@ -128,7 +128,9 @@ def accept_by_rejection(
     last_rows = rows[drawing, column]
     weights = target_probs[last_rows].astype(np.float64)
     rejected = np.flatnonzero(column < num_tested[drawing])
-    weights[rejected] = _residual(weights[rejected], _laws(frontier, draft_probs, drawing[rejected], column[rejected]))
+    weights[rejected] = _residual(
+        weights[rejected], _drawn_from(frontier, draft_probs, drawing[rejected], column[rejected])
+    )
     tokens[drawing, column] = draw(weights, sample_uniforms[last_rows])
     return _acceptance(tokens, num_accepted, num_emitted)
 
@@ -158,27 +160,23 @@ def rank_drawn(probs: np.ndarray, tokens: np.ndarray, num_candidates: int) -> Dr
 
 
 def _drafted_probs(frontier: Frontier, draft_probs: np.ndarray) -> np.ndarray:
-    """[B, K] of each draft token under the law that it was drawn from; 1 in clients' chains."""
-    width, is_client = draft_probs.shape[1], frontier.is_client
+    """[B, K] of each draft token under the distribution that it was drawn from; 1 in clients' chains."""
+    width = draft_probs.shape[1]
     q = draft_probs[np.arange(len(draft_probs))[:, None], np.arange(width), frontier.drafted[:, :width]]
-    if is_client is None and width == frontier.drafted.shape[1]:
-        return q
     padded = np.ones(frontier.drafted.shape, np.float32)
-    is_drawn = slice(None) if is_client is None else ~is_client
+    is_drawn = ~frontier.is_client
     padded[is_drawn, :width] = q[is_drawn]
     return padded
 
 
-def _laws(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """[n, V] laws of the draft tokens at (sequences [n], columns [n])."""
-    if frontier.is_client is None:
-        return draft_probs[sequences, columns]
-    laws = np.zeros((sequences.size, draft_probs.shape[2]), np.float32)
+def _drawn_from(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """[n, V] distributions of the draft tokens at (sequences [n], columns [n])."""
+    distributions = np.zeros((sequences.size, draft_probs.shape[2]), np.float32)
     is_client = frontier.is_client[sequences]
     given, drawn = np.flatnonzero(is_client), np.flatnonzero(~is_client)
-    laws[given, frontier.drafted[sequences[given], columns[given]]] = 1.0
-    laws[drawn] = draft_probs[sequences[drawn], columns[drawn]]
-    return laws
+    distributions[given, frontier.drafted[sequences[given], columns[given]]] = 1.0
+    distributions[drawn] = draft_probs[sequences[drawn], columns[drawn]]
+    return distributions
 
 
 def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:

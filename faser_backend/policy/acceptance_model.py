@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from faser_backend.core.frontier import MAIN, NUM_SOURCES
+from faser_backend.core.frontier import CLIENT, MAIN
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import KINDS, MarginCounts, MarginCurve, MatchCalibration, sigmoid
@@ -31,9 +31,9 @@ class AcceptanceModel:
         # By source of chains and kind of request; margins are the engine's drafter's.
         self._calibrations = [
             [MatchCalibration(margins.get(kind) if source == MAIN else None) for kind in KINDS]
-            for source in range(NUM_SOURCES)
+            for source in range(CLIENT)
         ]
-        self._num_chains = np.eye(NUM_SOURCES)[MAIN]  # by source, of late
+        self._num_chains = np.eye(CLIENT)[MAIN]  # by source, of late
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
         self.num_tests = 0
 
@@ -44,7 +44,7 @@ class AcceptanceModel:
 
     @property
     def source_shares(self) -> np.ndarray:
-        """[NUM_SOURCES] shares of the chains of late, summing to 1."""
+        """[CLIENT] shares of the chains of late, summing to 1."""
         return self._num_chains / self._num_chains.sum()
 
     @property
@@ -60,8 +60,8 @@ class AcceptanceModel:
         return greedy.mixed(sampled, sampled_share)
 
     def match_logits(self, sampled_share: float) -> np.ndarray:
-        """As a TrimRule holds them: [M], or [NUM_SOURCES, M] where look-ups make chains."""
-        sources = range(NUM_SOURCES if self.has_look_ups else 1)
+        """As a TrimRule holds them: [M], or [CLIENT, M] where look-ups make chains."""
+        sources = range(CLIENT if self.has_look_ups else 1)
         found = np.stack([self.curve(sampled_share, source).match_logits for source in sources])
         return found if self.has_look_ups else found[0]
 
@@ -84,12 +84,10 @@ class AcceptanceModel:
             decodes = [decodes[row] for row in rows]
             margins, num_accepted, num_tested = margins[rows], num_accepted[rows], num_tested[rows]
         groups = np.array([not each.request.sampling.is_greedy for each in decodes], np.int64)  # kinds
-        if record.frontier.sources is not None:
-            sources = record.frontier.sources[rows]
-            groups += len(KINDS) * sources
+        sources = record.frontier.sources[rows]
+        groups += len(KINDS) * sources
+        if self.has_look_ups or sources.any():
             self._count_chains(sources[record.frontier.num_drafted[rows] > 0])
-        elif self.has_look_ups:
-            self._count_chains(np.zeros(np.count_nonzero(record.frontier.num_drafted[rows]), np.int64))
         for group in np.unique(groups).tolist():
             of_group = slice(None) if (groups == group).all() else np.flatnonzero(groups == group)
             own = decodes if isinstance(of_group, slice) else [decodes[index] for index in of_group]
@@ -100,7 +98,7 @@ class AcceptanceModel:
     def _count_chains(self, sources: np.ndarray) -> None:
         """sources [n] of a step's chains."""
         self._num_chains *= _CHAINS_FADE**sources.size
-        self._num_chains += np.bincount(sources, minlength=NUM_SOURCES)
+        self._num_chains += np.bincount(sources, minlength=CLIENT)
 
     def _observe(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from faser_backend.core.decision import TrimRule
-from faser_backend.core.frontier import MAIN, NUM_SOURCES, Frontier
+from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.policy.calibration import KINDS, MatchCalibration, margin_bins
 
 _TREES_FADE, _FIRST_KEPT = 0.98, 1.0  # by tree, and what a tree is taken to keep until some were seen
@@ -23,10 +23,10 @@ class DrafterChoice:
 
     def __init__(self) -> None:
         self.calibrations = {
-            (source, kind): MatchCalibration(None) for source in range(NUM_SOURCES) for kind in range(len(KINDS))
+            (source, kind): MatchCalibration(None) for source in range(CLIENT) for kind in range(len(KINDS))
         }
         self._version = 0  # of the curves that were read
-        self._chances = np.zeros((0, 0))  # [NUM_SOURCES x kinds, M] by bin of margins
+        self._chances = np.zeros((0, 0))  # [CLIENT x kinds, M] by bin of margins
         self._means = np.zeros(0)  # [kinds] of the draft model's tokens
         self._kept_of_tree = [_FIRST_KEPT] * len(KINDS)  # of the draft model's trees of late
 
@@ -39,7 +39,7 @@ class DrafterChoice:
         """
         if not found.num_drafted.any():
             return np.zeros(num_wanted.shape, np.bool_)
-        assert found.margins is not None and found.sources is not None
+        assert found.margins is not None
         kinds = is_sampled.astype(np.int64)
         row_price = call_price = 0.0
         if trim is not None:
@@ -64,7 +64,7 @@ class DrafterChoice:
 
     def _survival(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
         """[B, K] chances that look-ups' tokens and all before them are accepted, of kinds [B] of requests."""
-        assert found.margins is not None and found.sources is not None
+        assert found.margins is not None
         self._refresh()
         groups = len(KINDS) * found.sources + kinds
         return self._chances[groups[:, None], margin_bins(found.margins)].cumprod(axis=1)

@@ -128,7 +128,7 @@ class GpLcb:
     def observe(self, record: StepRecord) -> None:
         self._acceptance.observe(record)
         self._num_plain = 0 if record.frontier.num_drafted.any() else self._num_plain + 1
-        if record.frontier.is_client is not None:  # rows that no decision has chosen
+        if record.has_clients:
             return
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
         size, num_drafted = lengths.size, int(lengths.sum())

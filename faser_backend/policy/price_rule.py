@@ -349,7 +349,7 @@ class PriceRule:
             return
         self._acceptance.observe(record)
         is_first = not self._errors.knows(DRAFT if has_drafted else TARGET, decision.partition)
-        if (self._num_alike < COLD_STEPS and not is_first) or record.frontier.is_client is not None:
+        if (self._num_alike < COLD_STEPS and not is_first) or record.has_clients:
             return
         knows_who = not plan.drafts or not self._acceptance.has_look_ups
         self._errors.observe_step(record, self._times, knows_who=knows_who)

@@ -149,7 +149,7 @@ class TimeErrors:
             drafting = known.of(lengths.size, context, partition)
             verify_us += times.lanes_us
         else:
-            lengths, drafting = np.where(record.frontier.is_look_up, 0, record.frontier.num_drafted), times
+            lengths, drafting = record.frontier.num_drafted * record.frontier.is_main, times
         reading_us = _target_reading_us(record, costs) + record.draft_prefill_us
         measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
         self.observe(TARGET, partition, num_rows, verify_us, measured_us)

@@ -82,7 +82,7 @@ def admit(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
     is_allowed = column <= columns[:, None]  # [K, B K]: rows 1..k + 1 of every chain
     tokens = size + np.cumsum(ranked * is_allowed, axis=1)
     num_extra = np.minimum(np.cumsum(is_allowed, axis=1), rule.verify_us.size - 1)
-    num_called = np.where(frontier.is_look_up, 0, frontier.num_drafted)  # look-ups make no draft calls
+    num_called = frontier.num_drafted * frontier.is_main  # look-ups make no draft calls
     num_active = np.count_nonzero(columns[:, None] < num_called, axis=1)  # [K] in each draft call
     calls_us = np.where(num_active > 0, _for_counts(rule.draft_us, num_active), 0.0)
     spent_us = rule.draft_round_us * bool(num_called.any()) + float(calls_us.sum())
@@ -101,7 +101,7 @@ def _admit_alone(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.nd
     length = int(frontier.num_drafted[0])
     survival = np.cumprod(chances(rule, frontier.margins[:1, :length], slots, frontier.sources)[0])
     tokens = np.concatenate([[1.0], 1.0 + np.cumsum(survival)])  # [length + 1] of 1, 2, ... rows
-    is_called = not frontier.is_look_up[0]
+    is_called = frontier.is_main[0]
     spent_us = is_called * (rule.draft_round_us + length * float(rule.draft_us[1]))
     verify_us = rule.verify_us[np.minimum(np.arange(length + 1), rule.verify_us.size - 1)]
     return np.array([1 + (tokens / (verify_us + spent_us)).argmax()])

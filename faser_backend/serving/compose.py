@@ -18,14 +18,13 @@ from typing import Any
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.ports import Clock, Sampler
+from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.request import Limits
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
 from faser_backend.serving import loading

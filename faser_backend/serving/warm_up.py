@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from faser_backend.core.errors import FaserError
+from faser_backend.core.ports import Partition
 from faser_backend.core.request import FinishReason, Limits, Request, SamplingParams
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ import numpy as np
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import Partition
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, SamplingParams
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.phases import Partition
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy

@@ -16,10 +16,9 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import ConfigError, Failure
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import DraftTokens, Proposed, Sampler, Verified
+from faser_backend.core.ports import DraftTokens, Partition, Proposed, Sampler, Verified
 from faser_backend.core.request import SamplingParams
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.pipeline.phases import Partition
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
