@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from faser_backend.core.ports import Lanes
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
+from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.registry import parse_policy, policy_usages
 from faser_backend.policy.speculation import Knowledge
 from tests.fakes import SequentialLanes, ThreadLanes
 from tests.forcing import Change, Forced
-from tests.harness import SPLIT, Driven, FakeEngine, drive, guessed, open_fake
+from tests.harness import SPLIT, VOCAB, Driven, FakeEngine, drive, guessed, open_fake
 
 LAYERS = (2, 2, 2)
+# Trees run in turn alone.
+POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages() if name != "tree"]
 LANES: dict[str, Callable[[], Lanes]] = {
     "verify first": lambda: SequentialLanes(verifies_first=True),
     "propose first": lambda: SequentialLanes(verifies_first=False),
@@ -85,3 +89,58 @@ def agrees(fake: FakeEngine, case: Case, seed: int | None) -> Driven:
     result = drive(fake.engine, case.requests, seed=seed)
     assert result.tokens == case.expected
     return result
+
+
+# -- clients that guess ----------------------------------------------------------------------------------
+
+GUESSES = ("right", "wrong", "partly right", "too long", "none", "one token", "by chance")
+
+
+def _guess(kind: str, answer: list[int], vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
+    wrong = [(token + 1) % vocab_size for token in answer]
+    half = len(answer) // 2
+    return tuple(
+        {
+            "right": answer,
+            "wrong": wrong,
+            "partly right": answer[:half] + wrong[half : half + 1] + answer[half + 1 :],
+            "too long": answer + wrong * 3,
+            "none": [],
+            "one token": answer[:1],
+            "by chance": rng.integers(vocab_size, size=int(rng.integers(1, 30))).tolist(),
+        }[kind]
+    )
+
+
+def guessing(requests: list[Request], expected: dict[str, list[int]], seed: int, vocab_size: int = VOCAB) -> Case:
+    """Every request with a guess of its own."""
+    rng = np.random.default_rng(seed)
+    drafted = [
+        replace(r, draft_ids=_guess(GUESSES[int(rng.integers(len(GUESSES)))], expected[r.request_id], vocab_size, rng))
+        for r in requests
+    ]
+    return Case(drafted, expected)
+
+
+class GuessWatcher:
+    """Checks every step: clients' chains come whole, once, and in the first verification of their requests."""
+
+    def __init__(self, fake: FakeEngine) -> None:
+        self.num_chains = self.num_mixed = 0
+        self._seen: set[Sequence] = set()
+        fake.stepper.observers.append(self.observe)
+
+    def observe(self, record: StepRecord) -> None:
+        frontier = record.frontier
+        if not record.has_clients:
+            self._seen.update(record.plan.decodes)
+            return
+        assert (frontier.num_rows == frontier.num_drafted + 1)[frontier.is_client].all(), "a client's token was trimmed"
+        for row, sequence in enumerate(record.plan.decodes):
+            if frontier.is_client[row]:
+                assert sequence not in self._seen and sequence not in record.plan.drafts
+                drafted = frontier.drafted[row, : frontier.num_drafted[row]].tolist()
+                assert tuple(drafted) == sequence.request.draft_ids[: len(drafted)]
+                self.num_chains += 1
+            self._seen.add(sequence)
+        self.num_mixed += bool((frontier.num_drafted[~frontier.is_client] > 0).any())

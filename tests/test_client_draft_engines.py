@@ -11,9 +11,9 @@ import pytest
 from faser_backend.config import EngineConfig
 from faser_backend.core.record import StepRecord
 from faser_backend.serving.compose import build_engine
+from tests.forced_engine import POLICIES, guessing
 from tests.harness import drive
 from tests.serving_pair import build_pair
-from tests.test_client_drafts import POLICIES, guessing
 from tests.test_eagle3 import Built
 from tests.test_eagle3_drafting import ChainChecker, make_requests, open_engine
 from tests.test_engine import random_requests

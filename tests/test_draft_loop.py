@@ -16,11 +16,10 @@ from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.step import Stepper
 from tests.fakes import CountingClock, SequentialLanes
-from tests.forced_engine import LANES, Case, agrees, open_forced
+from tests.forced_engine import LANES, POLICIES, Case, agrees, open_forced
 from tests.forcing import ADMITS_ALL, ADMITS_NOTHING, Change, forced, random_everything, random_lengths, random_rule
 from tests.harness import FakeEngine
 from tests.test_engine import alone, random_requests
-from tests.test_pipeline_modes import POLICIES
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 TRIMS = {

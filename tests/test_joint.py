@@ -10,8 +10,6 @@ import pytest
 from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
-from faser_backend.pipeline import step
-from faser_backend.pipeline.commit import commit_tokens
 from faser_backend.pipeline.joint import Guess, JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.policy.acceptance_model import AcceptanceModel
@@ -19,13 +17,12 @@ from faser_backend.policy.calibration import MarginCurve
 from faser_backend.policy.candidates import ChainTable, mixed
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.trim import admit, admit_by_price
-from tests.forced_engine import LANES, Case, agrees, open_forced
-from tests.forcing import Change, forced, random_everything, random_lengths
+from tests.forced_engine import Case, agrees, open_forced
+from tests.forcing import Change, forced
 from tests.harness import FakeEngine, drive, fake_engine, request
 from tests.kinds import record
 from tests.law import exact_law, observed, p_value
 from tests.test_engine import alone, random_requests
-from tests.test_pipeline_modes import POLICIES
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 
@@ -56,20 +53,6 @@ def run(case: Case, policy: str, change: Change, **options) -> FakeEngine:
     if isinstance(proposer := fake.stepper.proposer, JointProposer):
         assert not proposer._guesses and not proposer.look_ups._indexes, "a sequence left and is remembered"
     return fake
-
-
-@pytest.mark.parametrize("mode", PipelineMode)
-@pytest.mark.parametrize(("policy", "choice"), [(p, ("by chance", "by worth")[i % 2]) for i, p in enumerate(POLICIES)],
-                         indirect=["choice"])  # fmt: skip
-def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode, choice: str):
-    run(case, policy, forced(mode), num_blocks=26 if policy.startswith("fixed") else 60)
-
-
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG, "any"])
-def test_lengths_trimming_and_exits_of_their_own(case: Case, mode: PipelineMode | str, lanes: str, choice: str):
-    change = random_lengths(1, mode) if isinstance(mode, PipelineMode) else random_everything(1)
-    run(case, "fixed:4", change, num_blocks=40, lanes=LANES[lanes]())
 
 
 @pytest.mark.parametrize("policy", ["tree:2", "tree:7"])
@@ -158,15 +141,6 @@ def test_a_look_up_under_the_drafts_law_fails_the_same_test(monkeypatch: pytest.
     monkeypatch.setattr(NgramProposer, "_one_hot", spread)
     engine, _ = fake_engine("fixed:1", uses_rejection=True, **LAW)
     assert p_value(observed(engine, 5, 3, 1500), exact_law(5, 3)) < 1e-6
-
-
-def test_a_draft_that_takes_look_ups_for_read_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch, takes_all: None):
-    """Keys and values that the draft never made are not counted as there."""
-    monkeypatch.setattr(
-        step, "commit_tokens", lambda seq, new, counts: commit_tokens(seq, new, counts._replace(source=MAIN))
-    )
-    with pytest.raises(AssertionError):
-        agrees(open_forced("fixed:3", forced(SERIAL), has_both=True), case, None)
 
 
 # -- what a source is worth ------------------------------------------------------------------------------

@@ -20,12 +20,11 @@ from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration, margin_bins
 from tests.fakes import CountingClock, HashRunner
-from tests.forced_engine import LANES, Case, agrees, open_forced
-from tests.forcing import ADMITS_NOTHING, Change, always, forced, random_everything, random_lengths
+from tests.forced_engine import Case, agrees, open_forced
+from tests.forcing import ADMITS_NOTHING, forced
 from tests.harness import drive, fake_engine, request
 from tests.law import exact_law, observed, p_value
 from tests.test_engine import alone, random_requests
-from tests.test_pipeline_modes import POLICIES
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 PARTITION = Partition(HashRunner(1, 4, 8), None, None)
@@ -148,35 +147,6 @@ def test_sequences_are_read_once_and_forgotten():
 def case() -> Case:
     requests = random_requests(0, 12)
     return Case(requests, alone(requests))
-
-
-def run(case: Case, policy: str, change: Change, **options) -> int:
-    """Draft tokens that were accepted, of answers that are those of plain decoding."""
-    fake = open_forced(policy, change, has_ngrams=True, **options)
-    agrees(fake, case, 0)
-    if policy != "none":
-        assert isinstance(fake.stepper.proposer, NgramProposer)
-        assert not fake.stepper.proposer._indexes, "a sequence left and is remembered"
-    return fake.engine.metrics().num_accepted
-
-
-@pytest.mark.parametrize("mode", PipelineMode)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode):
-    for num_blocks in (200, 26):
-        run(case, policy, forced(mode), num_blocks=num_blocks)
-
-
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG, "any"])
-def test_lengths_trimming_and_exits_of_their_own(case: Case, mode: PipelineMode | str, lanes: str):
-    """Early exits are asked for in vain: there are no candidates to score."""
-    for seed in range(2):
-        change = random_lengths(seed, mode) if isinstance(mode, PipelineMode) else random_everything(seed)
-        run(case, "fixed:4", change, num_blocks=40, lanes=LANES[lanes]())
-    fake = open_forced("fixed:4", forced(SERIAL, pruner=always()), has_ngrams=True)
-    agrees(fake, case, None)
-    assert fake.engine.metrics().num_pruned == 0 < fake.engine.metrics().num_drafted
 
 
 def test_rows_that_are_not_worth_it_are_left_out(case: Case):

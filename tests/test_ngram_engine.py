@@ -21,7 +21,6 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.policy.calibration import KINDS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost, with_ngrams
-from faser_backend.policy.registry import policy_usages
 from faser_backend.serving import drafting
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
@@ -33,12 +32,10 @@ from lab.profiling import profile as profiling
 from lab.profiling.profile import profile_engine
 from lab.simulation.worlds import profile_world
 from tests.brief_profile import BRIEF
+from tests.forced_engine import POLICIES
 from tests.harness import drive, guessed, request
 from tests.serving_pair import build_pair, write_pair
 from tests.test_engine import random_requests
-
-# n-grams draft chains.
-POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages() if name != "tree"]
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,10 @@ from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.serving.runtimes import open_runtime
 from lab.bench.equality import make_requests
 from tests.fakes import CountingClock, SequentialLanes
-from tests.forced_engine import both_partitions
+from tests.forced_engine import POLICIES, both_partitions
 from tests.forcing import Change, Forced, at_random, random_rule
 from tests.harness import drive, guessed
 from tests.test_draft_loop import recorded_frontiers
-from tests.test_pipeline_modes import POLICIES
 from tests.torch_engines import CPU, write_torch_engine
 
 MAX_TOKENS = 14
