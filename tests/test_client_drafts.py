@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from faser_backend.core.errors import RequestError
+from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason
-from tests.forced_engine import Case, agrees, open_forced
-from tests.forcing import forced
-from tests.harness import VOCAB, drive, fake_engine, open_fake, request
+from faser_backend.core.request import FinishReason, Request, SamplingParams
+from faser_backend.policy.acceptance import accept_by_rejection
+from faser_backend.policy.gp_lcb import GpLcb
+from faser_backend.policy.price_rule import PriceRule
+from faser_backend.policy.registry import parse_policy
+from tests.forced_engine import Case, agrees, both_partitions, open_forced
+from tests.forcing import Change, Forced, always, forced
+from tests.harness import VOCAB, FakeEngine, drive, fake_engine, open_fake, request
 from tests.test_engine import alone
 
 
@@ -122,3 +128,118 @@ def test_token_ids_out_of_range_are_refused():
     for token_id in (-1, VOCAB):
         with pytest.raises(RequestError, match=rf"draft_input_ids = {token_id}: must lie in \[0, 23\]"):
             engine.submit(request("bad", [1, 2, 3], 8, draft_ids=(1, token_id)))
+
+
+# -- under rejection sampling -----------------------------------------------------------------------------
+
+
+def test_rejection_sampling_of_a_mixed_frontier_by_hand():
+    """Chain 0 was drawn, chain 1 is a client's and longer: its second token is one that the target never draws."""
+    probs = np.array([[[0.5, 0.5, 0.0]], [[0.0, 0.0, 0.0]]], np.float32)  # [2, 1, 3]
+    sources = np.array([MAIN, CLIENT])
+    frontier = Frontier(
+        np.array([[1, 0], [2, 0]]), np.array([1, 2]), np.array([2, 3]), draft_probs=probs, sources=sources
+    )
+    target = np.array([[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0.25, 0.75], [1, 0, 0]], np.float32)
+    uniforms = np.full(5, 0.5)
+    result = accept_by_rejection(frontier, target, np.array([0, 2, 5]), uniforms, uniforms)
+    assert result.num_accepted.tolist() == [0, 1] and result.num_emitted.tolist() == [1, 2]
+    assert result.tokens[0, :1].tolist() == [2] and result.tokens[1, :2].tolist() == [2, 2]
+
+
+# -- what policies learn ---------------------------------------------------------------------------------
+
+
+def misled_requests(count: int = 12) -> list[Request]:
+    """Guesses that are wrong from the first token on, but for the odd one."""
+    rng = np.random.default_rng(2)
+    return [
+        request(
+            f"r{i}",
+            rng.integers(24, size=int(rng.integers(2, 20))).tolist(),
+            30,
+            sampling=SamplingParams(temperature=0.0 if i % 2 else 1.0, seed=i),
+            draft_ids=tuple(rng.integers(24, size=20).tolist()),
+        )
+        for i in range(count)
+    ]
+
+
+def learn(policy: str, change: Change | None = None) -> FakeEngine:
+    """A run in which the server's draft is always right and clients' are always wrong."""
+    options = {"draft_noise": 0.0, "draft_memory": 10**6, "max_prefill_tokens": 40}
+    fake = open_forced(policy, change or forced(), **options)
+    num_given = 0
+
+    def note(record: StepRecord) -> None:
+        nonlocal num_given
+        num_given += record.has_clients
+        rows = record.server_rows
+        assert (record.acceptance.num_accepted[rows] == record.num_testable[rows]).all()
+        for sequence in record.plan.decodes:
+            accepted, tested = sequence.server_acceptance
+            assert accepted == tested
+
+    fake.stepper.observers.append(note)
+    metrics = fake.engine.metrics()
+    drive(fake.engine, misled_requests(), seed=4)
+    assert num_given > 4 and metrics.num_failed_steps == 0 and metrics.num_drafted > metrics.num_accepted + 100
+    return fake
+
+
+def inner_policy(fake: FakeEngine):
+    policy = fake.stepper.scheduler.policy
+    assert isinstance(policy, Forced)
+    return policy._inner
+
+
+@pytest.mark.parametrize("name", ["faser", "gp-lcb"])
+def test_offsets_are_of_the_servers_draft_alone(name: str):
+    """Its tokens are all accepted, so every request is easier than the traffic."""
+    assert min(offsets_of(learn(name))) > 0.0
+
+
+@pytest.mark.parametrize("policy", ["goodput", "fixed:4"])
+def test_acceptance_rates_are_the_servers(policy: str):
+    learn(policy, forced(pruner=always(exits=())))
+
+
+def test_a_record_that_tells_nobody_apart_fails_the_same_checks(monkeypatch: pytest.MonkeyPatch):
+    """The control."""
+    monkeypatch.setattr(StepRecord, "server_rows", slice(None))
+    with pytest.raises(AssertionError):
+        learn("gp-lcb")
+
+
+def offsets_of(fake: FakeEngine) -> list[float]:
+    """What the policy learned of each request."""
+    policy = inner_policy(fake)
+    assert isinstance(policy, PriceRule | GpLcb)
+    return [offset for offset, _ in policy._acceptance._requests.values()]
+
+
+@pytest.mark.parametrize("name", ["faser", "gp-lcb"])
+def test_times_of_steps_with_guesses_are_nobodys(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Their rows were chosen by no decision: what they took corrects no prediction."""
+    policy = parse_policy(name, both_partitions)
+    fake = open_fake(policy, draft_noise=0.0, draft_memory=10**6, max_prefill_tokens=40)
+    steps: list[bool] = []  # of each lesson: whether its step had guesses
+    current: list[StepRecord] = []
+    observe = policy.observe
+
+    def watched(record: StepRecord) -> None:
+        current[:] = [record]
+        observe(record)
+
+    def lesson(*args: object, **options: object) -> None:
+        steps.append(current[0].has_clients)
+
+    fake.stepper.observers[0] = watched
+    if isinstance(policy, PriceRule):
+        monkeypatch.setattr(policy._errors, "observe", lesson)
+        monkeypatch.setattr(policy._yield, "observe", lesson)
+    else:
+        assert isinstance(policy, GpLcb)
+        monkeypatch.setattr(policy._process, "observe", lesson)
+    drive(fake.engine, misled_requests(24), seed=4)
+    assert len(steps) > 10 and not any(steps)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from faser_backend.core.decision import Decision
-from faser_backend.core.frontier import Acceptance, Frontier
+from faser_backend.core.frontier import CLIENT, Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.in_flight import join, merge, split, stack, surviving, without_bonus
@@ -140,3 +142,42 @@ def test_running_ahead_follows_the_last_test():
     assert frontier.drafted is ready.drafted
     plan.drafts = []
     assert without_bonus(ready, plan) is ready
+
+
+# -- beside clients' chains ------------------------------------------------------------------------------
+
+
+def clients(rng: np.random.Generator, counts: list[int]) -> Frontier:
+    drafted = rng.integers(9, size=(len(counts), max(counts)))
+    return replace(Frontier.whole(drafted, np.array(counts)), sources=np.full(len(counts), CLIENT))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_laws_of_drawn_chains_survive_beside_those_of_clients(is_first: bool):
+    rng = np.random.default_rng(0)
+    own, given = random_frontier(rng, 2, shortest=1), clients(rng, [7, 1, 4])
+    both = stack(given, own) if is_first else stack(own, given)
+    rows = np.arange(2) + (3 if is_first else 0)
+    assert own.draft_probs is not None and both.draft_probs is not None
+    assert both.draft_probs.shape == (5, *own.draft_probs.shape[1:]), "no column for tokens that nobody drew"
+    assert (both.draft_probs[rows] == own.draft_probs).all()
+    assert both.margins is None and both.candidates is None, "nothing is known of a client's chain"
+    assert np.flatnonzero(~both.is_client).tolist() == rows.tolist()
+    alone = both.take(rows)
+    assert not alone.is_client.any() and (alone.drafted[:, : own.drafted.shape[1]] == own.drafted).all()
+
+
+def test_split_and_merge_keep_whose_chain_it_is():
+    rng = np.random.default_rng(1)
+    first, second, third = sequences(3)
+    in_flight = InFlight([second], clients(rng, [4]))
+    ready, waiting = split(in_flight, [first, second, third])
+    assert not waiting.sequences
+    assert ready.is_client.tolist() == [False, True, False]
+    own = random_frontier(rng, 3, shortest=1)
+    own.num_drafted[1] = 0
+    frontier = merge(ready, own)
+    assert frontier.num_drafted.tolist() == [own.num_drafted[0], 4, own.num_drafted[2]]
+    assert frontier.is_client.tolist() == [False, True, False]
+    assert frontier.draft_probs is not None and own.draft_probs is not None
+    assert (frontier.draft_probs[[0, 2], : own.draft_probs.shape[1]] == own.draft_probs[[0, 2]]).all()

@@ -11,7 +11,6 @@ from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
 from faser_backend.pipeline.joint import Guess, JointProposer
-from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.policy.acceptance_model import AcceptanceModel
 from faser_backend.policy.calibration import MarginCurve
 from faser_backend.policy.candidates import ChainTable, mixed
@@ -19,9 +18,8 @@ from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.trim import admit, admit_by_price
 from tests.forced_engine import Case, agrees, open_forced
 from tests.forcing import Change, forced
-from tests.harness import FakeEngine, drive, fake_engine, request
+from tests.harness import FakeEngine, drive, request
 from tests.kinds import record
-from tests.law import exact_law, observed, p_value
 from tests.test_engine import alone, random_requests
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
@@ -122,25 +120,6 @@ LAW = {"vocab_size": 5, "has_both": True, "draft_noise": 16.0}  # a draft that i
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look-up that finds something is taken."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
-
-
-@pytest.mark.parametrize("uses_rejection", [False, True])
-def test_joint_law_is_the_targets(uses_rejection: bool, takes_all: None):
-    """Chains of one-hot laws and chains of the draft's in one batch."""
-    engine, _ = fake_engine("fixed:1", uses_rejection=uses_rejection, **LAW)
-    counts = observed(engine, 5, 3, 1500)
-    by_source = engine.metrics().num_accepted_by_source
-    assert by_source["model"] > 200 and by_source["ngram"] > 25
-    assert p_value(counts, exact_law(5, 3)) > 1e-3
-
-
-def test_a_look_up_under_the_drafts_law_fails_the_same_test(monkeypatch: pytest.MonkeyPatch, takes_all: None):
-    def spread(self: NgramProposer, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-        return np.full((*drafted.shape, self._vocab_size), 1 / self._vocab_size, np.float32)
-
-    monkeypatch.setattr(NgramProposer, "_one_hot", spread)
-    engine, _ = fake_engine("fixed:1", uses_rejection=True, **LAW)
-    assert p_value(observed(engine, 5, 3, 1500), exact_law(5, 3)) < 1e-6
 
 
 # -- what a source is worth ------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from tests.fakes import CountingClock, HashRunner
 from tests.forced_engine import Case, agrees, open_forced
 from tests.forcing import ADMITS_NOTHING, forced
 from tests.harness import drive, fake_engine, request
-from tests.law import exact_law, observed, p_value
 from tests.test_engine import alone, random_requests
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
@@ -169,25 +168,6 @@ def test_a_periodic_text_is_drafted_right(mode: PipelineMode):
     assert drive(fake.engine, requests).tokens == drive(plain, requests).tokens
     metrics = fake.engine.metrics()
     assert metrics.num_accepted > 0.6 * metrics.num_drafted > 0
-
-
-@pytest.mark.parametrize("uses_rejection", [False, True])
-def test_joint_law_is_the_targets(uses_rejection: bool):
-    """The prompt of the law's requests repeats nothing, but answers over five tokens soon do."""
-    vocab_size, length = 5, 3
-    engine, _ = fake_engine("fixed:2", uses_rejection=uses_rejection, vocab_size=vocab_size, has_ngrams=True)
-    counts = observed(engine, vocab_size, length, 4000)
-    assert engine.metrics().num_accepted > 200
-    assert p_value(counts, exact_law(vocab_size, length)) > 1e-3
-
-
-def test_a_draft_law_that_is_not_what_was_drawn_from_fails_the_same_test(monkeypatch: pytest.MonkeyPatch):
-    def spread(self: NgramProposer, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-        return np.full((*drafted.shape, self._vocab_size), 1 / self._vocab_size, np.float32)
-
-    monkeypatch.setattr(NgramProposer, "_one_hot", spread)
-    engine, _ = fake_engine("fixed:2", uses_rejection=True, vocab_size=5, has_ngrams=True)
-    assert p_value(observed(engine, 5, 3, 4000), exact_law(5, 3)) < 1e-6
 
 
 def test_partition_needs_no_draft(case: Case):

@@ -35,7 +35,6 @@ from faser_backend.policy.speculation import Knowledge
 from faser_backend.policy.times import BatchTimes, BatchTimesCache, TimeErrors
 
 HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
-UNSEEN = 1.1  # what the predictions of an overlapped mode that never ran are divided by: phases disturb each other
 WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, and between two trim rules
 # Share of the batch that comes or goes before the mode is chosen anew at once. Plain steps do not depend on what was
 # weighed: in a burst, where the batch changes with every step, planning stays out of the way of those who wait.
@@ -210,12 +209,10 @@ class PriceRule:
         return scores
 
     def _speed(self, score: Score) -> float:
-        """Tokens per microsecond, with what the draft's reading of prompts takes and what is not known yet."""
+        """Tokens per microsecond, with what the draft's reading of prompts takes."""
         if score.mode is None:
             return score.tokens_per_us
-        us_per_token = 1.0 / score.tokens_per_us + self._prompts.per_emitted * self._draft_read_us
-        is_seen = score.partition == WHOLE or self._errors.knows(TARGET, score.partition)
-        return 1.0 / (us_per_token if is_seen else UNSEEN * us_per_token)
+        return 1.0 / (1.0 / score.tokens_per_us + self._prompts.per_emitted * self._draft_read_us)
 
     def _is_worth_catching_up(self, sequences: Sequence[RunningSequence], best: Score) -> bool:
         """Whether the rest of the answers repays what the draft has to read before it can draft again."""

@@ -1,0 +1,259 @@
+"""Rejection sampling keeps the target's distribution whatever is pruned, trimmed, drafted ahead or guessed, if it is
+causal.
+
+Joint chi-squares of the first tokens through the real scheduler, pipeline, sampler and acceptance. The same test
+fails, decisively, for rules that look ahead, that mistake a pruned row for a rejection, or that share noise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from faser_backend.core.batch import SamplingRows
+from faser_backend.core.decision import Decision, PipelineMode, Pruner
+from faser_backend.core.frontier import Acceptance, Frontier
+from faser_backend.core.record import StepRecord
+from faser_backend.pipeline import step, verify
+from faser_backend.pipeline.ngram import NgramProposer
+from faser_backend.pipeline.rows import DecodeBatch
+from faser_backend.policy import acceptance, trim
+from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.registry import parse_policy
+from tests.fakes import SequentialLanes
+from tests.forcing import (
+    Change,
+    Forced,
+    always,
+    at_random,
+    by_parity,
+    calibrated,
+    forced,
+    outside_top,
+    peeking,
+    random_everything,
+    rule,
+)
+from tests.harness import FakeEngine, drive, guessed, open_fake
+from tests.law import exact_law, observed, p_value
+from tests.test_engine import random_requests
+
+SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
+VOCAB, LENGTH, COUNT = 4, 3, 1500
+LAYERS = (1, 1, 1)
+PASSES, FAILS = 1e-3, 1e-6
+# A draft token behind its best rival has a chance of 0.4, else 0.95. One row of two weak tokens is no gain, of a
+# weak and a strong one it is: what is best for row 1 depends on draft token 2.
+STEPPED = rule([0.4, 0.95], [1.0, 1.65, 1.65, 1.65], price=1.0, first_knot=-1e-6, knot_step=1e-6)
+
+
+def guess(seed: int) -> tuple[int, ...]:
+    """Two requests of three have a draft of their client's, which knows nothing of the model."""
+    return () if seed % 3 == 0 else (seed % VOCAB, seed // VOCAB % VOCAB)[: seed % 3]
+
+
+@dataclass(frozen=True)
+class World:
+    """How many requests' first tokens are drawn."""
+
+    change: Change
+    policy: str = "fixed:2"
+    drafter: dict[str, Any] = field(default_factory=dict)  # options of open_fake
+    has_clients: bool = False
+    num_at_once: int = 48
+    count: int = COUNT
+
+    @property
+    def modes(self) -> set[PipelineMode]:
+        return {self.change(Decision([3])).mode for _ in range(20)}
+
+    def p_value(self) -> tuple[float, FakeEngine]:
+        fake = open_fake(
+            Forced(parse_policy(self.policy, guessed), self.change),
+            lanes=SequentialLanes(verifies_first=True),
+            num_layers=LAYERS,
+            uses_rejection=True,
+            vocab_size=VOCAB,
+            draft_noise=4.0,
+            max_num_seqs=self.num_at_once,
+            num_blocks=8 * self.num_at_once,
+            max_prefill_tokens=20 if self.has_clients else 200,
+            **self.drafter,
+        )
+        seen: Counter[str] = Counter()
+
+        def note(record: StepRecord) -> None:
+            seen["ahead"] += len(set(record.plan.decodes) & set(record.plan.drafts))
+            seen["mixed"] += record.has_clients and bool(record.frontier.num_drafted[record.server_rows].any())
+
+        fake.stepper.observers.append(note)
+        # Running ahead of two draft tokens takes room for a third, and for the token that ends its round.
+        length = LENGTH + (RUN_AHEAD in self.modes and not self.has_clients)
+        options = {"draft_of": guess} if self.has_clients else {}
+        counts = observed(fake.engine, VOCAB, length, self.count, num_at_once=self.num_at_once, **options)
+        if self.modes == {RUN_AHEAD} and not self.has_clients:
+            assert seen["ahead"] > self.count // 20, "nothing ran ahead"
+        assert (seen["mixed"] > 10) == (self.has_clients and self.policy != "none")
+        return p_value(counts, exact_law(VOCAB, length)), fake
+
+
+EXITS: dict[str, Callable[[], Pruner]] = {
+    "parity": lambda: by_parity(num_candidates=3),
+    "always": lambda: always(num_candidates=3),
+    "exit margin, two exits": lambda: outside_top(-0.5, exits=(0, 1), num_candidates=2),
+    "as calibrated": lambda: calibrated(0.5, num_candidates=3),
+    "random": lambda: at_random(np.random.default_rng(3), num_candidates=3),
+}
+WORLDS = {
+    **{f"exits: {name}": World(forced(SERIAL, pruner=make()), "fixed:3") for name, make in EXITS.items()},
+    **{f"exits ahead: {name}": World(forced(RUN_AHEAD, pruner=EXITS[name]())) for name in ("parity", "as calibrated")},
+    "run-ahead": World(forced(RUN_AHEAD), "fixed:1"),
+    "ping-pong": World(forced(PING_PONG)),
+    **{f"trimming, {mode.value}": World(forced(mode, trim=STEPPED)) for mode in PipelineMode},
+    "any mix": World(random_everything(0, longest=3, most_candidates=VOCAB), "fixed:3"),
+    "clients alone": World(forced(), "none", has_clients=True),
+    **{f"clients, {mode.value}": World(forced(mode), has_clients=True) for mode in PipelineMode},
+    "clients, any mix": World(random_everything(1, longest=3, most_candidates=3), has_clients=True),
+    "n-grams": World(forced(), drafter={"has_ngrams": True}),
+    "n-grams beside a model": World(forced(), "fixed:1", drafter={"has_both": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look-up that finds something is taken."""
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_targets_distribution_is_kept(name: str):
+    world = WORLDS[name]
+    p, fake = world.p_value()
+    assert p > PASSES
+    metrics = fake.engine.metrics()
+    assert metrics.num_accepted > COUNT // 20
+    if name.startswith("exits"):
+        assert metrics.num_pruned > COUNT // 10
+    if name.startswith("trimming"):
+        num_whole = sum(LAYERS) * (metrics.num_drafted + metrics.num_emitted - metrics.num_accepted)
+        assert metrics.num_row_layers < num_whole, "nothing was trimmed"
+    if name.startswith("n-grams"):
+        sources = ("model", "ngram") if "model" in name else ("ngram",)
+        assert all(metrics.num_accepted_by_source[source] > 25 for source in sources)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_two_draws_share_their_noise(seed: int):
+    """Whatever is discarded, preempted or drafted again: each (request, position, purpose, round) is drawn once."""
+    fake = open_fake(
+        Forced(parse_policy("fixed:4", guessed), random_everything(seed)),
+        lanes=SequentialLanes(verifies_first=True),
+        num_layers=LAYERS,
+        num_blocks=26,
+        uses_rejection=True,
+    )
+    sampler, drawn = fake.stepper.sampler, Counter()
+    real = sampler.uniforms
+
+    def noting(rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
+        request_of = {sequence.slot: sequence.request.request_id for sequence in fake.stepper.scheduler.running}
+        for slot, position, number in zip(rows.slots.tolist(), rows.positions.tolist(), num_steps, strict=True):
+            drawn[request_of[slot], position, purpose, int(number)] += 1
+        return real(rows, purpose, num_steps)
+
+    sampler.uniforms = noting  # type: ignore[method-assign]
+    drive(fake.engine, random_requests(seed, 12), seed=seed)
+    assert len(drawn) > 300 and max(drawn.values()) == 1
+    assert fake.engine.metrics().num_preemptions > 0
+
+
+# -- negative controls -----------------------------------------------------------------------------------
+
+
+def wrong_at_pruned_rows(redraw: Callable[[np.ndarray, np.ndarray], np.ndarray]):
+    """accept_by_rejection, but x_N is replaced where row N was pruned: redraw(p, q) gives the weights."""
+    real = acceptance.accept_by_rejection
+
+    def wrong(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, *, num_kept) -> Acceptance:
+        result = real(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, num_kept=num_kept)
+        for b in np.flatnonzero((num_kept <= frontier.num_drafted) & (result.num_accepted >= num_kept - 1)):
+            last = num_kept[b] - 1
+            row = cu_rows[b] + last
+            weights = redraw(target_probs[row], frontier.draft_probs[b, last])
+            result.tokens[b, last] = acceptance.draw(weights[None], sample_uniforms[row : row + 1])[0]
+            result.num_accepted[b], result.num_emitted[b] = last, last + 1
+        return result
+
+    return wrong
+
+
+def choosy(*arguments: Any) -> Any:
+    """A chain ahead may be discarded because of what came before it alone, not for its own tokens."""
+    ahead = SURVIVING(*arguments)
+    return ahead.take(np.flatnonzero(ahead.frontier.drafted[:, :1].ravel() % 2 == 0).tolist())
+
+
+def spread_guesses(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray):
+    """Recovered tokens drawn as if the client had drawn from a distribution of its own."""
+    found = DRAWN_FROM(frontier, draft_probs, sequences, columns)
+    found[frontier.is_client[sequences]] = 1 / VOCAB
+    return found
+
+
+def spread_look_ups(self: NgramProposer, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
+    return np.full((*drafted.shape, VOCAB), 1 / VOCAB, np.float32)
+
+
+SURVIVING, DRAWN_FROM = step.surviving, acceptance._drawn_from
+PRUNED = World(forced(pruner=by_parity(num_candidates=3)), "fixed:3", count=2500)
+NO_ROUNDS = property(lambda batch: np.zeros(len(batch), np.int64))
+MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
+    "pruning by later tokens": (World(forced(pruner=peeking(num_candidates=3)), "fixed:3", count=2500), []),
+    # The best set of rows over whole chains: right for sample-and-match, but it judges row 1 by token 2.
+    "trimming by later tokens": (
+        World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=5000),
+        [(step, "admit_by_price", trim.admit)],
+    ),
+    "sampled afresh before a pruned row": (
+        PRUNED,
+        [(verify, "accept_by_rejection", wrong_at_pruned_rows(lambda p, q: p))],
+    ),
+    "rejected before a pruned row": (
+        PRUNED,
+        [(verify, "accept_by_rejection", wrong_at_pruned_rows(lambda p, q: acceptance._residual(p[None], q[None])[0]))],
+    ),
+    "chains discarded for their own tokens": (World(forced(RUN_AHEAD), count=2500), [(step, "surviving", choosy)]),
+    "noise shared by drafts and tests": (
+        World(forced(), count=2500),
+        [
+            (DecodeBatch, "rounds", NO_ROUNDS),
+            (DecodeBatch, "draft_rounds", NO_ROUNDS),
+            (verify, "PURPOSE_ACCEPT", verify.PURPOSE_RECOVER),
+            ("faser_backend.pipeline.draft", "PURPOSE_DRAFT", verify.PURPOSE_RECOVER),
+        ],
+    ),
+    "guesses taken for drawn": (
+        World(forced(), has_clients=True, count=2500),
+        [(acceptance, "_drawn_from", spread_guesses)],
+    ),
+    "look-ups taken for drawn": (
+        World(forced(), drafter={"has_ngrams": True}, count=2500),
+        [(NgramProposer, "_one_hot", spread_look_ups)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch):
+    world, patches = MISTAKES[name]
+    for place, attribute, wrong in patches:
+        if isinstance(place, str):
+            monkeypatch.setattr(f"{place}.{attribute}", wrong)
+        else:
+            monkeypatch.setattr(place, attribute, wrong)
+    assert world.p_value()[0] < FAILS
