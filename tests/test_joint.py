@@ -11,8 +11,7 @@ from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
 from faser_backend.pipeline.joint import Guess, JointProposer
-from faser_backend.policy.acceptance_model import AcceptanceModel
-from faser_backend.policy.calibration import MarginCurve
+from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
 from faser_backend.policy.candidates import ChainTable, mixed
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.trim import admit, admit_by_price

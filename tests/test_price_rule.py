@@ -12,8 +12,7 @@ import pytest
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.policy.acceptance_model import AcceptanceModel
-from faser_backend.policy.calibration import MatchCalibration, sigmoid
+from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
 from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, round_score
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.price_rule import PriceRule

@@ -22,8 +22,7 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
-from faser_backend.policy.calibration import sigmoid
+from faser_backend.policy.calibration import AcceptanceModel, sampled_share, sigmoid
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.policy.times import BatchTimes, BatchTimesCache
 

@@ -18,8 +18,7 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
-from faser_backend.policy.calibration import MarginCurve
+from faser_backend.policy.calibration import AcceptanceModel, MarginCurve, sampled_share
 from faser_backend.policy.candidates import (
     Chains,
     ChainTable,

@@ -14,8 +14,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.core.tree import MAX_TREE_TOKENS
-from faser_backend.policy.acceptance_model import AcceptanceModel, sampled_share
 from faser_backend.policy.baselines import FixedLength, Goodput
+from faser_backend.policy.calibration import AcceptanceModel, sampled_share
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.price_rule import PriceRule
