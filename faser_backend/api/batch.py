@@ -19,7 +19,7 @@ from faser_backend.core.errors import ErrorCode, FailedError, RequestError, Unav
 from faser_backend.core.request import Limits, Request
 from faser_backend.core.request import RequestOutput as EngineOutput
 from faser_backend.core.request import SamplingParams as EngineSampling
-from faser_backend.serving.contract import fitting_max_tokens, nth_sequence
+from faser_backend.serving.contract import fitting_max_tokens
 from faser_backend.serving.engine_loop import Subscription
 from faser_backend.serving.guides import GuideCompiler
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -150,7 +150,7 @@ def _ask(prompt: Prompt, params: SamplingParams, model: Model, index: int, reque
     request = _request(prompt_ids, params, model, request_id)
     request.validate(model.limits)
     numbers = range(params.n)
-    answers = [GrowingAnswer(nth_sequence(request, number), params, model.tokenizer, number) for number in numbers]
+    answers = [GrowingAnswer(request.nth(number), params, model.tokenizer, number) for number in numbers]
     return _Asked(index, text, prompt_ids, answers)
 
 

@@ -6,7 +6,7 @@ Pure data and its validation; knows nothing of text, Triton or engines.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -94,6 +94,13 @@ class Request:
     wants_generation_logits: bool = False  # that each output token was drawn from, before processing
     wants_stats: bool = False  # with every output, not with the last one alone
     guide: str | None = None  # a grammar as text, to be compiled into sampling.grammar before the request is submitted
+
+    def nth(self, index: int) -> Request:
+        """Another sequence for the same prompt, with an id and a seed of its own; the 0th is this one."""
+        if index == 0:
+            return self
+        sampling = replace(self.sampling, seed=(self.sampling.seed + index) % (MAX_SEED + 1))
+        return replace(self, request_id=f"{self.request_id}.{index}", sampling=sampling)
 
     def validate(self, limits: Limits) -> None:
         """Raises RequestError for the first field out of range."""

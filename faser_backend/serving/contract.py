@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import MAX_BAD_TOKENS, MAX_SEED, MAX_STOP_TOKENS, Limits, Request, SamplingParams
+from faser_backend.core.request import MAX_BAD_TOKENS, MAX_STOP_TOKENS, Limits, Request, SamplingParams
 from faser_backend.serving.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.link import Hello
 from faser_backend.serving.log_format import about
@@ -90,7 +90,7 @@ def parse_requests(
         parsed += [
             replace(
                 first,
-                request=nth_sequence(first.request, sequence_index),
+                request=first.request.nth(sequence_index),
                 batch_index=batch_index,
                 batch_size=len(rows),
                 sequence_index=sequence_index,
@@ -99,15 +99,6 @@ def parse_requests(
             for sequence_index in range(num_sequences)
         ]
     return parsed
-
-
-def nth_sequence(request: Request, index: int) -> Request:
-    """The request of another sequence for the same prompt, with an id and a seed of its own."""
-    if index == 0:
-        return request
-    seed = (request.sampling.seed + index) % (MAX_SEED + 1)
-    sampling = replace(request.sampling, seed=seed)
-    return replace(request, request_id=f"{request.request_id}.{index}", sampling=sampling)
 
 
 def split_batch(tensors: Tensors, prompt_inputs: tuple[str, ...] = PROMPT_INPUTS) -> list[Tensors]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits, Request, SamplingParams
-from faser_backend.serving.contract import nth_sequence
 from faser_backend.serving.guides import GUIDE, MAX_GUIDE_BYTES
 from faser_backend.serving.openai.bodies import parse
 from faser_backend.serving.openai.errors import ApiError
@@ -161,7 +160,7 @@ def _generations(
         raise
     stop = tuple(getattr(body, "stop", None) or ())
     first = Generation(request, max_tokens, stop, num_top, echoes, guide)
-    return (replace(first, request=nth_sequence(request, index)) for index in range(body.num_choices))
+    return (replace(first, request=request.nth(index)) for index in range(body.num_choices))
 
 
 def _sampling(body: Body, vocab_size: int) -> SamplingParams:
