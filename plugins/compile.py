@@ -20,7 +20,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-CAPABILITIES = (80, 90, 120)  # those that the tests compile for
 WARP_SIZE = 32
 NUM_SCRATCH_PARAMETERS = 2  # global and profile scratch
 

@@ -17,7 +17,7 @@ from plugins import pruned_chunk_attention as attention
 from plugins import split_combine
 from plugins.add_rms_norm import add_rms_norm_kernel, num_warps
 from plugins.attention_config import launch_config, padded_head_dim, shared_bytes, shared_limit
-from plugins.compile import CAPABILITIES, Compiled, compile_kernel, without_scratch_parameters
+from plugins.compile import Compiled, compile_kernel, without_scratch_parameters
 from plugins.exit_scores import BLOCK_C, exit_scores_kernel
 from plugins.exit_scores import BLOCK_D as SCORE_BLOCK_D
 from plugins.gated_silu import gated_silu_kernel
@@ -29,6 +29,7 @@ from plugins.row_compaction import BLOCK_D as ROW_BLOCK_D
 from plugins.row_compaction import compact_rows_kernel
 from plugins.split_combine import combine_splits_kernel
 
+CAPABILITIES = (80, 90, 120)
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 STARTS_OF_CUBINS = b"\x7fELF"
 

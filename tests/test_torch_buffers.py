@@ -8,7 +8,7 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.cuda.buffers import ALIGNMENT, InputBlock, TensorStore, fill_inputs, input_shape
+from faser_backend.device.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs, input_shape
 from faser_backend.device.cuda.call_shapes import (
     MAX_GRAPH_ROWS,
     UNLIMITED,
@@ -120,14 +120,6 @@ def test_tensors_of_a_block_are_aligned_and_apart() -> None:
 def test_inputs_that_nobody_fills_are_refused() -> None:
     with pytest.raises(ConfigError, match="segment input mask: not one that a GPU runner fills"):
         InputBlock([TensorSpec("mask", "int64", ("T",))], CallBounds(1, 1, 1, 1, 1, 0), CPU)
-
-
-def test_stored_tensors_are_made_once_per_shape() -> None:
-    store = TensorStore(CPU)
-    first = store.get("logits", (2, 3), torch.float32)
-    assert store.get("logits", (2, 3), torch.float32) is first and not first.any()
-    assert store.get("logits", (3, 3), torch.float32) is not first
-    assert store.get("hidden 0", (2, 3), torch.float32) is not first
 
 
 def test_buckets_hold_their_calls_and_are_few() -> None:

@@ -73,10 +73,6 @@ class CudaKvPool:
         return self.storage[layer, 1]
 
     @property
-    def scratch_block(self) -> int:
-        return self.num_blocks
-
-    @property
     def num_bytes(self) -> int:
         return self.storage.nbytes + self.features.nbytes
 
