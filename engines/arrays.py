@@ -10,20 +10,17 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from faser_backend.core.errors import FaserError
+from engines.checkpoint_base import CheckpointError
 
 BLOCK_ELEMENTS = 1 << 23
 TURNED_COLUMNS = 256
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # from here on numpy knows the name
+FLOAT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the manifest's dtypes
 _EXPONENTS = {  # all of these bits are set in infinities and NaNs alone
     np.dtype(np.float32): np.uint32(0x7F800000),
     np.dtype(np.float16): np.uint16(0x7C00),
     BFLOAT16: np.uint16(0x7F80),
 }
-
-
-class CheckpointError(FaserError):
-    """A checkpoint, or a pair of them, cannot be built; the message names file or field and value."""
 
 
 def row_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -1,9 +1,8 @@
 """Attention of packed rows over a paged KV pool, one body per runtime.
 
 Contract of all: rows that were pruned are simply absent, the keys and values of the rows that are
-present reach the pool, and each row attends to the tokens of its sequence up to itself. Graphs for ONNX
-Runtime are cut at every attention, which a kernel of ours computes in between; TensorRT-RTX, which compiles
-no op of ours, gets standard ops and hands new keys and values out; full TensorRT maps the op
+present reach the pool, and each row attends to the tokens of its sequence up to itself. TensorRT-RTX, which
+compiles no op of ours, gets standard ops and hands new keys and values out; full TensorRT maps the op
 `faser::PrunedChunkAttention` to our plugin.
 """
 
@@ -13,10 +12,7 @@ from abc import ABC, abstractmethod
 
 from engines.graph import GraphBuilder
 from faser_backend.core.model import ModelSpec
-
-DOMAIN = "faser"
-OP_TYPE = "PrunedChunkAttention"
-PLUGIN_VERSION = "1"
+from plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE, VERSION
 
 
 class AttentionBody(ABC):
@@ -45,27 +41,6 @@ class AttentionBody(ABC):
 
     def _pools(self, layer: int) -> list[str]:
         return [self.graph.input(f"{name}_pool.{layer}", self.pool_shape, self.graph.dtype) for name in ("k", "v")]
-
-
-class HostAttention(AttentionBody):
-    """For ONNX Runtime: a part of the graph ends with rotated q, k and v, and the next begins with what they attended.
-
-    The kernel takes packed rows and block tables as they are, so the graph knows no sequences, only rows.
-    """
-
-    def _declare_inputs(self) -> None:
-        """Parts share what the decoder itself declares."""
-
-    def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
-        g, spec = self.graph, self.spec
-        heads = (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads))
-        for name, value, num_heads in heads:
-            g.hand_out(value, f"{name}.{layer}", ("T", num_heads, 1, spec.head_dim))
-        attended = g.cut(f"attended.{layer}", ("T", spec.num_heads * spec.head_dim), carried=("T", spec.hidden_size))
-        return g.op("Gather", attended, "logit_rows") if only_logit_rows else attended
-
-    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
-        """The kernel writes the pools."""
 
 
 class GatheredAttention(AttentionBody):
@@ -111,7 +86,7 @@ class GatheredAttention(AttentionBody):
         return g.op("Gather", mixed, cells)
 
     def _visible(self, new: str, pool: str, out: str) -> str:
-        """What queries can see of keys or values, [B, Hkv, S + Q, head_dim]; the new ones are `out` too."""
+        """Keys or values that queries can see, [B, Hkv, S + Q, head_dim]; the new ones are `out` too."""
         g, spec = self.graph, self.spec
         new = g.op("Reshape", new, g.ints(0, spec.num_kv_heads, spec.head_dim), out=out)  # [T, Hkv, hd]
         old = g.op("Gather", pool, "block_table", axis=1)  # [Hkv, B, MB, block, hd]
@@ -148,8 +123,8 @@ class PluginAttention(AttentionBody):
         ]
         inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping"]
         outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
-        plugin = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
-        mixed = g.ops(OP_TYPE, *inputs, outs=outs, domain=DOMAIN, **plugin)[0]  # [T, H, hd]
+        plugin = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION}
+        mixed = g.ops(ATTENTION_OP, *inputs, outs=outs, domain=NAMESPACE, **plugin)[0]  # [T, H, hd]
         mixed = g.op("Reshape", mixed, g.ints(0, spec.num_heads * spec.head_dim))
         return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
 
@@ -160,7 +135,6 @@ class PluginAttention(AttentionBody):
 
 
 BODIES: dict[str, type[AttentionBody]] = {
-    "onnxruntime": HostAttention,
     "tensorrt_rtx": GatheredAttention,
     "tensorrt": PluginAttention,
 }

@@ -6,38 +6,35 @@ nothing that a server would load. Knows which runtime takes which files; compile
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engines.arrays import CheckpointError
-from engines.build_checks import check_choices, check_exit_layers, check_experts, check_output, check_room, num_bytes_of
-from engines.decoder import build_segment
-from engines.eagle3 import Eagle3Head
-from engines.eagle3_graph import write_head
-from engines.eagle3_llvm import write_llvm_head
-from engines.graph import WeightStore
-from engines.llvm_build import check_llvm, write_llvm_model
-from engines.pairs import CheckpointPair, open_pair
-from engines.prompts import read_prompts
-from engines.tensorrt_build import TensorRtCompiler, TensorRtOptions
-from engines.tokenizer_config import write_tokenizer
-from engines.torch_build import write_torch_head, write_torch_model
-from engines.weight_formats import check_formats, choose_kv_cache_dtype, choose_weights
+from engines.checkpoint_base import CheckpointError
+from engines.pairs import open_pair
+from engines.prompts import read_prompts, write_tokenizer
+from engines.tensorrt_buckets import TensorRtOptions
+from engines.weight_formats import ENDS, check_formats, choose_kv_cache_dtype, choose_weights
 from engines.weights import ModelWeights
+from engines.weights_build import WeightsBuilder
+from faser_backend import files
 from faser_backend.core.model import ModelSpec, WeightFormat
-from faser_backend.manifest import (
-    EngineManifest,
-    FileSpec,
-    ModelEngine,
-    SegmentSpec,
-)
-from faser_backend.runtime_spec import RUNTIMES
+from faser_backend.manifest import DTYPES, MANIFEST_FILE, EngineManifest, FileSpec, ModelEngine
+from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.version import VERSION
+from plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
+
+if TYPE_CHECKING:
+    from engines.tensorrt_build import TensorRtCompiler
+
+# Of a number, the scales of a quantised one included.
+BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 Progress = Callable[[str, int, int], None]
 
@@ -60,44 +57,12 @@ class _Steps:
             self.report(what, self.done - 1, self.total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """How models are written."""
-
-    runtime: str
-    dtype: str
-    kv_block_size: int
-    compiler: TensorRtCompiler | None  # None where graphs or weights are served as they are
-    weights: dict[str, WeightFormat]  # of the matrices by side
-
-    def num_steps(self, num_models: int, num_segments: int, *, has_head: bool) -> int:
-        """Steps of writing all models. num_segments: a head's counted as one, for it is written in one step."""
-        if RUNTIMES[self.runtime].is_weights_only:
-            return num_models
-        return num_segments if self.compiler is None else 2 * num_segments + has_head
-
-    @contextmanager
-    def onnx_dir(self, directory: Path) -> Iterator[Path]:
-        """Where graphs are written to: a folder for the while in `directory` where they are compiled."""
-        if self.compiler is None:
-            yield directory
-            return
-        with tempfile.TemporaryDirectory(suffix=".onnx", dir=directory) as onnx_dir:
-            yield Path(onnx_dir)
-
-    def compiled(self, model: ModelEngine, onnx_dir: Path, directory: Path, steps: _Steps) -> ModelEngine:
-        """A model whose graphs are in onnx_dir, as it is served from `directory`."""
-        if self.compiler is None:
-            return model
-        return self.compiler.compile_model(model, onnx_dir, directory, self.kv_block_size, steps.begin)
-
-
 def build_engines(
     target_dir: str | Path,
     draft_dir: str | Path | None,
     output_dir: str | Path,
     *,
-    runtime: str = "onnxruntime",
+    runtime: str = DEFAULT_RUNTIME,
     exit_layers: tuple[int, ...] = (),
     dtype: str = "fp32",
     weights: str | None = None,
@@ -111,7 +76,7 @@ def build_engines(
     """Builds both models into output_dir, replacing an engine directory that was there.
 
     draft_dir: None builds a target alone, for which n-grams of its text will draft.
-    runtime: of runtime_spec.RUNTIMES; without it the CPU's reference. `faser build` has runtime_spec.DEFAULT_RUNTIME.
+    runtime: of runtime_spec.RUNTIMES.
     exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
     weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.choose_weights.
     kv_cache_dtype: of keys and values, see engines.weight_formats.choose_kv_cache_dtype.
@@ -123,40 +88,40 @@ def build_engines(
     is then as it was.
     """
     output = Path(output_dir).absolute()
-    check_choices(runtime, dtype, kv_block_size)
+    _check_choices(runtime, dtype, kv_block_size)
     asked = {"target": weights, "draft": draft_weights}
     check_formats(runtime, asked, has_draft=draft_dir is not None)
-    check_output(output)
-    flavour = RUNTIMES[runtime].tensorrt
-    if tensorrt is not None and flavour is None:
-        able = ", ".join(name for name, spec in RUNTIMES.items() if spec.tensorrt)
-        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {able}")
+    _check_output(output)
     steps = _Steps(progress)
     compiler = None
-    if flavour is not None:
+    if RUNTIMES[runtime].tensorrt is not None:
         tensorrt = tensorrt or TensorRtOptions()
-        compiler = TensorRtCompiler(runtime, dtype, tensorrt, steps.note)
-    if tensorrt is not None and max_context is None:
-        max_context = tensorrt.limits.max_context
+        compiler = _tensorrt_compiler(runtime, dtype, tensorrt, kv_block_size, steps)
+        max_context = tensorrt.limits.max_context if max_context is None else max_context
+    elif tensorrt is not None:
+        able = ", ".join(name for name, spec in RUNTIMES.items() if spec.tensorrt)
+        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {able}")
     draft = None if draft_dir is None else Path(draft_dir)
     pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
-    check_formats(runtime, asked, has_head=pair.head is not None)
     formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
-    written = _Format(runtime, dtype, kv_block_size, compiler, formats)
     prompts = read_prompts(pair.tokenizer)
     last_ids = pair.end_ids or prompts.end_ids
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
-    check_experts(runtime, specs)
-    if runtime == "llvm":
-        check_llvm(specs)
-    check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
+    _check_experts(runtime, specs)
+    _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
     cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
-    check_room(output, sum(num_bytes_of(pair.weights[side], form, dtype) for side, form in formats.items()))
-    num_segments = sum(map(len, cuts.values()))
-    steps.total = written.num_steps(len(cuts), num_segments, has_head=pair.head is not None) + 1
+    _check_room(output, sum(_num_bytes(pair.weights[side], form, dtype) for side, form in formats.items()))
+    builder = compiler or WeightsBuilder(runtime, dtype, formats, steps.begin)
+    steps.total = builder.num_steps(sum(map(len, cuts.values())), len(cuts), has_head=pair.head is not None) + 1
     with _partial_directory(output) as partial:
-        models = _build_models(pair, specs, cuts=cuts, written=written, directory=partial, steps=steps)
+        models: dict[str, ModelEngine] = {}
+        for side, spec in specs.items():  # the target first: a head may share its embedding
+            if side == "draft" and pair.head is not None:
+                head = replace(pair.head, spec=spec)
+                models[side] = builder.write_head(head, pair.weights, models["target"], partial)
+            else:
+                models[side] = builder.write_model(side, spec, pair.weights[side], cuts[side], partial)
         steps.begin("tokenizer and manifest")
         tokenizer, config = write_tokenizer(pair.tokenizer, prompts, last_ids, specs["target"].max_context, partial)
         manifest = EngineManifest(
@@ -184,6 +149,18 @@ def build_engines(
     return manifest
 
 
+def _tensorrt_compiler(
+    runtime: str, dtype: str, options: TensorRtOptions, kv_block_size: int, steps: _Steps
+) -> TensorRtCompiler:
+    """Raises TensorRtError where TensorRT, or what writes its graphs, is not installed."""
+    flavour = import_tensorrt(RUNTIMES[runtime].tensorrt).flavour
+    try:
+        from engines.tensorrt_build import TensorRtCompiler  # not above: it needs onnx, which other runtimes do without
+    except ModuleNotFoundError as error:
+        raise TensorRtError(f"{error}; install it with pip install 'faser-backend[{EXTRAS[flavour]}]'") from None
+    return TensorRtCompiler(runtime, dtype, options, kv_block_size, steps.begin, steps.note)
+
+
 @contextmanager
 def _partial_directory(output: Path) -> Iterator[Path]:
     """A new folder beside the output, which goes if it is not renamed. Raises CheckpointError where a disk fails."""
@@ -201,114 +178,6 @@ def _partial_directory(output: Path) -> Iterator[Path]:
         raise CheckpointError(f"output_dir = {output}: {error.strerror}; {free} bytes of disk are free") from None
 
 
-def _build_models(
-    pair: CheckpointPair,
-    specs: dict[str, ModelSpec],
-    *,
-    cuts: dict[str, tuple[int, ...]],
-    written: _Format,
-    directory: Path,
-    steps: _Steps,
-) -> dict[str, ModelEngine]:
-    """Both models, the target first: a draft head may share its embedding."""
-    models = {}
-    for name, spec in specs.items():  # the target first
-        weights = pair.weights[name]
-        if name == "draft" and pair.head is not None:
-            head = replace(pair.head, spec=spec)
-            models[name] = _build_head(head, pair.weights, models["target"], written, directory, steps)
-            continue
-        models[name] = _build_model(
-            name, spec, weights, cuts=cuts[name], written=written, directory=directory, steps=steps
-        )
-    return models
-
-
-def _build_head(  # noqa: PLR0917
-    head: Eagle3Head,
-    weights: Mapping[str, ModelWeights],
-    target: ModelEngine,
-    written: _Format,
-    directory: Path,
-    steps: _Steps,
-) -> ModelEngine:
-    steps.begin("draft: EAGLE-3 head")
-    own = weights["draft"]
-    if written.runtime == "llvm":
-        return write_llvm_head(head, own, target, directory, written.weights["draft"])
-    if written.runtime == "torch":
-        return write_torch_head(head, own, target, directory, written.dtype)
-    with written.onnx_dir(directory) as onnx_dir:
-        model = write_head(
-            head,
-            own,
-            target,
-            onnx_dir,
-            kv_block_size=written.kv_block_size,
-            runtime=written.runtime,
-            dtype=written.dtype,
-            lender=weights["target"] if written.compiler is not None else None,
-        )
-        return written.compiled(model, onnx_dir, directory, steps)
-
-
-def _build_model(
-    name: str,
-    spec: ModelSpec,
-    weights: ModelWeights,
-    *,
-    cuts: tuple[int, ...],
-    written: _Format,
-    directory: Path,
-    steps: _Steps,
-) -> ModelEngine:
-    if RUNTIMES[written.runtime].is_weights_only:
-        what = f"{name}: layers 0 to {spec.num_layers}"
-        if written.runtime == "llvm":
-            steps.begin(f"{what}, weights {written.weights[name].title}")
-            return write_llvm_model(name, spec, weights, cuts, directory, written.weights[name])
-        steps.begin(what)
-        return write_torch_model(name, spec, weights, cuts, directory, written.dtype)
-    with written.onnx_dir(directory) as onnx_dir:
-        model = _write_onnx(name, spec, weights, cuts=cuts, written=written, directory=onnx_dir, steps=steps)
-        return written.compiled(model, onnx_dir, directory, steps)
-
-
-def _write_onnx(
-    name: str,
-    spec: ModelSpec,
-    weights: ModelWeights,
-    *,
-    cuts: tuple[int, ...],
-    written: _Format,
-    directory: Path,
-    steps: _Steps,
-) -> ModelEngine:
-    """One graph per segment, and the weights that they share."""
-    store = WeightStore(directory / f"{name}.weights")
-    segments: list[SegmentSpec] = []
-    first = 0
-    for last in cuts:
-        steps.begin(f"{name}: layers {first} to {last}")
-        graph = build_segment(
-            spec,
-            weights,
-            store,
-            first,
-            last,
-            kv_block_size=written.kv_block_size,
-            has_exit_scores=last < spec.num_layers,
-            runtime=written.runtime,
-            dtype=written.dtype,
-            weight_format=written.weights[name].name,
-        )
-        files = graph.write(directory, f"{name}.{len(segments)}")
-        segments.append(SegmentSpec(files[0], first, last, graph.inputs, graph.outputs, parts=files[1:]))
-        first = last
-    store.close()
-    return ModelEngine(spec, FileSpec.of(store.path), tuple(segments), written.weights[name])
-
-
 def _publish(partial: Path, output: Path) -> None:
     """Puts the finished directory in place of the old one; a reader sees the old or the new, or none."""
     if output.exists():
@@ -318,3 +187,55 @@ def _publish(partial: Path, output: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
     else:
         os.rename(partial, output)
+
+
+def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
+    for field, value, choices in (("runtime", runtime, RUNTIMES), ("dtype", dtype, DTYPES)):
+        if value not in choices:
+            raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
+    if dtype not in (built := RUNTIMES[runtime].dtypes):
+        raise CheckpointError(f"dtype = {dtype!r}: runtime {runtime!r} is built for {built[0]!r} alone")
+    if not 1 <= kv_block_size <= 1024:
+        raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
+
+
+def _check_output(output: Path) -> None:
+    """Refuses to replace anything but an engine directory or an empty one, and to write where nobody may."""
+    _check_room(output, 0)
+    if not output.exists():
+        return
+    if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
+        raise CheckpointError(
+            f"output_dir = {output}: holds something else than engines, which stays; name a new or empty directory"
+        )
+
+
+def _num_bytes(weights: ModelWeights, weight_format: WeightFormat, dtype: str) -> int:
+    """About how many bytes the arrays of a model take in its files."""
+    formats = dict(zip(ENDS, weight_format.formats[1:], strict=True))
+    names = (formats.get(name, weight_format.name if dtype == "fp32" else dtype) for name in weights)
+    return round(sum(BYTES[form] * math.prod(weights.shape(name)) for form, name in zip(names, weights, strict=True)))
+
+
+def _check_room(output: Path, num_bytes: int) -> None:
+    """Raises CheckpointError where the engine directory cannot be written or the disk has too little room."""
+    try:
+        files.check_room(output.parent, num_bytes, "the engine directory")
+    except files.FileError as error:
+        raise CheckpointError(f"output_dir = {error}") from None
+
+
+def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
+    for name, spec in specs.items():
+        if spec.num_experts and not RUNTIMES[runtime].has_experts:
+            raise CheckpointError(f"runtime = {runtime!r}: has no kernels for experts ({name}: {spec.family})")
+
+
+def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec, *, has_draft: bool) -> None:
+    if exit_layers and not has_draft:
+        raise CheckpointError(f"exit_layers = {list(exit_layers)}: an exit scores the candidates of a draft model")
+    for layer in exit_layers:
+        if not 1 <= layer < spec.num_layers:
+            raise CheckpointError(f"exit_layers = {layer}: must lie in [1, {spec.num_layers - 1}]")
+    if list(exit_layers) != sorted(set(exit_layers)):
+        raise CheckpointError(f"exit_layers = {list(exit_layers)}: must rise")

@@ -1,4 +1,4 @@
-"""A model directory on disk: its config, its tensors by Hugging Face's names, its tokenizer and end ids.
+"""Opens a model directory on disk: its config, its tensors by Hugging Face's names, its tokenizer and end ids.
 
 Three layouts are read: Hugging Face's here, TensorRT-LLM's in `tensorrt_llm_checkpoint`, GGUF files in
 `gguf_checkpoint`. All answer in the words of the first, so that nothing after this knows the difference. Pickled
@@ -9,64 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from engines.arrays import CheckpointError
-from engines.config_fields import ConfigFields
+from engines.checkpoint_base import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    Checkpoint,
+    CheckpointError,
+    ConfigFields,
+    read_json,
+)
+from engines.gguf_checkpoint import GGUFCheckpoint
 from engines.safetensors_file import SafetensorsFile
-from faser_backend import files
+from engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
 
-CONFIG_FILE = "config.json"
-TOKENIZER_FILE = "tokenizer.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
-class Checkpoint(Protocol):
-    """What engines are built from. Every error is a CheckpointError that names file or field and value."""
-
-    origin: Path  # what was opened, as errors name it
-    directory: Path  # of tokenizer.json and what lies beside it
-    config: dict[str, Any]  # config.json in Hugging Face's words
-    fields: ConfigFields  # the same; its errors name file and field as they were found
-
-    @property
-    def names(self) -> Collection[str]:
-        """Every tensor, e.g. model.layers.0.mlp.up_proj.weight."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> str:
-        """The number format: F32, F16 or BF16; of numbers that are quantised, the format of their scales."""
-        ...
-
-    def read(self, name: str) -> np.ndarray:
-        """The finite numbers of a tensor in the checkpoint's dtype, or float32 where they are quantised.
-
-        A mapped view where one file holds the tensor whole, as numbers.
-        """
-        ...
-
-    def stored_type(self, name: str) -> str:
-        """As dtype; of numbers that are quantised, how they are, e.g. Q4_1."""
-        ...
-
-    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
-        """The stored type and the rows as they are stored: bytes of blocks [..., row_bytes] where it is quantised."""
-        ...
-
-
-class HuggingFaceCheckpoint:
+class HuggingFaceCheckpoint(Checkpoint):
     """config.json and model.safetensors, or the shards that model.safetensors.index.json lists."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         self.origin = self.directory = directory
-        self.config = config
         self.fields = ConfigFields(config, directory / CONFIG_FILE)
         index = directory / INDEX_FILE
         if index.is_file():
@@ -86,16 +54,7 @@ class HuggingFaceCheckpoint:
         return self._file_of[name].dtype(name)
 
     def read(self, name: str) -> np.ndarray:
-        """See Checkpoint."""
         return self._file_of[name].read(name)
-
-    def stored_type(self, name: str) -> str:
-        """See Checkpoint."""
-        return self.dtype(name)
-
-    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
-        """See Checkpoint."""
-        return self.dtype(name), self.read(name)
 
     def read_integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values, as int64."""
@@ -109,10 +68,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     file = _gguf_file(path)
     if file is not None:
-        from engines.gguf_checkpoint import GGUFCheckpoint
-
         return GGUFCheckpoint(file)
-    return _open_directory(path)
+    config = read_json(path / CONFIG_FILE)
+    if "architecture" in config and "model_type" not in config:
+        return TensorRTLLMCheckpoint(path, config)
+    return HuggingFaceCheckpoint(path, config)
 
 
 def _gguf_file(path: Path) -> Path | None:
@@ -128,20 +88,11 @@ def _gguf_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _open_directory(directory: Path) -> Checkpoint:
-    config = read_json(directory / CONFIG_FILE)
-    if "architecture" in config and "model_type" not in config:
-        from engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
-
-        return TensorRTLLMCheckpoint(directory, config)
-    return HuggingFaceCheckpoint(directory, config)
-
-
 def end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
     generation = checkpoint.directory / GENERATION_CONFIG_FILE
     sources = [(generation, read_json(generation))] if generation.is_file() else []
-    for path, config in (*sources, (checkpoint.directory / CONFIG_FILE, checkpoint.config)):
+    for path, config in (*sources, (checkpoint.directory / CONFIG_FILE, checkpoint.fields.values)):
         value = config.get("eos_token_id")
         if value is None:
             continue
@@ -150,17 +101,6 @@ def end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
             raise CheckpointError(f"{path}: eos_token_id = {value!r}: ids must lie in [0, {vocab_size - 1}]")
         return tuple(ids)
     return ()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError naming the file."""
-    try:
-        content = files.read_json(path)
-    except files.FileError as error:
-        raise CheckpointError(str(error)) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return content
 
 
 def _indexed(index: Path) -> dict[str, SafetensorsFile]:

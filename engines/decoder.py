@@ -1,4 +1,4 @@
-"""The decoder, once: layers [first, last) of a model as an ONNX graph over packed rows.
+"""The decoder, once: layers [first, last) of a model as an ONNX graph over packed rows, and an EAGLE-3 head as two.
 
 Rows (T) are tokens of any sequences, packed; only attention knows sequences. The last layer of the
 last segment computes attention output and MLP for the logit rows alone, so prefill, which wants no
@@ -7,36 +7,34 @@ logits, pays there for keys and values only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import onnx
 
-from engines.attention import BODIES, AttentionBody
-from engines.experts import EXPERT_BODIES, ExpertBody, gated_mlp
-from engines.graph import FLOAT_TYPES, GraphBuilder, WeightStore
-from engines.weight_formats import graph_builder
+from engines.arrays import FLOAT_TYPES
+from engines.attention import BODIES
+from engines.eagle3 import Eagle3Head
+from engines.graph import GraphBuilder, WeightStore
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.manifest import FileSpec, TensorSpec
+from faser_backend.manifest import FileSpec, SegmentSpec, TensorSpec
+
+EXCLUDED = np.array([[-np.inf]], np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentGraph:
-    """A segment that can be written to disk: its models, more than one where it is cut, and what crosses its border."""
+    """A segment that can be written to disk, and what crosses its border."""
 
-    models: tuple[onnx.ModelProto, ...]
+    model: onnx.ModelProto
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
-    def write(self, directory: Path, name: str) -> tuple[FileSpec, ...]:
-        """NAME.onnx, and NAME.1.onnx, ... for what lies behind the cuts."""
-        paths = [directory / (f"{name}.{part}.onnx" if part else f"{name}.onnx") for part in range(len(self.models))]
-        for path, model in zip(paths, self.models, strict=True):
-            path.write_bytes(model.SerializeToString())
-        return tuple(map(FileSpec.of, paths))
+    def write(self, path: Path, first_layer: int, last_layer: int) -> SegmentSpec:
+        path.write_bytes(self.model.SerializeToString())
+        return SegmentSpec(FileSpec.of(path), first_layer, last_layer, self.inputs, self.outputs)
 
 
 def build_segment(
@@ -47,40 +45,51 @@ def build_segment(
     last_layer: int,
     *,
     kv_block_size: int,
-    has_exit_scores: bool = False,
-    runtime: str = "onnxruntime",
-    dtype: str = "fp32",
-    weight_format: str = "fp32",
+    runtime: str,
+    dtype: str,
 ) -> SegmentGraph:
     """Layers [first_layer, last_layer); embedding and head come with the first and the last layer.
 
     The input of a layer among spec.feature_layers is an output too, aux_hidden.LAYER [T, hidden_size].
-    Exit scores are the final-norm hidden state times the head's rows of each row's candidates. Matrices,
-    hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores are float32.
-    weight_format: how matrices are stored where the dtype is fp32, see engines.weight_formats.
+    Exit scores, of all but the last segment, are the final-norm hidden state times the head's rows of each row's
+    candidates. Matrices, hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores
+    are float32.
     """
-    graph = graph_builder(weight_format, store, FLOAT_TYPES[dtype], weights)
-    make_attention = partial(BODIES[runtime], graph, spec, kv_block_size)
-    builder = SegmentBuilder(spec, graph, make_attention, EXPERT_BODIES[runtime])
-    return builder.build(first_layer, last_layer, has_exit_scores)
+    graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
+    return _SegmentBuilder(spec, graph, runtime, kv_block_size).build(first_layer, last_layer)
 
 
-class SegmentBuilder:
+def build_head(
+    head: Eagle3Head,
+    target_hidden_size: int,
+    weights: ModelWeights,
+    store: WeightStore,
+    *,
+    kv_block_size: int,
+    runtime: str,
+    dtype: str,
+) -> tuple[SegmentGraph, SegmentGraph]:
+    """Both segments of a head, whose embedding lies in the store where the head has none of its own.
+
+    The first joins the target's hidden states [T, hidden_size] of three layers into one. The second is the layer, which
+    takes such a row or its own hidden state of the step before: one entry for both.
+    """
+    joining, layer = (GraphBuilder(store, FLOAT_TYPES[dtype], weights) for _ in range(2))
+    return (
+        _join_graph(head, target_hidden_size, joining),
+        _HeadBuilder(head.spec, layer, runtime, kv_block_size).build_layer(head.token_ids),
+    )
+
+
+class _SegmentBuilder:
     """The parts of a decoder as nodes of one graph."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        graph: GraphBuilder,
-        make_attention: Callable[[], AttentionBody],
-        mix_experts: ExpertBody,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, graph: GraphBuilder, runtime: str, kv_block_size: int) -> None:
         self.spec = spec
         self.graph = graph
-        self._make_attention = make_attention
-        self._mix_experts = mix_experts
+        self._runtime, self._kv_block_size = runtime, kv_block_size
 
-    def build(self, first: int, last: int, has_exit_scores: bool) -> SegmentGraph:
+    def build(self, first: int, last: int) -> SegmentGraph:
         g, spec = self.graph, self.spec
         is_first, is_last = first == 0, last == spec.num_layers
         hidden = self._embedded() if is_first else g.input("hidden", ("T", spec.hidden_size), g.dtype)
@@ -96,13 +105,12 @@ class SegmentBuilder:
             g.output("logits", ("R", spec.vocab_size))
         else:
             g.output("hidden_out", ("T", spec.hidden_size), g.dtype)
-            if has_exit_scores:
-                self._exit_scores("hidden_out")
+            self._exit_scores("hidden_out")
         for layer in spec.feature_layers:
             if first <= layer < last:
                 g.output(f"aux_hidden.{layer}", ("T", spec.hidden_size), g.dtype)
         self.attention.declare_outputs(first, last)
-        return SegmentGraph(g.models(f"layers_{first}_{last}"), tuple(g.inputs), tuple(g.outputs))
+        return _finished(g, f"layers_{first}_{last}")
 
     def _embedded(self) -> str:
         token_ids = self.graph.input("token_ids", ("T",))
@@ -111,7 +119,7 @@ class SegmentBuilder:
     def _shared_inputs(self, is_last: bool) -> None:
         g = self.graph
         g.input("positions", ("T",))
-        self.attention = self._make_attention()
+        self.attention = BODIES[self._runtime](g, self.spec, self._kv_block_size)
         cos, sin = rotary_tables(self.spec)
         self.cos, self.sin = g.table("rope_cos", cos), g.table("rope_sin", sin)
         if is_last:
@@ -131,8 +139,9 @@ class SegmentBuilder:
         hidden = g.op("Add", hidden, mixed)
         normed = g.narrow(self._norm(hidden, f"{prefix}.mlp_norm"))
         if spec.num_experts:
-            return g.op("Add", hidden, self._mix_experts(g, spec, prefix, normed), out=out)
-        return g.op("Add", hidden, gated_mlp(g, prefix, normed, has_bias=spec.has_mlp_bias), out=out)
+            return g.op("Add", hidden, mix_experts(g, spec, prefix, normed), out=out)
+        gated = _gated(g, prefix, normed, has_bias=spec.has_mlp_bias)
+        return g.op("Add", hidden, g.linear(gated, f"{prefix}.down", has_bias=spec.has_mlp_bias), out=out)
 
     def _attention(self, layer: int, normed: str, *, only_logit_rows: bool) -> str:
         g, spec, prefix = self.graph, self.spec, f"layers.{layer}"
@@ -148,7 +157,7 @@ class SegmentBuilder:
         return self.attention.attend(layer, q, k, v, only_logit_rows=only_logit_rows)
 
     def _norm(self, x: str, name: str) -> str:
-        """Of a value of the graph's dtype, in float32."""
+        """The norm of a value of the graph's dtype, in float32."""
         return self._norm32(self.graph.widen(x), name)
 
     def _norm32(self, x: str, name: str) -> str:
@@ -167,3 +176,81 @@ class SegmentBuilder:
         scores = g.op("MatMul", rows, g.op("Unsqueeze", normed, g.ints(2)))  # [T, K, 1]
         g.op("Squeeze", scores, g.ints(2), out="exit_scores")
         g.output("exit_scores", ("T", "K"))
+
+
+class _HeadBuilder(_SegmentBuilder):
+    """The head's layer: attention over [norm(embedding), norm(hidden)], added to the hidden state alone."""
+
+    def build_layer(self, token_ids: np.ndarray) -> SegmentGraph:
+        """hidden_out has the logit rows alone: what the next step of each chain goes on from."""
+        g, spec = self.graph, self.spec
+        embedded = self._norm(self._embedded(), "layers.0.input_norm")
+        hidden = g.input("hidden", ("T", spec.hidden_size), g.dtype)
+        self._shared_inputs(is_last=True)
+        both = g.op("Concat", embedded, self._norm(hidden, "layers.0.hidden_norm"), axis=1)  # [T, 2 * hidden_size]
+        hidden = self._normed_layer(0, hidden, g.narrow(both), only_logit_rows=True, out="hidden_out")
+        self._target_logits(self._norm(hidden, "norm"), token_ids)
+        g.output("logits", ("R", spec.vocab_size))
+        g.output("hidden_out", ("R", spec.hidden_size), g.dtype)
+        self.attention.declare_outputs(0, 1)
+        return _finished(g, "head")
+
+    def _target_logits(self, normed: str, token_ids: np.ndarray) -> None:
+        """logits [R, vocab_size]: the head's logits at the ids that it knows, -inf at all others.
+
+        Over the target's ids, because noise, penalties and filters are keyed by those: a sampler that shares them
+        with the target then needs to know nothing of heads.
+        """
+        g, num_ids = self.graph, token_ids.size
+        columns = np.full(self.spec.vocab_size, num_ids, np.int64)
+        is_real = token_ids < self.spec.vocab_size  # padding rows of the vocabulary have been cut
+        columns[token_ids[is_real]] = np.flatnonzero(is_real)
+        is_whole = np.array_equal(columns, np.arange(num_ids))
+        logits = g.row_products(normed, self._head_name, out="logits" if is_whole else None)
+        if is_whole:
+            return
+        num_rows = g.op("Concat", g.op("Shape", "logit_rows"), g.ints(1), axis=0)
+        excluded = g.op("Expand", g.constant("excluded", EXCLUDED), num_rows)  # [R, 1]
+        padded = g.op("Concat", logits, excluded, axis=1)
+        g.op("Gather", padded, g.constant("columns_of_ids", columns), axis=1, out="logits")
+
+
+def _join_graph(head: Eagle3Head, target_hidden_size: int, graph: GraphBuilder) -> SegmentGraph:
+    names = [f"aux_hidden.{layer}" for layer in head.feature_layers]
+    features = [graph.input(name, ("T", target_hidden_size), graph.dtype) for name in names]
+    joined = graph.linear(graph.op("Concat", *features, axis=1), "fc")
+    graph.op("Identity", joined, out="hidden_out")
+    graph.output("hidden_out", ("T", head.spec.hidden_size), graph.dtype)
+    return _finished(graph, "join")
+
+
+def _finished(graph: GraphBuilder, name: str) -> SegmentGraph:
+    return SegmentGraph(graph.model(name), tuple(graph.inputs), tuple(graph.outputs))
+
+
+def _gated(graph: GraphBuilder, prefix: str, x: str, *, has_bias: bool = False) -> str:
+    """silu(gate(x)) * up(x); the weights' names start with the prefix."""
+    gate, up = (graph.linear(x, f"{prefix}.{name}", has_bias=has_bias) for name in ("gate", "up"))
+    return graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+
+
+def mix_experts(graph: GraphBuilder, spec: ModelSpec, prefix: str, x: str) -> str:
+    """x [T, hidden_size] -> the weighted sum of its K chosen experts' outputs.
+
+    Compilers must know all shapes, so all experts are computed, side by side as one wide MLP: activations of those that
+    a row did not choose are weighted with 0, and the last product sums over experts too.
+    """
+    g = graph
+    chances = g.op("Softmax", g.op("MatMul", g.widen(x), g.weight(f"{prefix}.router")), axis=-1)
+    shares, experts = g.ops("TopK", chances, g.ints(spec.num_experts_per_token), outs=2, axis=-1)  # [T, K]
+    if spec.has_normalized_routing:
+        shares = g.op("Div", shares, g.op("ReduceSum", shares, g.ints(-1), keepdims=1))
+    numbers = g.constant("expert_numbers", np.arange(spec.num_experts))  # [E]
+    is_chosen = g.op("Equal", g.op("Unsqueeze", experts, g.ints(2)), numbers)  # [T, K, E]
+    spread = g.op("Mul", g.op("Unsqueeze", shares, g.ints(2)), g.op("Cast", is_chosen, to=g.FLOAT))
+    spread = g.op("ReduceSum", spread, g.ints(1), keepdims=0)  # [T, E], 0 where not chosen
+    gated = _gated(g, f"{prefix}.experts", x)  # [T, E * inner]
+    by_expert = g.op("Reshape", g.widen(gated), g.ints(0, spec.num_experts, spec.intermediate_size))
+    weighted = g.op("Mul", by_expert, g.op("Unsqueeze", spread, g.ints(2)))  # [T, E, inner]
+    flat = g.op("Reshape", weighted, g.ints(0, spec.num_experts * spec.intermediate_size))
+    return g.linear(g.narrow(flat), f"{prefix}.experts.down")

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.arrays import CheckpointError
-from engines.checkpoint import CONFIG_FILE, HuggingFaceCheckpoint
-from engines.config_fields import ConfigFields
+from engines.checkpoint import HuggingFaceCheckpoint
+from engines.checkpoint_base import CheckpointError, ConfigFields
 from engines.families import read_spec
 from engines.weights import WeightSource, weight_sources
 from faser_backend.core.model import EAGLE3, ModelSpec
@@ -62,10 +61,10 @@ def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Hea
 
     Raises CheckpointError naming file, field or tensor, value and limit.
     """
-    fields = ConfigFields(checkpoint.config, checkpoint.directory / CONFIG_FILE)
+    fields = checkpoint.fields
     for field, wanted in FIXED_FIELDS.items():
         fields.must_be(field, *wanted)
-    spec = read_spec(checkpoint)
+    spec = read_spec(fields)
     for field, value, wanted in (
         ("vocab_size", spec.vocab_size, target.vocab_size),
         ("target_hidden_size", fields.values.get("target_hidden_size"), target.hidden_size),
@@ -91,7 +90,7 @@ def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Hea
 
 def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
     """Target layers whose inputs are read. eagle_config names the layers before them, whose outputs those are."""
-    section = fields.section("eagle_config") or ConfigFields({}, fields.where)
+    section = fields.section("eagle_config")
     section.must_be("use_aux_hidden_state", True)
     layers, last = section.values.get(LAYERS_FIELD), target.num_layers - 2
     if layers is None:

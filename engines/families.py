@@ -1,4 +1,4 @@
-"""What each model family means by its config.json. One small adapter per family; everything after is shared.
+"""Model families: how each means its config.json. One small adapter per family; everything after is shared.
 
 An adapter says where a family differs from Llama: biases, norms of queries and keys, experts. A variant that the
 decoder cannot compute is refused by its name.
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engines.checkpoint import Checkpoint
-from engines.config_fields import ConfigFields
+from engines.checkpoint_base import ConfigFields
 from faser_backend.core.model import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -29,10 +28,9 @@ ROPE_FIELDS = {
 }  # fmt: skip
 
 
-def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Dimensions and variants of a checkpoint. Raises CheckpointError for a model that cannot be built."""
-    fields = checkpoint.fields
-    family = checkpoint.config.get("model_type")
+def read_spec(fields: ConfigFields) -> ModelSpec:
+    """Dimensions and variants of a checkpoint, by its config. Raises CheckpointError for one that cannot be built."""
+    family = fields.values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise fields.error("model_type", family, f"must be one of {', '.join(sorted(FAMILIES))}")
     _refuse_quantization(fields)
@@ -70,7 +68,7 @@ def _dimensions(fields: ConfigFields) -> dict[str, Any]:
 def _rotary(fields: ConfigFields) -> dict[str, Any]:
     """Newer configs keep rotary settings in `rope_parameters`, older ones in `rope_theta` + `rope_scaling`."""
     name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    rope = fields.section(name) or ConfigFields({}, fields.where)
+    rope = fields.section(name)
     unknown = sorted(set(rope.values) - ROPE_FIELDS)
     if unknown:
         raise fields.error(f"{name}.{unknown[0]}", rope.values[unknown[0]], "this scaling of positions is not known")
@@ -94,9 +92,8 @@ def _rotary(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _refuse_quantization(fields: ConfigFields) -> None:
-    quantization = fields.section("quantization_config")
-    if quantization is not None:
-        method = quantization.values.get("quant_method", "unknown")
+    if fields.values.get("quantization_config") is not None:
+        method = fields.section("quantization_config").values.get("quant_method", "unknown")
         raise fields.error("quantization_config.quant_method", method, "quantised weights cannot be built from")
 
 

@@ -1,4 +1,4 @@
-"""What a draft and a target must share to be built together, and what may differ.
+"""Pairs: everything that a draft and a target must share to be built together, and what may differ.
 
 Speculation compares token ids: both models must mean the same token by each. Rows that pad a vocabulary may
 differ; they are cut, so that no id without a token can ever be drawn.
@@ -10,18 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.arrays import CheckpointError
-from engines.checkpoint import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
-    Checkpoint,
-    HuggingFaceCheckpoint,
-    end_ids,
-    open_checkpoint,
-    read_json,
-)
+from engines.checkpoint import HuggingFaceCheckpoint, end_ids, open_checkpoint
+from engines.checkpoint_base import TOKENIZER_FILE, CheckpointError
 from engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
 from engines.families import read_spec
+from engines.prompts import special_tokens
 from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
@@ -51,63 +44,41 @@ def open_pair(
 ) -> CheckpointPair:
     """Opens both and checks all that can be checked before a number is read.
 
-    draft: None where no model is to draft. max_context: see matched_pair. on_read: called with the model and the
-    name of each weight before it is read.
+    draft: None where no model is to draft; a head has its target's tokenizer unless it brings one.
+    max_context: see matched_pair. on_read: called with the model and the name of each weight before it is read.
     joins_experts: see engines.weights.weight_sources.
     Raises CheckpointError naming file or field and value.
     """
-    checkpoints = {"target": open_checkpoint(target)}
+    checkpoints, head = {"target": open_checkpoint(target)}, None
+    specs = {"target": read_spec(checkpoints["target"].fields)}
+    tokenizers = {"target": checkpoints["target"].directory / TOKENIZER_FILE}
     if draft is not None:
-        checkpoints["draft"] = open_checkpoint(draft)
-        if is_eagle3(checkpoints["draft"].config):
-            return _open_with_head(checkpoints["target"], draft, max_context, on_read, joins_experts=joins_experts)
-    specs = {side: read_spec(checkpoint) for side, checkpoint in checkpoints.items()}
-    tokenizers = {side: checkpoint.directory / TOKENIZER_FILE for side, checkpoint in checkpoints.items()}
+        checkpoint = checkpoints["draft"] = open_checkpoint(draft)
+        own = checkpoint.directory / TOKENIZER_FILE
+        if is_eagle3(checkpoint.fields.values):
+            assert isinstance(checkpoint, HuggingFaceCheckpoint), "other layouts have no words for heads"
+            head = read_head(checkpoint, specs["target"])
+        specs["draft"] = read_spec(checkpoint.fields) if head is None else head.spec
+        tokenizers["draft"] = own if head is None or own.exists() else tokenizers["target"]
     specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
+    if head is not None and "embedding" in head.sources:
+        head.sources["embedding"] = replace(head.sources["embedding"], num_rows=specs["draft"].vocab_size)
     weights = {
         side: ModelWeights(
             checkpoint,
             specs[side],
             lambda name, side=side: on_read(f"{side}: {name}"),
             joins_experts=joins_experts,
+            sources=head.sources if head is not None and side == "draft" else None,
+            others=TOKEN_MAPS if head is not None and side == "draft" else (),
         )
         for side, checkpoint in checkpoints.items()
     }
     specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in specs}
+    if head is not None:
+        specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
+        head = replace(head, spec=specs["draft"])
     last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
-    return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids)
-
-
-def _open_with_head(
-    target: Checkpoint, draft: Path, max_context: int | None, on_read: Callable[[str], object], *, joins_experts: bool
-) -> CheckpointPair:
-    """As open_pair. A head has its target's context, and its target's tokenizer unless it brings one."""
-    checkpoint = HuggingFaceCheckpoint(draft, read_json(draft / CONFIG_FILE))
-    target_spec = read_spec(target)
-    head = read_head(checkpoint, target_spec)
-    tokenizers: dict[str, Path] = dict.fromkeys(SIDES, target.directory / TOKENIZER_FILE)
-    if (draft / TOKENIZER_FILE).exists():
-        tokenizers["draft"] = draft / TOKENIZER_FILE
-    specs, vocabulary_hash = matched_pair({"target": target_spec, "draft": head.spec}, tokenizers, max_context)
-    num_rows = specs["draft"].vocab_size
-    if "embedding" in head.sources:
-        head.sources["embedding"] = replace(head.sources["embedding"], num_rows=num_rows)
-    weights = {
-        "target": ModelWeights(
-            target, specs["target"], lambda name: on_read(f"target: {name}"), joins_experts=joins_experts
-        ),
-        "draft": ModelWeights(
-            checkpoint,
-            specs["draft"],
-            lambda name: on_read(f"draft: {name}"),
-            sources=head.sources,
-            others=TOKEN_MAPS,
-        ),
-    }
-    specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in SIDES}
-    specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
-    last_ids = end_ids(target, specs["target"].vocab_size)
-    head = replace(head, spec=specs["draft"])
     return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids, head)
 
 
@@ -160,12 +131,6 @@ def _check_special_tokens(special: dict[str, dict[int, str]]) -> None:
             f"special tokens of target and of draft must be equal: id {token_id} is "
             f"{target.get(token_id)!r} and {draft.get(token_id)!r}"
         )
-
-
-def special_tokens(tokenizer: Path) -> dict[int, str]:
-    """Id -> text of the added tokens that are marked special. The file has been read as a vocabulary before."""
-    added = read_json(tokenizer).get("added_tokens", ())
-    return {int(token["id"]): str(token["content"]) for token in added if token.get("special") is True}
 
 
 def _common_context(specs: dict[str, ModelSpec], max_context: int | None) -> int:

@@ -7,18 +7,21 @@ number formats can be built from, and that numbers are finite.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from engines.arrays import BFLOAT16, CheckpointError, converted_blocks, first_not_finite
+from engines.arrays import BFLOAT16, first_not_finite
+from engines.checkpoint_base import CheckpointError
 from faser_backend.files import FileError, check_regular
 
 INTEGERS = ("I64", "I32", "BOOL")
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {np.dtype(np.int64): "I64"}
+_NUM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8}
 _METADATA = "__metadata__"
 
 
@@ -78,22 +81,34 @@ class SafetensorsFile:
             return file.get_tensor(name).astype(np.int64)
 
 
-def write_safetensors(
-    path: Path, formats: dict[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterable[tuple[str, np.ndarray]]
-) -> None:
-    """Writes arrays in the order and the formats (dtype, shape) that were announced, one after the other.
+class NewTensor(NamedTuple):
+    """One that is to be written: its pieces are asked for when it is its turn, contiguous and in order."""
 
-    Raises CheckpointError where a number does not fit its format.
-    """
-    header, end = {}, 0
-    for name, (dtype, shape) in formats.items():
-        first, end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [first, end]}
+    name: str
+    dtype: str  # as the format spells it
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]
+
+
+def write_safetensors(path: Path, tensors: Sequence[NewTensor], alignment: int = 1) -> None:
+    """Writes tensors one after the other, each at a multiple of `alignment` bytes of the file."""
+    header: dict[str, dict] = {}
+    end = 0
+
+    def announce(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        first, end = end, end + math.prod(shape) * _NUM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [first, end]}
+
+    for tensor in tensors:
+        announce(tensor.name, tensor.dtype, tensor.shape)
+        if end % alignment:  # safetensors allows no gap between tensors
+            announce(f"{tensor.name}.gap", "U8", (-end % alignment,))
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-(8 + len(text)) % max(alignment, 8))
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, array), (announced, (dtype, shape)) in zip(arrays, formats.items(), strict=True):
-            assert (name, array.shape) == (announced, shape)
-            for block in [array] if dtype == np.int64 else converted_blocks(name, array, dtype):
-                file.write(block.view(np.uint8).data)
+        for tensor in tensors:
+            for piece in tensor.pieces():
+                file.write(np.ascontiguousarray(piece).view(np.uint8).data)
+            file.write(bytes(-file.tell() % alignment))

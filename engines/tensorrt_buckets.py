@@ -1,4 +1,4 @@
-"""The calls that a TensorRT engine is built for: limits, and one optimisation profile per bucket of calls.
+"""Targets of a TensorRT engine: limits of calls, devices, and one optimisation profile per bucket of calls.
 
 An engine takes the shapes of its profiles and is tuned for each one's usual shape. Every bucket lies within
 the last one, so that the largest call that is allowed has a profile. Pure: knows dimensions, no TensorRT.
@@ -6,10 +6,11 @@ the last one, so that the largest call that is allowed has a profile. Pure: know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from engines.checkpoint import CheckpointError
+from engines.checkpoint_base import CheckpointError
 from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import BucketSpec, TensorSpec
 
@@ -37,18 +38,38 @@ class CallLimits:
     max_prefill_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for field, value, most in (
+        for name, value, most in (
             ("max_num_seqs", self.max_num_seqs, 1024),
             ("max_context", self.max_context, MAX_ELEMENTS),
             ("max_prefill_tokens", self.max_prefill_tokens, 65536),
         ):
             if value is not None and not 1 <= value <= most:
-                raise CheckpointError(f"{field} = {value}: must lie in [1, {most}]")
+                raise CheckpointError(f"{name} = {value}: must lie in [1, {most}]")
 
     def apply(self, spec: ModelSpec) -> ModelSpec:
         """The model as it will be served: with the context that its engines take."""
         wanted = self.max_context or DEFAULT_MAX_CONTEXT
         return replace(spec, max_context=min(spec.max_context, wanted))
+
+
+class SplitStreams(NamedTuple):
+    """Handles of CUDA streams, each on the green context of one share."""
+
+    draft: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRtOptions:
+    """Calls and devices that engines are compiled for.
+
+    compute_capabilities: e.g. ("8.9", "12.0"), TensorRT-RTX alone; () = its own choice. split_streams: by the
+    name of each SM split, e.g. "16/116", a CUDA stream on each model's share; full TensorRT with a GPU alone.
+    """
+
+    limits: CallLimits = field(default_factory=CallLimits)
+    compute_capabilities: tuple[str, ...] = ()
+    split_streams: Mapping[str, SplitStreams] = field(default_factory=dict)
 
 
 def call_buckets(

@@ -1,75 +1,123 @@
-"""ONNX segments -> TensorRT engines: `tensorrt_rtx` on any machine, `tensorrt` where its GPU is.
+"""Graphs of segments -> TensorRT engines: `tensorrt_rtx` on any machine, `tensorrt` where its GPU is.
 
 One engine per segment, strongly typed, with one optimisation profile per bucket of calls and, where streams
-of SM splits are given, per split. Errors that TensorRT merely logs are raised. Knows nothing of decoders.
+of SM splits are given, per split. Errors that TensorRT merely logs are raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from engines.checkpoint import CheckpointError
-from engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of, with_free_rows
+from engines.arrays import FLOAT_TYPES
+from engines.checkpoint_base import CheckpointError
+from engines.decoder import SegmentGraph, build_head, build_segment
+from engines.eagle3 import Eagle3Head
+from engines.graph import WeightStore
+from engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of, with_free_rows
 from engines.tensorrt_copies import check_no_copies, layer_information
 from engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
 from engines.tensorrt_progress import BuildMonitor
+from engines.weights import ModelWeights
+from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
-from faser_backend.runtime_spec import flavour_of
+from faser_backend.runtime_spec import RUNTIMES
 from plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
-
-
-class SplitStreams(NamedTuple):
-    """Handles of CUDA streams, each on the green context of one share."""
-
-    draft: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRtOptions:
-    """What engines are compiled for.
-
-    compute_capabilities: e.g. ("8.9", "12.0"), TensorRT-RTX alone; () = its own choice. split_streams: by the
-    name of each SM split, e.g. "16/116", a CUDA stream on each model's share; full TensorRT with a GPU alone.
-    """
-
-    limits: CallLimits = field(default_factory=CallLimits)
-    compute_capabilities: tuple[str, ...] = ()
-    split_streams: Mapping[str, SplitStreams] = field(default_factory=dict)
 
 
 class TensorRtCompiler:
     """Compiles the segments of one engine directory."""
 
-    def __init__(self, runtime: str, dtype: str, options: TensorRtOptions, report: Callable[[str], None]) -> None:
-        """report: called with what TensorRT does now. Raises TensorRtError where it is not installed or lacks the
-        GPU that it needs, and CheckpointError for options that it cannot take."""
-        self.tensorrt: TensorRt = import_tensorrt(flavour_of(runtime))
+    def __init__(  # noqa: PLR0917
+        self,
+        runtime: str,
+        dtype: str,
+        options: TensorRtOptions,
+        kv_block_size: int,
+        begin: Callable[[str], None],
+        report: Callable[[str], None],
+    ) -> None:
+        """begin: called before each step of `num_steps`. report: called with what TensorRT does within one.
+
+        Raises TensorRtError where TensorRT is not installed or lacks the GPU that it needs, and CheckpointError for
+        options that it cannot take.
+        """
+        self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[runtime].tensorrt)
         if self.tensorrt.flavour == "full":
             require_gpu(self.tensorrt.title)
-        self._dtype = dtype
+        self._runtime, self._dtype, self._kv_block_size = runtime, dtype, kv_block_size
         self._options = options
-        self._report = report
+        self._begin, self._report = begin, report
         _check_options(self.tensorrt, options)
 
-    def compile_model(
-        self, model: ModelEngine, onnx_dir: Path, directory: Path, kv_block_size: int, begin: Callable[[str], None]
+    def num_steps(self, num_segments: int, num_models: int, *, has_head: bool) -> int:
+        """Steps of writing all models. num_segments: those of a head, whose graphs are one step, counted as one."""
+        return 2 * num_segments + has_head
+
+    def write_model(
+        self, name: str, spec: ModelSpec, weights: ModelWeights, cuts: tuple[int, ...], directory: Path
     ) -> ModelEngine:
-        """model: its ONNX segments in onnx_dir, NAME.0.onnx and so on. begin: called before each engine is built."""
+        """Compiles the segments that end at layers `cuts`."""
+
+        def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
+            for first, last in pairwise((0, *cuts)):
+                self._begin(f"{name}: layers {first} to {last}")
+                yield first, last, build_segment(spec, weights, store, first, last, **self._form)
+
+        return self._compiled(name, spec, segments, directory)
+
+    def write_head(
+        self, head: Eagle3Head, weights: Mapping[str, ModelWeights], target: ModelEngine, directory: Path
+    ) -> ModelEngine:
+        """The same of a draft head, which gets the target's embedding where it has none of its own."""
+
+        def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
+            self._begin("draft: EAGLE-3 head")
+            if "embedding" not in weights["draft"]:
+                store.add("embedding", weights["target"]["embedding"], FLOAT_TYPES[self._dtype])
+            graphs = build_head(head, target.spec.hidden_size, weights["draft"], store, **self._form)
+            yield from ((0, last, graph) for last, graph in enumerate(graphs))
+
+        return self._compiled("draft", head.spec, segments, directory)
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        return {"kv_block_size": self._kv_block_size, "runtime": self._runtime, "dtype": self._dtype}
+
+    def _compiled(
+        self,
+        name: str,
+        spec: ModelSpec,
+        segments: Callable[[WeightStore], Iterator[tuple[int, int, SegmentGraph]]],
+        directory: Path,
+    ) -> ModelEngine:
+        """Writes graphs and their weights to a folder for the while, and compiles them into `directory`."""
+        with tempfile.TemporaryDirectory(suffix=".onnx", dir=directory) as folder:
+            store = WeightStore(Path(folder) / f"{name}.weights")
+            written = tuple(
+                graph.write(Path(folder) / f"{name}.{index}.onnx", first, last)
+                for index, (first, last, graph) in enumerate(segments(store))
+            )
+            store.close()
+            return self.compile_model(ModelEngine(spec, None, written), Path(folder), directory)
+
+    def compile_model(self, model: ModelEngine, onnx_dir: Path, directory: Path) -> ModelEngine:
+        """model: its ONNX segments in onnx_dir, NAME.0.onnx and so on."""
         takes_turns = model.spec.reads_target or model.spec.feature_layers  # heads and their targets share no device
         splits = ("", *(() if takes_turns else self._options.split_streams))  # the whole device first
-        buckets = call_buckets(model.spec, kv_block_size, self._options.limits, splits)
+        buckets = call_buckets(model.spec, self._kv_block_size, self._options.limits, splits)
         segments = []
         for segment in model.segments:
             path = directory / Path(segment.file.name).with_suffix(".engine").name
             used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
-            begin(f"{path.stem}: compile {what_is_in(segment)}")
+            self._begin(f"{path.stem}: compile {what_is_in(segment)}")
             onnx_path = onnx_dir / segment.file.name
             if self.tensorrt.has_plugins:
-                geometry = plugin_geometry(model.spec, kv_block_size, with_free_rows(buckets))
+                geometry = plugin_geometry(model.spec, self._kv_block_size, with_free_rows(buckets))
                 onnx_path = write_plugin_network(self.tensorrt, onnx_path, geometry)
             self.compile_segment(onnx_path, segment, used, path)
             segments.append(replace(segment, file=FileSpec.of(path), buckets=used))

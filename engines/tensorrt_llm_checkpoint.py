@@ -2,7 +2,8 @@
 
 Stages hold consecutive layers, numbered from zero in each; the ranks of a stage hold slices of its tensors. The
 vocabulary may be padded to a multiple of the ranks, and where KV heads are fewer than ranks each is held more
-than once. Tensors are named as Hugging Face names them, so that nothing else knows of this layout.
+than once. Config and tensors have Hugging Face's names, so that nothing else knows of this layout; what has no
+counterpart there (scaled embeddings, quantised weights, context parallelism) is refused by name.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engines.arrays import CheckpointError
-from engines.config_fields import ConfigFields
+from engines.checkpoint_base import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields
 from engines.safetensors_file import SafetensorsFile
-from engines.tensorrt_llm_config import read_ranks, translated
 
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
 OUTSIDE = {"transformer.ln_f.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
@@ -37,6 +36,28 @@ LAYER_NAMES: dict[str, tuple[str, int | None]] = {  # -> name, axis along which 
     "mlp.proj.bias": ("mlp.down_proj.bias", None),
     "mlp.router.weight": ("mlp.gate.weight", None),
 }
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+NAMES = {  # TensorRT-LLM's: Hugging Face's
+    "head_size": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "rotary_scaling": "rope_scaling",
+    "attn_bias": "attention_bias",
+} | {
+    name: name
+    for name in (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "intermediate_size", "max_position_embeddings", "mlp_bias", "moe_intermediate_size", "eos_token_id",
+    )
+}  # fmt: skip
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "output_multiplier_scale")
+MAX_RANKS = 1024
 Part = tuple[int | slice, ...]
 
 
@@ -51,7 +72,7 @@ class _Merged(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what `read` returns; padding that does not even out the ranks' slices is none, and kept."""
+        """The shape of what `read` returns; padding that does not even out the ranks' slices is none, and kept."""
         shapes = [np.broadcast_to(np.int8(0), file.shape(self.name))[self.part].shape for file in self.files]
         rows, *rest = shapes[0]
         if self.axis == 0:
@@ -68,12 +89,12 @@ class _Merged(NamedTuple):
         return array[: self.shape[0]]
 
 
-class TensorRTLLMCheckpoint:
-    """See engines.checkpoint.Checkpoint. `config` is the translated one."""
+class TensorRTLLMCheckpoint(Checkpoint):
+    """`fields` are those of the translated config."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         self.origin = self.directory = directory
-        fields = ConfigFields(config, directory / "config.json")
+        fields = ConfigFields(config, directory / CONFIG_FILE)
         self._ranks = read_ranks(fields)
         self._num_heads = fields.count("num_attention_heads", 1 << 20)
         self._num_kv_heads = fields.count("num_key_value_heads", 1 << 20, default=self._num_heads)
@@ -84,8 +105,7 @@ class TensorRTLLMCheckpoint:
         first_layer = 0
         for stage in range(self._ranks.num_stages):
             first_layer += self._add_stage(stage, first_layer)
-        self.config = translated(fields, has_head="lm_head.weight" in self._merged)
-        self.fields = ConfigFields(self.config, fields.where)
+        self.fields = ConfigFields(translated(fields, has_head="lm_head.weight" in self._merged), fields.where)
 
     @property
     def names(self) -> Collection[str]:
@@ -95,7 +115,7 @@ class TensorRTLLMCheckpoint:
         return self._merged[name].shape
 
     def dtype(self, name: str) -> str:
-        """See Checkpoint; ranks that differ are refused when they are read."""
+        """As of Checkpoint; ranks that differ are refused when they are read."""
         merged = self._merged[name]
         dtypes = {file.path.name: file.dtype(merged.name) for file in merged.files}
         if len(set(dtypes.values())) > 1:
@@ -103,16 +123,7 @@ class TensorRTLLMCheckpoint:
         return next(iter(dtypes.values()))
 
     def read(self, name: str) -> np.ndarray:
-        """See Checkpoint."""
         return self._merged[name].read()
-
-    def stored_type(self, name: str) -> str:
-        """See Checkpoint."""
-        return self.dtype(name)
-
-    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
-        """See Checkpoint."""
-        return self.dtype(name), self.read(name)
 
     def _add_stage(self, stage: int, first_layer: int) -> int:
         """Adds the tensors of a pipeline stage; returns how many layers it holds."""
@@ -139,7 +150,7 @@ class TensorRTLLMCheckpoint:
         return num_layers
 
     def _from(self, name: str, files: tuple[SafetensorsFile, ...], first_layer: int) -> Iterator[tuple[str, _Merged]]:
-        """What a tensor of the ranks is, or is part of, in Hugging Face's names."""
+        """Hugging Face's tensors that a tensor of the ranks is, or is part of."""
         if name == EMBEDDING:
             axis = self._ranks.embedding_axis
             merged = _Merged(files if axis is not None else files[:1], name, axis or 0, vocab_size=self._vocab_size)
@@ -187,3 +198,76 @@ def _experts(prefix: str, suffix: str, name: str, files: tuple[SafetensorsFile, 
             half = num_rows // 2
             yield f"{module}.up_proj.weight", _Merged(files, name, part=(expert, slice(0, half)))
             yield f"{module}.gate_proj.weight", _Merged(files, name, part=(expert, slice(half, None)))
+
+
+class Ranks(NamedTuple):
+    """Stage s, slice t of the checkpoint lies in rank{s * num_slices + t}.safetensors."""
+
+    num_stages: int  # pipeline parallel
+    num_slices: int  # tensor parallel
+    embedding_axis: int | None  # along which the embedding is sliced; None: every rank holds all of it
+
+
+def read_ranks(fields: ConfigFields) -> Ranks:
+    """Raises CheckpointError for ways of sharing a model that cannot be merged."""
+    mapping = fields.section("mapping")
+    mapping.must_be("cp_size", 1)
+    mapping.must_be("moe_ep_size", 1, -1)
+    num_slices, num_stages = (mapping.count(name, MAX_RANKS, default=1) for name in ("tp_size", "pp_size"))
+    world_size = mapping.count("world_size", MAX_RANKS, default=num_slices * num_stages)
+    if world_size != num_slices * num_stages:
+        raise fields.error("mapping.world_size", world_size, f"must be tp_size * pp_size = {num_slices * num_stages}")
+    num_heads = fields.count("num_attention_heads", 1 << 20)
+    num_kv_heads = fields.count("num_key_value_heads", 1 << 20, default=num_heads)
+    if num_heads % num_slices or (num_kv_heads % num_slices and num_slices % num_kv_heads):
+        raise fields.error(
+            "mapping.tp_size", num_slices, f"cannot share {num_heads} attention and {num_kv_heads} KV heads"
+        )
+    if not fields.flag("use_parallel_embedding", False):
+        return Ranks(num_stages, num_slices, None)
+    fields.must_be("embedding_sharding_dim", 0, 1)
+    return Ranks(num_stages, num_slices, fields.values.get("embedding_sharding_dim") or 0)
+
+
+def translated(fields: ConfigFields, *, has_head: bool) -> dict[str, Any]:
+    """The config in Hugging Face's words. has_head: the checkpoint holds a head that is not the embedding."""
+    _refuse_variants(fields)
+    architecture = fields.values["architecture"]
+    config = {ours: fields.values[name] for name, ours in NAMES.items() if name in fields.values}
+    if architecture == "Qwen3MoeForCausalLM":
+        config |= _experts_config(fields)
+    return config | {
+        "model_type": ARCHITECTURES[architecture],
+        "hidden_act": "silu",
+        "tie_word_embeddings": not has_head,
+    }
+
+
+def _refuse_variants(fields: ConfigFields) -> None:
+    architecture = fields.values["architecture"]
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise fields.error("architecture", architecture, f"must be one of {', '.join(ARCHITECTURES)}")
+    quantization = fields.section("quantization")
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        algorithm = quantization.values.get(name)
+        if algorithm is not None:
+            raise fields.error(f"quantization.{name}", algorithm, "quantised weights cannot be built from")
+    fields.must_be("position_embedding_type", "rope_gpt_neox")
+    fields.must_be("hidden_act", "silu", "swiglu")
+    fields.must_be("rotary_pct", 1, 1.0)
+    fields.must_be("use_logn_attn", False)
+    fields.must_be("residual_mlp", False)
+    for name in MULTIPLIERS:
+        fields.must_be(name, 1, 1.0)
+    if fields.values.get("head_size") is not None:
+        fields.must_be("rotary_embedding_dim", fields.values["head_size"])
+
+
+def _experts_config(fields: ConfigFields) -> dict[str, Any]:
+    moe = fields.section("moe")
+    moe.must_be("normalization_mode", 0, 1)  # weights as the softmax gives them, or divided by their sum
+    return {
+        "num_experts": moe.values.get("num_experts"),
+        "num_experts_per_tok": moe.values.get("top_k"),
+        "norm_topk_prob": moe.values.get("normalization_mode") == 1,
+    }

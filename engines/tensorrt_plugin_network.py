@@ -1,4 +1,4 @@
-"""What the ONNX parser of full TensorRT needs to find our attention plugin: its attributes, and its two halves.
+"""Graphs in which the ONNX parser of full TensorRT finds our attention plugin: its attributes, and its two halves.
 
 The graph of a segment holds bare `faser::PrunedChunkAttention` nodes. Each becomes two nodes, as TensorRT bakes kernels
 into the engine and launches one per plugin. Weights are not touched:
@@ -13,7 +13,6 @@ from pathlib import Path
 import onnx
 from onnx import helper
 
-from engines.attention import DOMAIN
 from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import BucketSpec
 from plugins.tensorrt_contract import (
@@ -24,6 +23,7 @@ from plugins.tensorrt_contract import (
     ATTENTION_OUTPUTS,
     COMBINE_INPUTS,
     COMBINE_OP,
+    NAMESPACE,
     VERSION,
     Geometry,
 )
@@ -51,20 +51,20 @@ def plugin_network(model: onnx.ModelProto, geometry: Geometry) -> onnx.ModelProt
     changed.CopyFrom(model)
     del changed.graph.node[:]
     for node in model.graph.node:
-        is_attention = node.domain == DOMAIN and node.op_type == ATTENTION_OP
+        is_attention = node.domain == NAMESPACE and node.op_type == ATTENTION_OP
         changed.graph.node.extend(_plugin_nodes(node, geometry) if is_attention else [node])
     return changed
 
 
 def _plugin_nodes(node: onnx.NodeProto, geometry: Geometry) -> Iterator[onnx.NodeProto]:
-    attributes = {**geometry.as_fields(), "plugin_namespace": DOMAIN, "plugin_version": VERSION}
+    attributes = {**geometry.as_fields(), "plugin_namespace": NAMESPACE, "plugin_version": VERSION}
     values = {**dict(zip(ATTENTION_INPUTS, node.input, strict=True)), **_parts(node)}
     values |= dict(zip(ATTENTION_OUTPUTS, node.output, strict=True))
     outputs = [values[name] for name in ATTEND_OUTPUTS]
-    yield helper.make_node(ATTEND_OP, node.input, outputs, name=f"{node.name}.attend", domain=DOMAIN, **attributes)
+    yield helper.make_node(ATTEND_OP, node.input, outputs, name=f"{node.name}.attend", domain=NAMESPACE, **attributes)
     inputs = [values[name] for name in COMBINE_INPUTS]
     yield helper.make_node(
-        COMBINE_OP, inputs, [values["attended"]], name=f"{node.name}.combine", domain=DOMAIN, **attributes
+        COMBINE_OP, inputs, [values["attended"]], name=f"{node.name}.combine", domain=NAMESPACE, **attributes
     )
 
 

@@ -1,4 +1,4 @@
-"""What TensorRT is doing while it builds, and how a build is stopped.
+"""Progress of TensorRT while it builds, and how a build is stopped.
 
 TensorRT calls a monitor from a thread of its choice and cannot be left by an exception: whatever goes wrong
 in a callback is kept, the build is asked to stop, and the error is raised once it has.

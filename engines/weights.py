@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.arrays import CheckpointError
-from engines.checkpoint import Checkpoint
+from engines.checkpoint_base import Checkpoint, CheckpointError
 from faser_backend.core.model import ModelSpec
 
 Shape = tuple[int, ...]
@@ -85,7 +84,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
 
     def read_blocks(self, name: str) -> np.ndarray:
         """A matrix that is quantised in one way, as it is stored: bytes of blocks [num_outputs, row_bytes]."""
-        return self._joined(name, lambda part: self._checkpoint.read_stored(part)[1])
+        return self._joined(name, self._checkpoint.read_stored)
 
     def with_queries_keys_and_values_apart(self) -> ModelWeights:
         """The same weights: qkv as q, k and v, and its bias likewise."""
@@ -102,7 +101,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         return weights
 
     def _joined(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """What is read of a weight's parts, put together; rows of a matrix are its outputs."""
+        """The parts of a weight as `read` has them, put together; rows of a matrix are its outputs."""
         source = self.sources[name]
         if self._on_read is not None:
             self._on_read(name)
@@ -112,7 +111,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
 
 
 def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str, WeightSource]:
-    """What every weight of a decoder is made of.
+    """Tensors that every weight of a decoder is made of.
 
     joins_experts: a layer's experts lie side by side in one matrix, for runtimes that compute all of them at once.
     """

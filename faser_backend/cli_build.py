@@ -12,23 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from faser_backend.cli_options import STORAGE, TENSORRT, parse_integers, print_steps
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_bytes, shown
-from faser_backend.manifest import MANIFEST_FILE
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
     from engines.build import Progress as Report
-    from engines.tensorrt_build import SplitStreams, TensorRtOptions
+    from engines.tensorrt_buckets import SplitStreams, TensorRtOptions
     from faser_backend.manifest import EngineManifest, ModelEngine
 
 MIB = 1 << 20
-FORMATS = "fp32, fp16, bf16, int8, or int4 (llvm alone)"
+FORMATS = "fp32, fp16, bf16, int8 or int4"
 WHERE = "For CPUs alone, which compute in fp32 (--dtype)."
 MIN_CONTEXT = 32  # in which a profile can be taken
 NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can be given as ./ngram
@@ -41,9 +37,7 @@ def build(
     draft: Annotated[
         str, typer.Option(help="Draft checkpoint with the same vocabulary, or EAGLE-3 head; ngram for no model.")
     ] = NGRAM,
-    runtime: Annotated[
-        str, typer.Option(help="llvm or onnxruntime (CPU), tensorrt_rtx, tensorrt or torch (GPU).")
-    ] = DEFAULT_RUNTIME,
+    runtime: Annotated[str, typer.Option(help="llvm (CPU), tensorrt_rtx, tensorrt or torch (GPU).")] = DEFAULT_RUNTIME,
     exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
     dtype: Annotated[
         str, typer.Option(help="fp32, fp16 or bf16; CPUs take fp32 alone.", rich_help_panel=STORAGE)
@@ -58,7 +52,9 @@ def build(
     ] = None,
     draft_weights: Annotated[
         str | None,
-        typer.Option(help="The same for the draft.", show_default="as for the target", rich_help_panel=STORAGE),
+        typer.Option(
+            help="The same for the draft.", show_default="as its checkpoint has them", rich_help_panel=STORAGE
+        ),
     ] = None,
     kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=STORAGE)] = 16,
     kv_cache_dtype: Annotated[
@@ -90,6 +86,7 @@ def build(
 ) -> None:
     """Compile a target and a draft checkpoint into an engine directory."""
     from engines.build import build_engines
+    from faser_backend.manifest import MANIFEST_FILE
 
     _check_source("--target", str(target))
     if draft != NGRAM:
@@ -176,7 +173,7 @@ def _large_draft_warning(target: ModelEngine, draft: ModelEngine) -> str:
 
 
 def _profile_of(output: Path) -> bytes | None:
-    """What was measured of the engines that are about to be replaced."""
+    """The profile of the engines that are about to be replaced."""
     from faser_backend.serving.profile_store import PROFILE_FILE
 
     try:
@@ -205,6 +202,10 @@ def progress_display() -> Iterator[Report]:
     if not sys.stderr.isatty():
         yield print_steps()
         return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -238,8 +239,7 @@ def summary(output: Path, manifest: EngineManifest) -> str:
 def _tensorrt_options(
     limits: dict[str, int | None], compute_capability: str, streams: dict[str, SplitStreams]
 ) -> TensorRtOptions:
-    from engines.tensorrt_buckets import CallLimits
-    from engines.tensorrt_build import TensorRtOptions
+    from engines.tensorrt_buckets import CallLimits, TensorRtOptions
 
     targets = tuple(part.strip() for part in compute_capability.split(",") if part.strip())
     given = {name: value for name, value in limits.items() if value is not None}
@@ -249,7 +249,8 @@ def _tensorrt_options(
 def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
     """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts or where
     TensorRT cannot build for a split. Raises TensorRtError where TensorRT or a GPU is missing."""
-    from engines.tensorrt_build import SplitStreams, require_gpu
+    from engines.tensorrt_buckets import SplitStreams
+    from engines.tensorrt_build import require_gpu
     from faser_backend.device.cuda.identity import load_driver
     from faser_backend.device.partition import split_name
     from plugins.tensorrt_import import import_tensorrt

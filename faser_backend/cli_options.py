@@ -13,8 +13,9 @@ from typer.core import TyperCommand
 
 from faser_backend.config import Option, OptionTable
 from faser_backend.core.errors import ConfigError
-from faser_backend.policy.registry import known_policies
 
+# As policy.registry has them, which takes numpy to load: who asks for help does without.
+POLICIES = "none, fixed:K, tree:N, goodput, survival, gp-lcb, faser, file:PATH"
 SAMPLING, STORAGE, TENSORRT = "Sampling", "How weights and caches are stored", "TensorRT"  # sections of help
 
 
@@ -64,7 +65,7 @@ def _chosen(table: type[OptionTable], names: str = "") -> tuple[type[OptionTable
         field, option = table.model_fields[name], known[name]
         default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
         shown = option.shown_default or default not in (None, [])
-        help_text = option.help.replace("{policies}", known_policies())
+        help_text = option.help.replace("{policies}", POLICIES)
         given = typer.Option(*option.flags.split(), help=help_text, show_default=shown, rich_help_panel=option.section)
         kind = inspect.Parameter.KEYWORD_ONLY
         annotation = Annotated[field.annotation, given]

@@ -61,7 +61,7 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """What a JSON file holds. Raises FileError."""
+    """The value in a JSON file. Raises FileError."""
     text = read_text(path, max_bytes)
     try:
         return json.loads(text)

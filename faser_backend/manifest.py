@@ -6,12 +6,6 @@ them. Knows the formats of the directory, nothing of graphs, runtimes or text.
 Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = block table columns,
 R = logit rows, K = exit candidates). Integers are int64 unless it says otherwise.
 
-Runtime "onnxruntime", cut at every layer's attention, which a kernel of ours computes and which writes in place:
-  in   token_ids [T] or hidden [T, hidden_size]; positions [T]; logit_rows [R] (last segment); exit_candidates
-       [T, K] (segments built with exit scores)
-  out  hidden_out [T, hidden_size] or logits [R, vocab_size]; exit_scores [T, K]
-  At the cut of layer i, q.i [T, num_heads, 1, head_dim] and k.i, v.i [T, Hkv, 1, head_dim], rotated, come out,
-  attended.i [T, num_heads * head_dim] goes in, and the hidden state [T, hidden_size] is carried over.
 Runtime "tensorrt_rtx", where no op of ours can be compiled and nothing is written in place:
   in   token_ids or hidden; positions; pad_idx [B, Q], the row of each padded cell (filler cells repeat a valid
        row); unpad_idx [T], flat index into B * Q; block_table [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...;
@@ -26,11 +20,12 @@ Runtimes "tensorrt", "torch" and "llvm", whose attention is a kernel of ours and
 A target whose draft is a head: out aux_hidden.i [T, hidden_size], the input of layer i, for each of its feature_layers.
 Draft heads have two segments. The first, of no layers, joins what lies at the rows' positions: in aux_hidden.i; out
 hidden_out [T, hidden_size]. The second is the layer: in token_ids and hidden beside what its runtime has above; out
-logits, hidden_out [R, hidden_size], of the logit rows alone. Runtime "torch" has in the place of all aux_hidden.i the
-pool that keeps them, features [num_blocks, kv_block_size, number of feature_layers, hidden_size], by slot_mapping.
-Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtimes
-"onnxruntime" and "llvm" keys and values have its kv_cache_dtype. Runtimes "torch" and "llvm" compile nothing ahead: all
-segments of a model name its one weight file, safetensors; of "llvm" with matrices in the layout of its kernels.
+logits, hidden_out [R, hidden_size], of the logit rows alone.
+Runtimes "torch" and "llvm" have in the place of all aux_hidden.i the pool that keeps them, features [num_blocks,
+kv_block_size, number of feature_layers, hidden_size], by slot_mapping. They compile nothing ahead: all segments of a
+model name its one weight file, safetensors; of "llvm" with matrices in the layout of its kernels.
+Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtime
+"llvm" keys and values have its kv_cache_dtype.
 """
 
 from __future__ import annotations
@@ -44,12 +39,12 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import ManifestError
-from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, RopeScaling, WeightFormat, check_spec
+from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, WeightFormat, check_spec
 from faser_backend.files import MAX_NAME_BYTES, FileError, read_json, shown
 from faser_backend.runtime_spec import RUNTIMES, RuntimeSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = ("fp32", "fp16", "bf16")
@@ -98,11 +93,6 @@ class SegmentSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     buckets: tuple[BucketSpec, ...] = ()  # empty where the runtime takes calls of any shape
-    parts: tuple[FileSpec, ...] = ()  # behind `file`, where the graph is cut
-
-    @property
-    def files(self) -> tuple[FileSpec, ...]:
-        return (self.file, *self.parts)
 
     @property
     def has_exit_scores(self) -> bool:
@@ -122,18 +112,19 @@ class ModelEngine:
     def files(self) -> tuple[FileSpec, ...]:
         """Each file once: segments may share one."""
         shared = () if self.weights is None else (self.weights,)
-        return tuple(dict.fromkeys((*shared, *(file for segment in self.segments for file in segment.files))))
+        return tuple(dict.fromkeys((*shared, *(segment.file for segment in self.segments))))
 
     @property
     def num_weight_bytes(self) -> int:
         """Bytes that weights take when they are loaded, about."""
-        files = self.files if self.weights is None else (self.weights,)
-        return sum(file.num_bytes for file in files) * self.weight_format.growth
+        return sum(file.num_bytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineManifest:
     """Everything that a server needs to know of an engine directory."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (no field: how `load` reads a file)
 
     runtime: str
     dtype: str
@@ -145,17 +136,22 @@ class EngineManifest:
     vocab_hash: str
     end_ids: tuple[int, ...]
     tokenizer: FileSpec
+    tokenizer_config: FileSpec  # what AutoTokenizer of clients reads
+    prompts: FileSpec  # chat template and special tokens
     builder_version: str
     format_version: int = FORMAT_VERSION
     compiler: str = ""  # name and version, where segments are compiled ahead of time
     compute_capabilities: tuple[str, ...] = ()  # what they were compiled for, e.g. "8.9"; empty: the compiler's choice
-    prompts: FileSpec | None = None  # chat template and special tokens; None from builders that took none along
-    tokenizer_config: FileSpec | None = None  # what AutoTokenizer of clients reads; None as above
+
+    @property
+    def models(self) -> dict[str, ModelEngine]:
+        """The target, and the draft where there is one, by name."""
+        return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
-        texts = [file for file in (self.tokenizer, self.tokenizer_config, self.prompts) if file is not None]
-        return (*texts, *self.target.files, *(self.draft.files if self.draft is not None else ()))
+        texts = (self.tokenizer, self.tokenizer_config, self.prompts)
+        return (*texts, *(file for model in self.models.values() for file in model.files))
 
     @property
     def runtime_spec(self) -> RuntimeSpec:
@@ -170,11 +166,19 @@ class EngineManifest:
     @classmethod
     def load(cls, directory: Path) -> EngineManifest:
         """Reads and verifies a directory. Raises ManifestError naming the file and the reason."""
+        from pydantic import TypeAdapter, ValidationError  # not above: commands that only print their help do without
+
         path, fields = Path(directory) / MANIFEST_FILE, read_manifest_fields(directory)
         try:
-            manifest = _manifest_from(fields)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ManifestError(f"{path}: malformed ({type(error).__name__}: {shown(str(error))})") from None
+            manifest = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)  # lists are tuples in JSON alone
+            for model in manifest.models.values():
+                check_spec(model.spec)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise ManifestError(f"{path}: malformed ({field} = {first['input']!r:.80}: {first['msg']})") from None
+        except ValueError as error:
+            raise ManifestError(f"{path}: malformed ({shown(str(error))})") from None
         manifest._check_fields(path)
         for file in manifest.files:
             _check_file(path.parent, file)
@@ -192,11 +196,10 @@ class EngineManifest:
         _check_choice(path, "kv_cache_dtype", self.kv_cache_dtype, kv_cache_dtypes)
         if self.kv_block_size < 1:
             raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
-        models = {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
-        sizes = [model.spec.vocab_size for model in models.values()]
+        sizes = [model.spec.vocab_size for model in self.models.values()]
         if sizes[0] != sizes[-1]:
             raise ManifestError(f"{path}: vocab_size of target = {sizes[0]} and of draft = {sizes[-1]} must be equal")
-        for name, model in models.items():
+        for name, model in self.models.items():
             cuts = [0, *(segment.last_layer for segment in model.segments)]
             starts = [segment.first_layer for segment in model.segments]
             if cuts[:-1] != starts or cuts[-1] != model.spec.num_layers:
@@ -205,16 +208,13 @@ class EngineManifest:
                 )
             for segment in model.segments:
                 _check_buckets(path, segment)
-                num_cuts = segment.last_layer - segment.first_layer if self.runtime_spec.has_parts else 0
-                if len(segment.parts) != num_cuts:
-                    raise ManifestError(f"{path}: {segment.file.name}: {len(segment.parts)} parts, not {num_cuts}")
         for end_id in self.end_ids:
             if not 0 <= end_id < sizes[0]:
                 raise ManifestError(f"{path}: end_ids = {end_id}: must lie in [0, {sizes[0] - 1}]")
 
 
 def read_manifest_fields(directory: Path) -> dict[str, Any]:
-    """What manifest.json says, with nothing verified but its version. Raises ManifestError naming the file."""
+    """The fields of manifest.json, with nothing verified but the version. Raises ManifestError naming the file."""
     path = Path(directory) / MANIFEST_FILE
     try:
         fields = read_json(path, MAX_MANIFEST_BYTES)
@@ -223,7 +223,7 @@ def read_manifest_fields(directory: Path) -> dict[str, Any]:
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if version != FORMAT_VERSION:
         raise ManifestError(
-            f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build again"
+            f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build anew"
         )
     return fields
 
@@ -282,47 +282,3 @@ def _check_file(directory: Path, file: FileSpec) -> None:
     digest = file_sha256(path)
     if digest != file.sha256:
         raise ManifestError(f"{path}: changed since it was built: sha256 {digest[:12]} instead of {file.sha256[:12]}")
-
-
-def _manifest_from(fields: dict[str, Any]) -> EngineManifest:
-    draft = None if fields["draft"] is None else _model_from(fields["draft"])
-    models = {"target": _model_from(fields["target"]), "draft": draft}
-    rest = {key: value for key, value in fields.items() if key not in models}
-    rest["tokenizer"] = _file_from(rest["tokenizer"])
-    for name in ("prompts", "tokenizer_config"):
-        rest[name] = None if rest.get(name) is None else _file_from(rest[name])
-    rest["compute_capabilities"] = tuple(str(version) for version in rest.get("compute_capabilities", ()))
-    rest["exit_layers"], rest["end_ids"] = (tuple(map(int, rest[name])) for name in ("exit_layers", "end_ids"))
-    rest["kv_block_size"] = int(rest["kv_block_size"])
-    return EngineManifest(**models, **rest)
-
-
-def _model_from(fields: dict[str, Any]) -> ModelEngine:
-    segments = tuple(_segment_from(segment) for segment in fields["segments"])
-    spec_fields = dict(fields["spec"])
-    if spec_fields.get("rope_scaling") is not None:
-        spec_fields["rope_scaling"] = RopeScaling(**spec_fields["rope_scaling"])
-    spec_fields["feature_layers"] = tuple(int(layer) for layer in spec_fields.get("feature_layers", ()))
-    spec = ModelSpec(**spec_fields)
-    check_spec(spec)
-    weights = None if fields["weights"] is None else _file_from(fields["weights"])
-    return ModelEngine(spec, weights, segments, WeightFormat(**fields.get("weight_format", {"name": "fp32"})))
-
-
-def _segment_from(fields: dict[str, Any]) -> SegmentSpec:
-    inputs, outputs = (
-        tuple(TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])) for tensor in fields[side])
-        for side in ("inputs", "outputs")
-    )
-    file, first, last = _file_from(fields["file"]), int(fields["first_layer"]), int(fields["last_layer"])
-    buckets = tuple(map(_bucket_from, fields.get("buckets", ())))
-    return SegmentSpec(file, first, last, inputs, outputs, buckets, tuple(map(_file_from, fields.get("parts", ()))))
-
-
-def _bucket_from(fields: dict[str, Any]) -> BucketSpec:
-    ranges = {str(name): (int(low), int(usual), int(high)) for name, (low, usual, high) in fields["ranges"].items()}
-    return BucketSpec(str(fields["name"]), ranges, str(fields["split"]))
-
-
-def _file_from(fields: dict[str, Any]) -> FileSpec:
-    return FileSpec(str(fields["name"]), str(fields["sha256"]), int(fields["num_bytes"]))

@@ -19,7 +19,7 @@ from typing import Any
 from lab.places import ROOT
 
 GPU_PACKAGES = ("torch", "triton", "cuda-python", "tensorrt-cu13", "tensorrt-rtx-cu13-libs")
-PACKAGES = ("faser-backend", "numpy", "onnxruntime", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
+PACKAGES = ("faser-backend", "numpy", "numba", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
 _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 

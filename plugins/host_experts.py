@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""A layer's experts on a CPU, of which every row takes a few: what `engines.experts` says, for a segment's kernel.
+"""A layer's experts on a CPU, of which every row takes a few: as `engines.decoder` mixes them, for a segment's kernel.
 
 A choice of a row is a slot. Slots go in the order of their experts, so that an expert is read once for all rows that
 chose it, and one that nobody chose is not read. Threads share out the columns of every expert, whichever was chosen,

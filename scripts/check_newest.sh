@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$ROOT"
 unset PYTHONPATH
 
-TESTS=(test_cli test_cli_chat test_llm test_examples test_onnx_runtime test_structured_output test_chat test_answer_stream
+TESTS=(test_cli test_cli_chat test_llm test_examples test_llvm_exits test_structured_output test_chat test_answer_stream
   test_gguf_tokenizer test_files)
 
 VENV="$ROOT/build/newest"

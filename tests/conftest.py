@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from faser_backend.cli import main
 
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before any test loads ONNX Runtime, whose release 1.31 sends usage data
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it runs in the background so, and children inherit it: tests that press Ctrl-C would wait.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
+from engines.arrays import FLOAT_TYPES
 from engines.checkpoint import open_checkpoint
 from engines.decoder import build_segment
 from engines.families import read_spec
-from engines.graph import FLOAT_TYPES, WeightStore
+from engines.graph import WeightStore
 from engines.weights import ModelWeights
 from faser_backend.core.batch import RowBatch
 
@@ -43,7 +44,7 @@ class GatheredRunner:
         padding: Padding | None = None,
     ) -> None:
         checkpoint = open_checkpoint(source)
-        self.spec = read_spec(checkpoint)
+        self.spec = read_spec(checkpoint.fields)
         self.padding = padding or Padding()
         self._block_size = block_size
         self._sessions: list[ort.InferenceSession] = []
@@ -58,7 +59,6 @@ class GatheredRunner:
                 first,
                 last,
                 kv_block_size=block_size,
-                has_exit_scores=last < self.spec.num_layers,
                 runtime="tensorrt_rtx",
                 dtype=dtype,
             )
@@ -67,7 +67,7 @@ class GatheredRunner:
         store.close()
         for index, graph in enumerate(self.graphs):
             path = directory / f"{index}.onnx"
-            path.write_bytes(graph.models[0].SerializeToString())
+            path.write_bytes(graph.model.SerializeToString())
             self._sessions.append(ort.InferenceSession(path, providers=["CPUExecutionProvider"]))
         self.num_segments = len(self.graphs)
         shape = (self.spec.num_kv_heads, num_blocks, block_size, self.spec.head_dim)

@@ -14,7 +14,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
-from engines.checkpoint import HuggingFaceCheckpoint, read_json
+from engines.checkpoint import HuggingFaceCheckpoint
+from engines.checkpoint_base import read_json
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 NAMES = [  # Hugging Face's pattern -> GGUF's

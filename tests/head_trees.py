@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engines.build import build_engines
-from engines.tensorrt_build import TensorRtOptions
+from engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.core.record import StepRecord
 from faser_backend.pipeline.engine import Engine
 from tests.eagle3_models import HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head

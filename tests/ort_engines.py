@@ -58,7 +58,7 @@ def write_rtx_model(
 ) -> ModelEngine:
     """The graphs of a model's segments in the place of its engines, with the buckets of a build."""
     checkpoint = open_checkpoint(source)
-    spec = read_spec(checkpoint)
+    spec = read_spec(checkpoint.fields)
     directory.mkdir(parents=True, exist_ok=True)
     store = WeightStore(directory / "weights")
     buckets = call_buckets(LIMITS.apply(spec), kv_block_size, LIMITS)
@@ -71,12 +71,11 @@ def write_rtx_model(
             first,
             last,
             kv_block_size=kv_block_size,
-            has_exit_scores=last < spec.num_layers,
             runtime="tensorrt_rtx",
             dtype=dtype,
         )
         path = directory / f"target.{index}.engine"
-        path.write_bytes(graph.models[0].SerializeToString())
+        path.write_bytes(graph.model.SerializeToString())
         segment = SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs)
         segments.append(replace(segment, buckets=tuple(narrowed(bucket, graph.inputs) for bucket in buckets)))
     store.close()

@@ -6,11 +6,14 @@ The draft is the target itself, so nearly every drafted token is accepted and an
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engines.build import build_engines
+from faser_backend.manifest import EngineManifest, FileSpec
 from tests.chat_templates import CHATML
 from tests.tiny_models import write_checkpoint
 
@@ -57,3 +60,12 @@ def build_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0
     pair = write_pair(directory / "pair", max_context, seed=seed)
     build_engines(pair / "target", pair / "draft", directory / "engine")
     return directory / "engine"
+
+
+def copy_without_template(engine_dir: Path, directory: Path) -> Path:
+    """The engine directory as it would be of a checkpoint that says nothing of prompts."""
+    shutil.copytree(engine_dir, directory)
+    path = directory / "prompts.json"
+    path.write_text(json.dumps({"chat_template": None, "special_tokens": {}, "adds_begin_token": None}))
+    replace(EngineManifest.load(engine_dir), prompts=FileSpec.of(path)).save(directory)
+    return directory

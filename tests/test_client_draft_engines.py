@@ -1,4 +1,4 @@
-"""Clients' drafts on real engines: every policy and mode of ONNX Runtime, and a head that reads the target's states."""
+"""Clients' drafts on real engines: every policy and mode, and a head that reads the target's states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_of_onnx_runtime_are_those_of_plain_decoding(pair: Path, policy: str):
+def test_tokens_of_real_engines_are_those_of_plain_decoding(pair: Path, policy: str):
     requests = random_requests(7, 10)
     plain = build_engine(pair, EngineConfig.from_options(policy="none", max_num_seqs=4, num_threads=1))
     expected = drive(plain, requests).tokens

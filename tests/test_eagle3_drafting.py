@@ -15,12 +15,10 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, SamplingParams
 from faser_backend.device.llvm_head import LlvmHeadRunner
-from faser_backend.device.onnx_runtime import OrtHeadRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.registry import parse_policy
-from faser_backend.runtime_spec import CPU_RUNTIMES
 from faser_backend.serving.compose import assemble_on, build_engine
 from faser_backend.serving.runtimes import open_runtime
 from tests.eagle3_models import HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
@@ -32,14 +30,7 @@ from tests.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("eagle3"), runtime="llvm", exit_layers=(4,))
-
-
-@pytest.fixture(scope="module", params=CPU_RUNTIMES)
-def of_each_runtime(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    if request.param == "llvm":
-        return built
-    return Built(tmp_path_factory.mktemp("eagle3"), runtime=request.param, exit_layers=(4,))
+    return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,))
 
 
 def make_requests(count: int = 8, *, is_greedy: bool = False, num_shared: int = 0) -> list[Request]:
@@ -109,13 +100,11 @@ class ChainChecker:
         ((5, 0, 2, 0, 0), {}),  # rounds without drafts: the head lags behind
     ],
 )
-def test_every_chain_is_the_reference_s(
-    of_each_runtime: Built, lengths: tuple[int, ...], options: dict[str, object]
-) -> None:
-    engine = open_engine(of_each_runtime, "fixed:4", enable_prefix_reuse=False, **options)
+def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], options: dict[str, object]) -> None:
+    engine = open_engine(built, "fixed:4", enable_prefix_reuse=False, **options)
     scheduler = engine.stepper.scheduler
     scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-    checker = ChainChecker(of_each_runtime)
+    checker = ChainChecker(built)
     engine.stepper.observers.append(checker.observe)
     requests = make_requests(is_greedy=True)
     drive(engine, requests)
@@ -138,11 +127,11 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
     assert tokens == tokens_of(built, "none", requests)
 
 
-def test_features_of_other_positions_are_noticed(of_each_runtime: Built) -> None:
+def test_features_of_other_positions_are_noticed(built: Built) -> None:
     """Negative control: a head whose features lie one place further on drafts other chains."""
-    engine, checker = open_engine(of_each_runtime, "fixed:3", enable_prefix_reuse=False), ChainChecker(of_each_runtime)
+    engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
     head = engine.stepper.partitions[WHOLE].draft
-    assert isinstance(head, OrtHeadRunner | LlvmHeadRunner)
+    assert isinstance(head, LlvmHeadRunner)
     engine.stepper.observers.append(checker.observe)
     target_features, run = head.pool.features, head.run_segment
 
@@ -193,13 +182,13 @@ def test_tokens_equal_plain_decoding(built: Built, policy: str, options: dict[st
     assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
 
 
-@pytest.mark.parametrize("runtime", CPU_RUNTIMES)
-def test_tokens_equal_plain_decoding_where_keys_and_values_are_halves(runtime: str, tmp_path: Path) -> None:
-    built, requests = Built(tmp_path, runtime=runtime, kv_cache_dtype="fp16"), make_requests()
-    assert built.manifest.kv_cache_dtype == "fp16"
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp16"}, {"weights": "int8", "kv_cache_dtype": "fp32"}])
+def test_tokens_equal_plain_decoding_in_other_formats(options: dict[str, str], tmp_path: Path) -> None:
+    """Halves in the pool, and a target of integers; greedy, sampled and with sequences that are preempted."""
+    built, requests = Built(tmp_path, **options), make_requests()
+    assert built.manifest.kv_cache_dtype == options["kv_cache_dtype"]
     plain = tokens_of(built, "none", requests)
-    for policy in ("fixed:4", "faser"):
-        assert tokens_of(built, policy, requests) == plain
+    assert tokens_of(built, "fixed:4", requests, num_kv_blocks=32) == tokens_of(built, "faser", requests) == plain
 
 
 def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from engines.build import build_engines
-from engines.checkpoint import CheckpointError
+from engines.checkpoint_base import CheckpointError
 from engines.eagle3 import is_eagle3
 from faser_backend.cli import app
 from faser_backend.core.model import EAGLE3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +171,3 @@ def test_a_changed_or_missing_config_is_refused(pair: Path) -> None:
     path.unlink()
     with pytest.raises(ManifestError, match=r"tokenizer_config\.json: missing"):
         EngineManifest.load(directory)
-
-
-def test_a_directory_of_an_older_builder_loads_without_one(pair: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(build(pair / "target"), tmp_path / "old")
-    fields = json.loads((directory / "manifest.json").read_text())
-    del fields["tokenizer_config"]
-    (directory / "manifest.json").write_text(json.dumps(fields))
-    (directory / CONFIG).unlink()
-    assert EngineManifest.load(directory).tokenizer_config is None

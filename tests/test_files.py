@@ -86,8 +86,7 @@ def test_what_is_no_plain_file_is_told_at_once(run, engine_dir: Path, name: str,
 def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Path, name: str, make):
     pair = shutil.copytree(built.parent / "pair", tmp_path / "pair")
     make(pair / "target" / name)
-    command = ("build", "--target", pair / "target", "--output", tmp_path / "out")
-    status, _, err = run(*command, "--runtime", "onnxruntime")
+    status, _, err = run("build", "--target", pair / "target", "--output", tmp_path / "out")
     if name == "tokenizer_config.json" and make in (pipe, endless):
         assert status == 0  # optional, and there is none
         return
@@ -122,7 +121,7 @@ def test_text_and_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("max_context", "512", "max_context = '512': must be a whole number"),
+        ("max_context", "512", "max_context = '512'"),
         ("max_context", 10**12, "max_context = 1000000000000: must be a whole number"),
         ("max_context", True, "max_context = True"),
         ("hidden_size", 10**9, "hidden_size = 1000000000: must be"),

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engines.arrays import CheckpointError
 from engines.build import build_engines
 from engines.checkpoint import open_checkpoint
+from engines.checkpoint_base import CheckpointError
 from engines.families import read_spec
 from engines.gguf_checkpoint import GGUFCheckpoint
-from engines.gguf_header import TYPES
+from engines.gguf_file import TYPES
 from engines.weights import ModelWeights
 from faser_backend.core.model import RopeScaling
 from faser_backend.manifest import EngineManifest
@@ -93,7 +93,7 @@ def test_blocks_of_experts_are_joined_as_their_numbers_are(tmp_path: Path):
     file, sizes = tmp_path / "model.gguf", {**QUANTISED, "moe_intermediate_size": 32, "num_hidden_layers": 1}
     write_gguf(random_model("qwen3_moe", **sizes), file, kind=Type.Q8_0)
     checkpoint = GGUFCheckpoint(file)
-    weights = ModelWeights(checkpoint, read_spec(checkpoint), joins_experts=True)
+    weights = ModelWeights(checkpoint, read_spec(checkpoint.fields), joins_experts=True)
     for name in ("layers.0.experts.gate", "layers.0.experts.down"):
         numbers = gguf.quants.dequantize(weights.read_blocks(name), Type.Q8_0)
         assert np.array_equal(numbers.T, weights[name]) and weights.stored_types(name) == {"Q8_0"}
@@ -117,13 +117,14 @@ def test_rows_lie_where_the_packages_reader_finds_them(kind: str, tmp_path: Path
     write_gguf(random_model("qwen2", **sizes, num_hidden_layers=1), file, kind=Type[kind])
     checkpoint = GGUFCheckpoint(file)
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    stored_type, rows = checkpoint.read_stored("model.layers.0.mlp.down_proj.weight")
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored_type, rows = checkpoint.stored_type(name), checkpoint.read_stored(name)
     wanted = theirs["blk.0.ffn_down.weight"]
     assert stored_type == kind == wanted.tensor_type.name
     assert np.array_equal(rows.view(np.uint8), wanted.data.view(np.uint8))
     expected = gguf.quants.dequantize(wanted.data, wanted.tensor_type)
-    read = checkpoint.read("model.layers.0.mlp.down_proj.weight")
-    assert read.shape == expected.shape == checkpoint.shape("model.layers.0.mlp.down_proj.weight")
+    read = checkpoint.read(name)
+    assert read.shape == expected.shape == checkpoint.shape(name)
     assert np.array_equal(read.astype(np.float32), expected)
 
 
@@ -132,9 +133,9 @@ def test_stored_blocks_come_in_hugging_faces_order(tmp_path: Path):
     write_gguf(random_model("linear_rope", **QUANTISED), file, kind=Type.Q4_0, edit=linear)
     checkpoint = GGUFCheckpoint(file)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        kind, blocks = checkpoint.read_stored(f"model.layers.1.{name}.weight")
-        assert (kind, blocks.dtype) == ("Q4_0", np.uint8)
-        expected = gguf.quants.dequantize(blocks, Type[kind])
+        blocks = checkpoint.read_stored(f"model.layers.1.{name}.weight")
+        assert blocks.dtype == np.uint8
+        expected = gguf.quants.dequantize(blocks, Type.Q4_0)
         assert np.array_equal(checkpoint.read(f"model.layers.1.{name}.weight"), expected)
 
 

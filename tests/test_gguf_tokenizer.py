@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engines.arrays import CheckpointError
 from engines.build import build_engines
 from engines.checkpoint import open_checkpoint
-from engines.gguf_vocabulary import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED
+from engines.checkpoint_base import CheckpointError
+from engines.gguf_tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -162,7 +162,7 @@ def test_special_and_end_tokens_template_and_padding_come_from_the_file(tmp_path
     checkpoint = open_checkpoint(written(tmp_path, byte_level))
     vocabulary = read_vocabulary(checkpoint.directory / "tokenizer.json")
     end, begin = vocabulary["<|end|>"], vocabulary["<s>"]
-    assert checkpoint.config["eos_token_id"] == [end, begin]  # of the text, of a turn
+    assert checkpoint.fields.values["eos_token_id"] == [end, begin]  # of the text, of a turn
     added = json.loads((checkpoint.directory / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"]: token["special"] for token in added} == {
         "<|end|>": True,

@@ -12,9 +12,9 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Request, SamplingParams
-from faser_backend.device.cpu_runtime import OrtRuntime
+from faser_backend.device.cpu_runtime import LlvmRuntime
 from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
@@ -41,28 +41,24 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {dtype: root / dtype for dtype in ("fp32", "fp16")}
 
 
-def open_runtime(directory: Path) -> tuple[OrtRuntime, ModelPair]:
+def open_runtime(directory: Path) -> tuple[LlvmRuntime, ModelPair]:
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
-    return OrtRuntime(directory, models, BLOCK_SIZE, kv_cache_dtype=manifest.kv_cache_dtype), models
+    return LlvmRuntime(directory, models, BLOCK_SIZE, kv_cache_dtype=manifest.kv_cache_dtype), models
 
 
-def open_target(directory: Path) -> OrtRunner:
+def open_target(directory: Path) -> LlvmRunner:
     manifest = EngineManifest.load(directory)
     pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
-    return OrtRunner(manifest.target, directory, NUM_BLOCKS, BLOCK_SIZE, ONE_CORE, pool=pool)
+    return LlvmRunner(manifest.target, directory, ONE_CORE, pool)
 
 
-def logits_of(runner: OrtRunner, chunk: int, *, is_packed: bool = True) -> np.ndarray:
-    """[2, LENGTH, vocab_size] of both sequences, which go through the model in chunks, packed or one by one."""
-    parts = []
-    for chosen in [[0, 1]] if is_packed else [[0], [1]]:
-        tokens, results = [SEQUENCES[i] for i in chosen], []
-        for start in range(0, LENGTH, chunk):
-            count = min(chunk, LENGTH - start)
-            rows = make_rows(tokens, [start] * len(chosen), [count] * len(chosen), TABLES[chosen])
-            results.append(run_all(runner, rows).reshape(len(chosen), count, -1))
-        parts.append(np.concatenate(results, axis=1))
+def logits_of(directory: Path) -> np.ndarray:
+    """[2 * LENGTH, vocab_size] of both sequences, which go through the model in chunks."""
+    runner, parts = open_target(directory), []
+    for start in range(0, LENGTH, 7):
+        rows = make_rows(SEQUENCES, [start] * 2, [min(7, LENGTH - start)] * 2, TABLES)
+        parts.append(run_all(runner, rows))
     runner.check_integrity()
     return np.concatenate(parts)
 
@@ -89,7 +85,7 @@ def test_what_a_draft_head_reads_stays_float32(engines: dict[str, Path]):
 
 
 def test_the_same_memory_holds_twice_the_blocks(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(OrtRuntime, "free_bytes", lambda _: 3_000_001)
+    monkeypatch.setattr(LlvmRuntime, "free_bytes", lambda _: 3_000_001)
     full, half = (
         choose_num_blocks(*open_runtime(engines[dtype]), EngineConfig(max_num_seqs=64)) for dtype in ("fp32", "fp16")
     )
@@ -111,42 +107,13 @@ def test_integrity_notices_a_half_that_is_not_finite(engines: dict[str, Path]):
         runner.check_integrity()
 
 
-def test_halves_are_keys_and_values_that_were_rounded_and_nothing_else(
-    engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-):
-    half, rounded = (open_target(engines[dtype]) for dtype in ("fp16", "fp32"))
-    attend = rounded._attend
-
-    def attend_rounded(q: np.ndarray, k: np.ndarray, v: np.ndarray, *others: object) -> None:
-        attend(q, *(x.astype(np.float16).astype(np.float32) for x in (k, v)), *others)
-
-    monkeypatch.setattr(rounded, "_attend", attend_rounded)
-    np.testing.assert_array_equal(logits_of(half, 7), logits_of(rounded, 7))
-    np.testing.assert_array_equal(half.pool.storage, rounded.pool.storage)
-
-
 def test_logits_are_near_those_of_float32(engines: dict[str, Path]):
     """Packed, paged and in chunks. In each layer every key and every value is off by up to HALF_ULP of itself; the
     bound takes these errors as if all were largest and added up, which random ones do not."""
-    half, full = (open_target(engines[dtype]) for dtype in ("fp16", "fp32"))
-    wanted = logits_of(full, 7)
-    error = logits_of(half, 7) - wanted
-    num_roundings = 2 * half.spec.num_layers
+    wanted = logits_of(engines["fp32"])
+    error = logits_of(engines["fp16"]) - wanted
+    num_roundings = 2 * EngineManifest.load(engines["fp16"]).target.spec.num_layers
     assert 0 < np.sqrt((error**2).mean()) < num_roundings * HALF_ULP * wanted.std()
-
-
-def test_chunks_have_the_bits_of_rows_one_by_one(engines: dict[str, Path]):
-    """Where products of ONNX Runtime do not depend on how many rows a call has, halves are no reason either."""
-    for dtype in ("fp32", "fp16"):
-        alone = open_target(engines[dtype])
-        expected = logits_of(alone, 1, is_packed=False)
-        for chunk in (1, 5, 9, LENGTH):
-            packed = open_target(engines[dtype])
-            is_equal = np.array_equal(logits_of(packed, chunk), expected)
-            is_equal &= np.array_equal(packed.pool.storage, alone.pool.storage)
-            if dtype == "fp32" and not is_equal:
-                pytest.skip("on this CPU products depend on the number of rows")
-            assert is_equal, f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -18,7 +18,6 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.request import Request
 from faser_backend.device import llvm_weights
-from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
@@ -28,14 +27,15 @@ from faser_backend.serving.runtimes import open_runtime
 from plugins.host_experts import choose, sort_slots
 from tests.family_models import random_model, write_model
 from tests.forcing import Forced, at_random, forced
+from tests.gathered_runner import GatheredRunner
 from tests.gguf_models import write_gguf
 from tests.harness import drive, guessed
 from tests.precision import assert_computed_alike
 from tests.stored_matrices import restore_matrix
 from tests.test_eagle3_drafting import make_requests
-from tests.test_families import MAX_ERROR, ONE_CORE
+from tests.test_families import MAX_ERROR
 from tests.test_gguf_checkpoint import QUANTISED
-from tests.test_llvm_runner import BLOCK_SIZE, NUM_BLOCKS, build, logits_of, open_runner
+from tests.test_llvm_runner import BLOCK_SIZE, build, logits_of, open_runner
 from tests.test_weight_formats import round_matrices
 from tests.tiny_models import VOCAB_SIZE, make_rows, run_all
 
@@ -150,11 +150,7 @@ def test_the_router_stays_float32(tmp_path: Path) -> None:
 def test_calls_without_logits_and_of_one_row(source: Path, tmp_path: Path) -> None:
     """The last layer then has no rows at all, or fewer than experts; beside ONNX Runtime."""
     build(source, tmp_path / "engine")
-    onnx = build_engines(source, source, tmp_path / "onnx", kv_block_size=BLOCK_SIZE)
-    runners = (
-        open_runner(tmp_path / "engine"),
-        OrtRunner(onnx.target, tmp_path / "onnx", NUM_BLOCKS, BLOCK_SIZE, ONE_CORE),
-    )
+    runners = (open_runner(tmp_path / "engine"), GatheredRunner(source, tmp_path, block_size=BLOCK_SIZE))
     tokens, table = np.random.default_rng(0).integers(0, VOCAB_SIZE, 12), np.arange(3)[None]
     found = []
     for runner in runners:

@@ -154,23 +154,21 @@ def test_doctor_prints_the_plan_of_an_engine_directory(tmp_path: Path) -> None:
     assert lines[0].split()[:3] == ["81920", "MiB", "of"] and "KV blocks: at most" in lines[-1]
     assert memory_report(tmp_path / "torch", load_driver=FakeDriver)[0].split()[0] == "81559"
     build_engines(source, draft, tmp_path / "cpu", kv_block_size=4)
-    with pytest.raises(ConfigError, match=r"--gpu-gib = 80: engines of runtime 'onnxruntime' run on a CPU"):
+    with pytest.raises(ConfigError, match=r"--gpu-gib = 80: engines of runtime 'llvm' run on a CPU"):
         memory_report(tmp_path / "cpu", gpu_gib=80)
 
 
-@pytest.mark.parametrize(("runtime", "cache", "weights"), [("llvm", "fp16", "mapped"), ("onnxruntime", "fp32", "res")])
-def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, runtime, cache, weights) -> None:
+@pytest.mark.parametrize("cache", ["fp16", "fp32"])
+def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, cache: str) -> None:
     source = write_checkpoint(tmp_path / "source")
     draft = write_draft(source, tmp_path / "draft")
-    built = build_engines(
-        source, draft, tmp_path / "cpu", runtime=runtime, kv_block_size=4, kv_cache_dtype=cache, max_context=64
-    )
+    built = build_engines(source, draft, tmp_path / "cpu", kv_block_size=4, kv_cache_dtype=cache, max_context=64)
     assert built.draft is not None
     status, out, _ = run("doctor", "--engine-dir", tmp_path / "cpu", "--num-kv-blocks", 40)
     assert status == 0 and f"40 KV blocks of 4 tokens, 160 in all: 2.5 requests of {64} tokens" in out
     pools = [KvPool(model.spec, 40, 4, dtype=cache) for model in (built.target, built.draft)]
     for name, pool in zip(("target", "draft"), pools, strict=True):
-        assert f"weights of the {name}, {weights}" in out
+        assert f"weights of the {name}, mapped" in out
         assert f" {pool.num_bytes // 160} bytes of a token in the {name}'s cache ({cache})" in out
     assert re.search(rf"{sum(pool.num_bytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
     with pytest.raises(ConfigError, match="num_kv_blocks = 3: one context of 64 tokens needs at least 16 blocks of 4"):

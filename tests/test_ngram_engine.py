@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.arrays import CheckpointError
 from engines.build import build_engines
+from engines.checkpoint_base import CheckpointError
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines.build import build_engines
-from engines.checkpoint import CheckpointError
+from engines.checkpoint_base import CheckpointError
 from faser_backend import LLM, SamplingParams
 from faser_backend.manifest import EngineManifest
 from tests.family_models import random_model, write_model
@@ -117,7 +117,7 @@ def test_contexts_that_differ(tmp_path: Path) -> None:
 def test_dtypes_of_the_two_are_converted_and_recorded(tmp_path: Path) -> None:
     target = write_model(random_model("qwen2").to(torch.bfloat16), tmp_path / "target")
     draft = write_model(random_model("llama3_rope").to(torch.float16), tmp_path / "draft")
-    for runtime, dtype in (("onnxruntime", "fp32"), ("torch", "bf16")):
+    for runtime, dtype in (("llvm", "fp32"), ("torch", "bf16")):
         manifest = build_engines(target, draft, tmp_path / "engine", runtime=runtime, dtype=dtype)
         assert (manifest.target.spec.checkpoint_dtype, manifest.draft.spec.checkpoint_dtype) == ("BF16", "F16")
 

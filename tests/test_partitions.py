@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.build import build_engines
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Partition
 from faser_backend.device import llvm_weights
-from faser_backend.device.cpu_runtime import LlvmRuntime, OrtRuntime, useful_splits
+from faser_backend.device.cpu_runtime import LlvmRuntime, useful_splits
 from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
 from faser_backend.device.runtime import ModelPair
@@ -166,10 +168,6 @@ class TestUsefulSplits:
         names, reason = self.names(engine, draft=5 << 20)
         assert names == ["1/7"] and "cannot use more than 1 core" in reason
 
-    def test_the_reference_runtime_has_none(self, engine: Path) -> None:
-        runtime = OrtRuntime(engine, pair_of(EngineManifest.load(engine)), BLOCK_SIZE, menu=MENU)
-        assert runtime.splits == () and "take turns" in runtime.splits_note
-
     def test_fewer_threads_than_cores_cannot_be_split(self, engine: Path) -> None:
         assert self.names(engine, draft=50 << 20, num_threads=8)[0] == ["1/7", "2/6", "4/4"]
         assert self.names(engine, draft=50 << 20, num_threads=7) == (
@@ -183,3 +181,38 @@ class TestUsefulSplits:
         measured = {share.partition for share in shares_of(menu)} - {WHOLE}
         assert {split_name(*split) for split in menu.splits} == measured
         assert all(name in menu.note for name in measured)
+
+
+def test_one_core_has_one_partition_and_says_so() -> None:
+    menu = core_partitions((3,))
+    assert menu.whole.cores == (3,) and not menu.can_split and "1 core" in menu.note
+
+
+@given(num_cores=st.integers(2, 300))
+def test_splits_are_disjoint_and_use_every_core(num_cores: int) -> None:
+    menu = core_partitions(tuple(range(num_cores)))
+    assert menu.can_split
+    for draft, target in menu.splits:
+        assert sorted(draft.cores + target.cores) == list(range(num_cores))
+        assert 1 <= draft.size <= target.size
+    assert "split" in menu.note
+
+
+def test_bad_core_sets_are_refused() -> None:
+    for cores in ((), (1, 1)):
+        with pytest.raises(ValueError, match="cores"):
+            core_partitions(cores)
+
+
+def test_pinning_binds_the_calling_thread_alone() -> None:
+    before, inside = os.sched_getaffinity(0), set()
+    core = min(before)
+
+    def pinned() -> None:
+        CorePartition("draft", (core,)).bind_current_thread()
+        inside.update(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=pinned)
+    thread.start()
+    thread.join()
+    assert inside == {core} and os.sched_getaffinity(0) == before

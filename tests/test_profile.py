@@ -142,10 +142,10 @@ def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> No
     [
         ({"device": {"cpu": "another processor"}}, "CPU another processor"),
         ({"device": {"num_cores": 4096}}, "usable cores 4096"),
-        ({"device": {"onnxruntime": "0.1"}}, "onnxruntime 0.1"),
+        ({"device": {"llvmlite": "0.1"}}, "llvmlite 0.1"),
         ({"device": {"gpu": "H100"}}, "GPU H100 instead of unknown; CPU unknown instead of "),
         ({"faser": "0.0.1"}, "faser 0.0.1"),
-        ({"files": {"target.0.onnx": "0" * 64}}, "target.0.onnx"),
+        ({"files": {"target.safetensors": "0" * 64}}, "target.safetensors"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(copied: Path, change: dict[str, Any], named: str) -> None:
@@ -234,18 +234,18 @@ def test_key_columns_cover_the_tokens_and_never_fall(engine: Path) -> None:
 
 def test_the_fingerprint_names_weights_and_segments_but_not_the_tokenizer(engine: Path) -> None:
     files = Fingerprint.here(EngineManifest.load(engine)).files
-    assert "tokenizer.json" not in files and any(name.endswith(".weights") for name in files)
+    assert "tokenizer.json" not in files and any(name.endswith(".safetensors") for name in files)
 
 
 def test_building_again_keeps_a_profile_that_still_holds(run, copied: Path, engine: Path) -> None:
     source, before = engine.parent, (copied / PROFILE_FILE).read_bytes()
     command = ("build", "--target", source / "source", "--draft", source / "draft", "--output", copied)
-    same = ("--runtime", "onnxruntime", "--exit-layers", "1", "--kv-block-size", "4")
+    same = ("--exit-layers", "1", "--kv-block-size", "4")
     status, out, _ = run(*command, *same)
     assert status == 0 and "kept profile.json: it holds for the new engines too" in out
     assert (copied / PROFILE_FILE).read_bytes() == before
     load(copied)
-    status, out, _ = run(*command, *same[:-4], "--kv-block-size", "4")
-    assert status == 0 and "the profile that was here is gone" in out and "other engine files" in out
+    status, out, _ = run(*command, "--kv-block-size", "4")
+    assert status == 0 and "the profile that was here is gone" in out and "2 segments instead of 1" in out
     assert not (copied / PROFILE_FILE).exists()
     assert "profile" not in run(*command, *same)[1]

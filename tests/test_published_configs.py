@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.config_fields import ConfigFields
+from engines.checkpoint_base import ConfigFields
 from engines.families import read_spec
 from engines.weights import weight_sources
 from faser_backend.core.model import ModelSpec, RopeScaling, rotary_tables
@@ -33,33 +32,6 @@ DIMENSIONS = [
     "vocab_size",
     "max_position_embeddings",
 ]
-
-
-class ConfigOnly:
-    """A checkpoint whose weights nobody asks for."""
-
-    directory = Path("published")
-    origin = directory
-    names: Collection[str] = ()
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-        self.fields = ConfigFields(config, self.directory / "config.json")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise AssertionError(name)
-
-    def dtype(self, name: str) -> str:
-        raise AssertionError(name)
-
-    def read(self, name: str) -> np.ndarray:
-        raise AssertionError(name)
-
-    def stored_type(self, name: str) -> str:
-        raise AssertionError(name)
-
-    def read_stored(self, name: str) -> tuple[str, np.ndarray]:
-        raise AssertionError(name)
 
 
 def config(family: str, sizes: str, **rest: Any) -> dict[str, Any]:
@@ -128,7 +100,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def spec_of(name: str, **changes: Any) -> ModelSpec:
-    return read_spec(ConfigOnly({**PUBLISHED[name][0], **changes}))
+    return read_spec(ConfigFields({**PUBLISHED[name][0], **changes}, Path("published/config.json")))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -240,7 +240,7 @@ def test_copies_outlive_the_buffer(sampler):
     assert copied.dtype == np.float32 and (copied == logits).all()
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", "torch"])
+@pytest.fixture(scope="module", params=["llvm", "torch"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and its draft, with an exit; its checkpoint lies beside it."""
     root = tmp_path_factory.mktemp(request.param)

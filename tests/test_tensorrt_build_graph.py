@@ -10,12 +10,13 @@ import onnx
 import pytest
 import torch
 
-from engines.attention import DOMAIN, OP_TYPE
-from engines.checkpoint import CheckpointError, open_checkpoint
+from engines.checkpoint import open_checkpoint
+from engines.checkpoint_base import CheckpointError
 from engines.decoder import build_segment
 from engines.families import read_spec
 from engines.graph import WeightStore
 from engines.weights import ModelWeights
+from plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE
 from tests.gathered_runner import GatheredRunner, Padding
 from tests.tiny_models import make_rows, reference_logits, reference_model, run_all, write_checkpoint
 
@@ -145,19 +146,19 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused(source: Path, tmp_path: 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_plugin_body_is_the_bare_op(dtype: str, source: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
-    spec = read_spec(checkpoint)
+    spec = read_spec(checkpoint.fields)
     store = WeightStore(tmp_path / "weights")
     graph = build_segment(
         spec, ModelWeights(checkpoint, spec), store, 1, 3, kv_block_size=4, runtime="tensorrt", dtype=dtype
     )
     store.close()
-    model = graph.models[0]
+    model = graph.model
     path = tmp_path / "segment.onnx"
     path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(path)
     assert not model.functions
-    nodes = [node for node in model.graph.node if node.op_type == OP_TYPE]
-    assert len(nodes) == 2 and {node.domain for node in nodes} == {DOMAIN}
+    nodes = [node for node in model.graph.node if node.op_type == ATTENTION_OP]
+    assert len(nodes) == 2 and {node.domain for node in nodes} == {NAMESPACE}
     assert list(nodes[0].input[3:]) == [
         "k_pool.1",
         "v_pool.1",

@@ -6,19 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from engines.attention import DOMAIN
 from engines.build import build_engines
 from engines.checkpoint import HuggingFaceCheckpoint, open_checkpoint
+from engines.decoder import build_head
 from engines.eagle3 import read_head
-from engines.eagle3_graph import write_head
 from engines.families import read_spec
-from engines.tensorrt_buckets import CallLimits
-from engines.tensorrt_build import SplitStreams, TensorRtCompiler, TensorRtOptions
+from engines.graph import WeightStore
+from engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
+from engines.tensorrt_build import TensorRtCompiler
 from engines.tensorrt_plugin_network import plugin_network
 from engines.weights import ModelWeights
 from faser_backend.config import EngineConfig
@@ -26,6 +25,7 @@ from faser_backend.core.model import EAGLE3
 from faser_backend.files import read_json
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
 from faser_backend.serving.compose import build_engine
+from plugins.tensorrt_contract import NAMESPACE
 from plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests import eagle3_models
 from tests.eagle3_models import HEAD, ReferenceHead
@@ -57,10 +57,7 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return eagle3_models.write_head(tmp_path_factory.mktemp("head"), eagle_config=layers)
 
 
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_the_real_compiler_takes_a_head_and_its_target(
-    dtype: str, source: Path, head_dir: Path, tmp_path: Path
-) -> None:
+def test_the_real_compiler_takes_a_head_and_its_target(source: Path, head_dir: Path, tmp_path: Path) -> None:
     """The target cut before a layer whose input the head reads."""
     calls: list[tuple[str, int, int]] = []
     manifest = build_engines(
@@ -68,7 +65,7 @@ def test_the_real_compiler_takes_a_head_and_its_target(
         head_dir,
         tmp_path / "engine",
         runtime="tensorrt_rtx",
-        dtype=dtype,
+        dtype="bf16",
         exit_layers=(2,),
         kv_block_size=BLOCK_SIZE,
         tensorrt=TensorRtOptions(LIMITS),
@@ -80,7 +77,7 @@ def test_the_real_compiler_takes_a_head_and_its_target(
     assert manifest.draft is not None
     assert manifest.draft.spec.max_context == manifest.target.spec.max_context == 64
 
-    tensor_dtype = {"fp16": "float16", "bf16": "bfloat16"}[dtype]
+    tensor_dtype = "bfloat16"
     of_segments = [tensors_of(segment.outputs) for segment in manifest.target.segments]
     assert [[name for name in tensors if name.startswith("aux_hidden")] for tensors in of_segments] == [
         ["aux_hidden.1"],
@@ -116,15 +113,13 @@ def test_a_head_and_its_target_have_no_profiles_of_splits(
 ) -> None:
     """They take turns on the whole device; a pair of models has profiles of every split."""
     monkeypatch.setattr(TensorRtCompiler, "compile_segment", lambda self, onnx, segment, buckets, path: path.touch())
-    compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), report=print)
+    compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), BLOCK_SIZE, print, print)
     compiler._options = TensorRtOptions(LIMITS, split_streams={"16/116": SplitStreams(draft=1, target=2)})
-    spec = replace(read_spec(open_checkpoint(source)), max_context=64)
+    spec = replace(read_spec(open_checkpoint(source).fields), max_context=64)
     segment = SegmentSpec(FileSpec("target.0.onnx", "", 0), 0, 4, (TensorSpec("token_ids", "int64", ("T",)),), ())
     head, target = replace(spec, family=EAGLE3), replace(spec, feature_layers=FEATURES)
     for each, splits in ((spec, {"", "16/116"}), (head, {""}), (target, {""})):
-        model = compiler.compile_model(
-            ModelEngine(each, None, (segment,)), tmp_path, tmp_path, BLOCK_SIZE, lambda what: None
-        )
+        model = compiler.compile_model(ModelEngine(each, None, (segment,)), tmp_path, tmp_path)
         assert {bucket.split for bucket in model.segments[0].buckets} == splits
 
 
@@ -137,26 +132,22 @@ class PluginHead:
     def __init__(self, source: Path, head_dir: Path, directory: Path) -> None:
         target = open_checkpoint(source)
         checkpoint = HuggingFaceCheckpoint(head_dir, read_json(head_dir / "config.json"))
-        spec = read_spec(target)
+        spec = read_spec(target.fields)
         head = read_head(checkpoint, spec)
         own = ModelWeights(checkpoint, head.spec, sources=head.sources, others=("d2t", "t2d"))
-        self.model = write_head(
-            head,
-            own,
-            ModelEngine(spec, None, ()),
-            directory,
-            kv_block_size=BLOCK_SIZE,
-            runtime="tensorrt",
-            lender=ModelWeights(target, spec),
+        store = WeightStore(directory / "draft.weights")
+        store.add("embedding", ModelWeights(target, spec)["embedding"])
+        graphs = build_head(
+            head, spec.hidden_size, own, store, kv_block_size=BLOCK_SIZE, runtime="tensorrt", dtype="fp32"
         )
+        store.close()
         ops = [AttendSplits, CombineSplits]
         self.op_types: list[str] = []
         self._runs: list[ReferenceEvaluator] = []
-        for segment in self.model.segments:
-            graph = onnx.load(directory / segment.file.name, load_external_data=False)
-            changed = plugin_network(graph, GEOMETRY)
-            self.op_types += [node.op_type for node in changed.graph.node if node.domain == DOMAIN]
-            path = directory / f"{segment.file.name}.plugins.onnx"
+        for index, graph in enumerate(graphs):
+            changed = plugin_network(graph.model, GEOMETRY)
+            self.op_types += [node.op_type for node in changed.graph.node if node.domain == NAMESPACE]
+            path = directory / f"{index}.plugins.onnx"
             path.write_bytes(changed.SerializeToString())
             self._runs.append(ReferenceEvaluator(str(path), new_ops=ops))
         shape = (HEAD["num_key_value_heads"], NUM_BLOCKS, BLOCK_SIZE, HEAD["head_dim"])

@@ -18,7 +18,6 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from engines.attention import DOMAIN
 from engines.checkpoint import open_checkpoint
 from engines.decoder import build_segment
 from engines.families import read_spec
@@ -27,7 +26,7 @@ from engines.tensorrt_buckets import CallLimits, call_buckets
 from engines.tensorrt_plugin_network import plugin_geometry, plugin_network
 from engines.weights import ModelWeights
 from plugins import reference
-from plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, Geometry
+from plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, NAMESPACE, Geometry
 from plugins.tensorrt_import import TensorRtError
 from tests.tiny_models import reference_logits, reference_model, write_checkpoint
 
@@ -55,7 +54,7 @@ def attended(*tensors: np.ndarray) -> np.ndarray:
 class AttendSplits(OpRun):
     """All of the result in the first part."""
 
-    op_domain = DOMAIN
+    op_domain = NAMESPACE
 
     def _run(self, *tensors, **attributes):
         check_attributes(attributes)
@@ -66,7 +65,7 @@ class AttendSplits(OpRun):
 
 
 class CombineSplits(OpRun):
-    op_domain = DOMAIN
+    op_domain = NAMESPACE
 
     def _run(self, mixed_parts, stat_parts, q, block_table, cu_rows, **attributes):
         check_attributes(attributes)
@@ -76,7 +75,7 @@ class CombineSplits(OpRun):
 
 def check_attributes(attributes: dict) -> None:
     assert {name: attributes[name] for name in GEOMETRY.as_fields()} == GEOMETRY.as_fields()
-    assert (attributes["plugin_namespace"], attributes["plugin_version"]) == (DOMAIN, "1")
+    assert (attributes["plugin_namespace"], attributes["plugin_version"]) == (NAMESPACE, "1")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(source: Path) -> onnx.ModelProto:
     checkpoint = open_checkpoint(source)
-    spec = read_spec(checkpoint)
+    spec = read_spec(checkpoint.fields)
     store = WeightStore(source / "weights")
     graph = build_segment(
         spec,
@@ -97,14 +96,15 @@ def model(source: Path) -> onnx.ModelProto:
         3,
         kv_block_size=BLOCK_SIZE,
         runtime="tensorrt",
+        dtype="fp32",
     )
     store.close()
-    return graph.models[0]
+    return graph.model
 
 
 def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelProto) -> None:
     changed = plugin_network(model, GEOMETRY)
-    ops = [node.op_type for node in changed.graph.node if node.domain == DOMAIN]
+    ops = [node.op_type for node in changed.graph.node if node.domain == NAMESPACE]
     assert ops == [ATTEND_OP, COMBINE_OP] * 3
     assert sum(node.domain == "" for node in changed.graph.node) == sum(node.domain == "" for node in model.graph.node)
     names = [node.name for node in changed.graph.node]
@@ -115,7 +115,7 @@ def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelPr
 
 
 def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = read_spec(open_checkpoint(source))
+    spec = read_spec(open_checkpoint(source).fields)
     buckets = call_buckets(spec, BLOCK_SIZE, CallLimits(max_prefill_tokens=64))
     monkeypatch.setattr("engines.tensorrt_plugin_network._device", lambda: (132, 90))
     assert plugin_geometry(spec, BLOCK_SIZE, buckets) == GEOMETRY
@@ -123,7 +123,7 @@ def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
-    spec = read_spec(open_checkpoint(source))
+    spec = read_spec(open_checkpoint(source).fields)
     with pytest.raises(TensorRtError, match=r"TensorRT compiles for the GPU at hand, and torch .* sees none"):
         plugin_geometry(spec, BLOCK_SIZE, call_buckets(spec, BLOCK_SIZE, CallLimits()))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines.build import build_engines
-from engines.checkpoint import CheckpointError
+from engines.checkpoint_base import CheckpointError
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.runner import CudaRunner

@@ -1,4 +1,4 @@
-"""The torch segments on a CPU against ONNX Runtime and transformers: packed, paged, chunked, cut and pruned runs."""
+"""The torch segments on a CPU against runtime llvm and transformers: packed, paged, chunked, cut and pruned runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from engines.build import build_engines
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.torch_weights import load_weights
-from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.rows import keep_rows
@@ -36,9 +37,10 @@ class Pair:
 
     def __init__(self, root: Path, exit_layers: tuple[int, ...] = (), dtype: str = "fp32", **config: Any) -> None:
         source = write_checkpoint(root / "source", **config)
-        build_engines(source, source, root / "onnx", exit_layers=exit_layers, kv_block_size=BLOCK_SIZE)
-        target = EngineManifest.load(root / "onnx").target
-        self.ort = OrtRunner(target, root / "onnx", NUM_BLOCKS, BLOCK_SIZE, CorePartition("test", (0,)))
+        build_engines(source, source, root / "llvm", exit_layers=exit_layers, kv_block_size=BLOCK_SIZE)
+        target = EngineManifest.load(root / "llvm").target
+        pool = KvPool(target.spec, NUM_BLOCKS, BLOCK_SIZE)
+        self.llvm = LlvmRunner(target, root / "llvm", CorePartition("test", (0,)), pool)
         model = write_torch_engine(source, root / "torch", exit_layers=exit_layers, dtype=dtype)
         self.torch = open_torch_runner(model, root / "torch", NUM_BLOCKS, BLOCK_SIZE, dtype=dtype)
         self.reference = reference_model(source)
@@ -71,7 +73,7 @@ def check_ragged_run(pair: Pair, seed: int, max_error: float) -> float:
         rows = make_rows([sequences[i] for i in live], live_starts, counts, tables[live])
         logits = run_torch(pair.torch, rows)
         wanted = np.concatenate([expected[i][s : s + n] for i, s, n in zip(live, live_starts, counts, strict=True)])
-        differences = np.abs(logits - wanted).max(), np.abs(logits - run_all(pair.ort, rows)).max()
+        differences = np.abs(logits - wanted).max(), np.abs(logits - run_all(pair.llvm, rows)).max()
         assert max(differences) <= max_error
         largest = max(largest, *differences)
         for i, count in zip(live, counts, strict=True):
@@ -81,7 +83,7 @@ def check_ragged_run(pair: Pair, seed: int, max_error: float) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_onnx_runtime_and_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_llvm_and_transformers(name: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, **CONFIGS[name])
     check_ragged_run(pair, 0, MAX_ERROR)
 
@@ -89,7 +91,7 @@ def test_logits_are_those_of_onnx_runtime_and_transformers(name: str, tmp_path: 
 @pytest.mark.parametrize("exit_layers", [(1, 2)])
 def test_cut_models_give_the_same_logits(exit_layers: tuple[int, ...], tmp_path: Path) -> None:
     pair = Pair(tmp_path, exit_layers)
-    assert pair.torch.num_layers == pair.ort.num_layers and pair.torch.exits == pair.ort.exits
+    assert pair.torch.num_layers == pair.llvm.num_layers and pair.torch.exits == pair.llvm.exits
     check_ragged_run(pair, 7, MAX_ERROR)
 
 
@@ -108,10 +110,10 @@ def test_pools_hold_the_same_keys_and_values(tmp_path: Path) -> None:
     for starts, counts in (([0, 0], [7, 11]), ([7, 11], [5, 1])):
         rows = make_rows(sequences, starts, counts, tables, logit_rows=np.zeros(0, np.int64))  # a prefill: no logits
         assert run_torch(pair.torch, rows).shape == (0, 97)
-        run_all(pair.ort, rows)
-    difference = np.abs(pair.torch.pool.storage.numpy()[:, :, :, :NUM_BLOCKS] - pair.ort.pool.storage)
+        run_all(pair.llvm, rows)
+    difference = np.abs(pair.torch.pool.storage.numpy()[:, :, :, :NUM_BLOCKS] - pair.llvm.pool.storage)
     assert difference.max() <= MAX_ERROR
-    assert pair.ort.pool.storage[:, :, :, :NUM_BLOCKS].any()
+    assert pair.llvm.pool.storage[:, :, :, :NUM_BLOCKS].any()
 
 
 @pytest.mark.parametrize("num_kept", [[4, 5, 3], [2, 5, 1]])
@@ -122,7 +124,7 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
     tables, starts = np.array([[5, 9, 0], [7, 1, 20], [2, 0, 0]]), [3, 6, 0]
     candidates = rng.integers(0, 97, (12, 4))
     results = []
-    runners: tuple[Any, Any] = pair.ort, pair.torch
+    runners: tuple[Any, Any] = pair.llvm, pair.torch
     for runner in runners:
         for sequence, start, table in zip(sequences, starts, tables, strict=True):
             if start:
@@ -138,7 +140,7 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
     for wanted, got in zip(*results, strict=True):
         assert wanted.shape == got.shape
         np.testing.assert_allclose(got, wanted, atol=MAX_ERROR)
-    got, wanted = pair.torch.pool.storage.numpy(), pair.ort.pool.storage
+    got, wanted = pair.torch.pool.storage.numpy(), pair.llvm.pool.storage
     np.testing.assert_allclose(got[:, :, :, :NUM_BLOCKS], wanted[:, :, :, :NUM_BLOCKS], atol=MAX_ERROR)
 
 
@@ -156,10 +158,10 @@ def test_a_wrong_table_changes_the_logits(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 97, 12) for _ in range(2)]
     tables = np.array([[4, 5, 6], [7, 8, 9]])
-    for runner in (pair.ort, pair.torch):
+    for runner in (pair.llvm, pair.torch):
         prefill = make_rows(sequences, [0, 0], [11, 11], tables)
         runner.run_segment(0, prefill, None)
-    wanted = run_all(pair.ort, make_rows(sequences, [11, 11], [1, 1], tables))
+    wanted = run_all(pair.llvm, make_rows(sequences, [11, 11], [1, 1], tables))
     swapped = run_torch(pair.torch, make_rows(sequences, [11, 11], [1, 1], tables[::-1].copy()))
     assert np.abs(swapped - wanted).max() > 100 * MAX_ERROR
 

@@ -43,7 +43,7 @@ def test_what_trees_do_not_go_together_with(options: dict[str, str], reason: str
         make_policy(EngineConfig.from_options(policy="tree:8", **options), guessed, "1/1")
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "torch", "tensorrt", "tensorrt_rtx"])
+@pytest.mark.parametrize("runtime", ["torch", "tensorrt", "tensorrt_rtx"])
 def test_who_does_not_draft_or_verify_trees(runtime: str) -> None:
     trees, chains = parse_policy("tree:4", guessed), parse_policy("fixed:4", guessed)
     pair, alone = (cast(ModelPair, SimpleNamespace(draft=draft)) for draft in (object(), None))

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines.build import build_engines
-from engines.checkpoint import CheckpointError, open_checkpoint
+from engines.checkpoint import open_checkpoint
+from engines.checkpoint_base import CheckpointError
 from engines.families import read_spec
 from engines.weights import ModelWeights
 from tests.family_models import VARIANTS, random_model, write_model
@@ -48,8 +49,9 @@ def test_any_way_of_sharing_a_model_gives_its_tensors_back(
     """97 tokens are padded to 98 or 100 rows; fewer KV heads than ranks are held more than once."""
     model = random_model(variant, **changes)
     whole, parts = write_model(model, tmp_path / "whole"), write_trtllm(model, tmp_path / "shared", **shared)
-    weights = [ModelWeights(checkpoint, read_spec(checkpoint)) for checkpoint in map(open_checkpoint, (whole, parts))]
-    specs = [read_spec(open_checkpoint(path)) for path in (whole, parts)]
+    opened = [open_checkpoint(path) for path in (whole, parts)]
+    weights = [ModelWeights(checkpoint, read_spec(checkpoint.fields)) for checkpoint in opened]
+    specs = [read_spec(open_checkpoint(path).fields) for path in (whole, parts)]
     assert specs[0] == specs[1]
     assert list(weights[0]) == list(weights[1])
     for name in weights[0]:

@@ -8,9 +8,10 @@ import torch
 
 from engines.checkpoint import open_checkpoint
 from engines.families import read_spec
-from engines.torch_build import write_torch_model
 from engines.weights import ModelWeights
+from engines.weights_build import WeightsBuilder
 from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.device.cuda.call_shapes import CallBounds
 from faser_backend.device.cuda.graphs import GraphCapturer
 from faser_backend.device.cuda.pool import CudaKvPool
@@ -30,10 +31,11 @@ def write_torch_engine(
 ) -> ModelEngine:
     """The checkpoint `source` as an engine of runtime torch in `directory`."""
     checkpoint = open_checkpoint(source)
-    spec = read_spec(checkpoint)
+    spec = read_spec(checkpoint.fields)
     directory.mkdir(parents=True, exist_ok=True)
     cuts = (*exit_layers, spec.num_layers)
-    return write_torch_model(name, spec, ModelWeights(checkpoint, spec), cuts, directory, dtype)
+    builder = WeightsBuilder("torch", dtype, {name: FLOAT32_WEIGHTS}, print)
+    return builder.write_model(name, spec, ModelWeights(checkpoint, spec), cuts, directory)
 
 
 def open_torch_runner(

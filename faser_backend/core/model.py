@@ -21,8 +21,7 @@ MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 22
 MAX_EXPERTS = 1024
 
-HALF_FORMATS = ("fp16", "bf16")
-WEIGHT_FORMATS = ("fp32", *HALF_FORMATS, "int8", "int4")
+WEIGHT_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +138,9 @@ def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How the matrices of a model that computes in float32 are stored, and what that does to its logits.
-
-    Counts and differences are 0 where nothing was measured. Raises ValueError for an unknown name.
-    """
+    """How the matrices of a model that computes in float32 are stored. Raises ValueError for an unknown name."""
 
     name: str  # of the layers' matrices
-    num_rows: int = 0  # that both were compared over, of texts that the model with float32 matrices wrote
-    greedy_agreement: float = 0.0  # share of rows whose best token is the same
-    mean_logit_difference: float = 0.0
-    max_logit_difference: float = 0.0
-    is_read_in_place: bool = False  # products read what is stored; else 16 bits are cast to 32 when they are loaded
     embedding: str = ""  # its format, where it is not that of the layers
     head: str = ""  # likewise; of a tied one the embedding's
     rounded: str = ""  # which matrices were quantised in the checkpoint already, and are rounded once more here
@@ -172,11 +163,6 @@ class WeightFormat:
             return self.name
         ends = f"embedding and head {head}" if embedding == head else f"embedding {embedding}, head {head}"
         return f"{self.name} ({ends})"
-
-    @property
-    def growth(self) -> int:
-        """Bytes in memory for one in the file."""
-        return 2 if self.name in HALF_FORMATS and not self.is_read_in_place else 1
 
 
 FLOAT32_WEIGHTS = WeightFormat("fp32")

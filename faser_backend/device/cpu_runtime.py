@@ -1,15 +1,10 @@
-"""The runtimes of a CPU, on the cores of this machine; both implement device.runtime.Runtime.
-
-`LlvmRuntime` serves: kernels of ours. `OrtRuntime` is the reference: ONNX Runtime runs the graphs that GPUs get, and
-draft and target take turns.
-"""
+"""The runtime of a CPU, on the cores of this machine: kernels of ours; implements device.runtime.Runtime."""
 
 from __future__ import annotations
 
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -25,12 +20,9 @@ from faser_backend.device.partition import CorePartition, PartitionMenu, core_pa
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.manifest import EngineManifest, ModelEngine
-from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 KV_MEMORY_SHARE = 0.25  # of free memory
-TAKES_TURNS = "none (ONNX Runtime is the reference runtime: draft and target take turns)"
 
-AnyCpuRuntime = TypeVar("AnyCpuRuntime", bound="LlvmRuntime")
 Split = tuple[CorePartition, CorePartition]  # (draft, target)
 
 
@@ -59,12 +51,8 @@ class LlvmRuntime:
         self.graph_counts = GraphCounts()
         self._engine_dir, self._models = engine_dir, models
         self._kv_cache_dtype, self._num_threads = kv_cache_dtype, num_threads
-        splits, self.splits_note = self.useful_splits()
+        splits, self.splits_note = useful_splits(self.menu, models, num_threads)
         self.splits = tuple(splits)
-
-    def useful_splits(self) -> tuple[list[Split], str]:
-        """The splits that are worth opening, and in words how many of how many and why."""
-        return useful_splits(self.menu, self._models, self._num_threads)
 
     def free_bytes(self) -> int:
         """Weights are not counted: they are small beside what a share of free memory leaves."""
@@ -117,32 +105,9 @@ class LlvmRuntime:
         """Nothing is held."""
 
 
-class OrtRuntime(LlvmRuntime):
-    """The same with graphs in the place of kernels, and without splits."""
-
-    def useful_splits(self) -> tuple[list[Split], str]:
-        return [], TAKES_TURNS
-
-    def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
-        from faser_backend.device.onnx_runtime import OrtHeadRunner, OrtRunner
-
-        runner = OrtHeadRunner if model.spec.reads_target else OrtRunner
-        arguments = (model, self._engine_dir, pool.num_blocks, self.kv_block_size, share)
-        return runner(*arguments, num_threads=self._num_threads, pool=pool)
-
-
 def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> LlvmRuntime:
     """Opens this machine's cores for an engine directory."""
-    return _open(LlvmRuntime, engine_dir, manifest, config)
-
-
-def open_onnxruntime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> OrtRuntime:
-    """Opens this machine's cores for an engine directory of graphs."""
-    return _open(OrtRuntime, engine_dir, manifest, config)
-
-
-def _open(kind: type[AnyCpuRuntime], engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyCpuRuntime:
-    return kind(
+    return LlvmRuntime(
         engine_dir,
         ModelPair(manifest.target, manifest.draft),
         manifest.kv_block_size,
@@ -173,16 +138,13 @@ def useful_splits(
     return splits, reason
 
 
-def identity(runtime: str = DEFAULT_RUNTIME) -> dict[str, str | int]:
+def identity() -> dict[str, str | int]:
     """The facts that decide how long calls take here, by name: processor, cores in use, who compiles and computes."""
-    spec = RUNTIMES[runtime]
-    versions = {name: version(name) for name in spec.packages}
-    facts: dict[str, str | int] = {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions}
-    if spec.is_weights_only:
-        from plugins.row_units import find_matrix_units  # not above: it loads numba, which other runtimes do without
+    from plugins.row_units import find_matrix_units  # not above: it loads numba, which GPUs' runtimes do without
 
-        facts["matrix_units"] = find_matrix_units()[1]
-    return facts
+    versions = {name: version(name) for name in ("numba", "llvmlite")}
+    units = find_matrix_units()[1]
+    return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions, "matrix_units": units}
 
 
 def cpu_name() -> str:

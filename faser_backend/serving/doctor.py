@@ -50,7 +50,6 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
     return [
         _check("Python", _python, is_needed=True),
         _check("CPU partitions", lambda: core_partitions().note),
-        _check("ONNX Runtime", _onnx_runtime, is_needed=True),
         _check("CPU kernels", _host_kernels, is_needed=True),
         _check("Triton server", lambda: str(find_triton().binary), is_needed=True),
         _check("Triton Python stub", _stub, is_needed=True),
@@ -91,12 +90,6 @@ def _python() -> str:
     if int(np.__version__.split(".")[0]) != 1:
         raise ImportError(f"numpy {np.__version__}: the server's stubs need numpy 1, pip install 'numpy<2'")
     return f"{platform.python_version()} at {sys.executable}, numpy {np.__version__}"
-
-
-def _onnx_runtime() -> str:
-    from plugins.onnxruntime_import import onnxruntime
-
-    return f"{onnxruntime.__version__}, the reference for CPU kernels and for graphs of GPUs"
 
 
 def _host_kernels() -> str:

@@ -49,7 +49,7 @@ def check_engine(
     manifest = EngineManifest.load(directory)
     models = served_models(manifest, config)
     drafts_apart = models.draft is not None and not models.draft.spec.reads_target
-    split = WHOLE if drafts_apart and manifest.runtime_spec.has_lanes else None  # which splits there are, devices know
+    split = WHOLE if drafts_apart else None  # which splits there are, devices know
     policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
     check_trees(manifest.runtime, models, policy)
     return directory

@@ -37,7 +37,7 @@ class PromptFormat:
         adds_special_tokens: bool | None = None,
     ) -> PromptFormat:
         """The checkpoint's format, which the options override. Raises ManifestError or ConfigError naming the file."""
-        found = cls() if manifest.prompts is None else _read(engine_dir / manifest.prompts.name)
+        found = _read(engine_dir / manifest.prompts.name)
         if chat_template_file is not None:
             found = replace(found, chat_template=read_template(chat_template_file))
         return found if adds_special_tokens is None else found.adding_special_tokens(adds_special_tokens)

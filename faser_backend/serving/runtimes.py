@@ -23,22 +23,22 @@ AnyRuntime = Runtime[Any, Any]
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
     spec = manifest.runtime_spec
+    if spec.is_cpu:
+        return cpu_runtime.open_llvm(engine_dir, manifest, config)
     try:
-        opener = spec.opener()
+        from faser_backend.device.cuda.runtime import open_cuda_runtime
     except ImportError as error:
-        if not spec.extra:
-            raise
         raise ConfigError(
             f"runtime = {spec.name!r}: needs torch and Triton-language; "
             f"pip install 'faser-backend[{spec.extra}]' ({error})"
         ) from error
-    return opener(engine_dir, manifest, config)
+    return open_cuda_runtime(engine_dir, manifest, config)
 
 
 def identity_of(runtime: str) -> dict[str, str | int]:
     """Returns the facts that decide how long its calls take on this machine, without opening the device."""
     if RUNTIMES[runtime].is_cpu:
-        return cpu_runtime.identity(runtime)
+        return cpu_runtime.identity()
     from faser_backend.device.cuda.identity import identity
 
     return identity(runtime)

@@ -29,7 +29,7 @@ PARTS = (
     Part("kernels", "kernels against their references", "lab.gpu.kernels:correctness", 45),
     Part("bandwidth", "bandwidth of kernels", "lab.gpu.speed:bandwidth", 35),
     Part("sms", "SM splits", "lab.gpu.sms:run", 20, needs_gpu=True),
-    Part("parity", "runtime torch against ONNX Runtime", "lab.gpu.parity:torch_runtime", 50),
+    Part("parity", "runtime torch against runtime llvm", "lab.gpu.parity:torch_runtime", 50),
     Part("ladder", "policies and mechanisms, demo pair", "lab.gpu.ladder:demo", 120),
     Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 60),
     Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 65),

@@ -15,7 +15,6 @@ MODULES = (
     "triton",
     "cuda.bindings.driver",
     "cuda.core",
-    "onnxruntime",
     "tensorrt",
     "tensorrt_rtx",
     "pydantic",

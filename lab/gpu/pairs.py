@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.torch_build import torch_segments
+from engines.weights_build import weight_segments
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.device.cuda.pool import DTYPES
 from faser_backend.device.cuda.runtime import current_device, open_on_device
@@ -63,7 +63,7 @@ def model_pair(shape: Pair, dtype: str) -> ModelPair:
 
 def _model_engine(name: str, spec: ModelSpec, cuts: tuple[int, ...], dtype: str) -> ModelEngine:
     file = FileSpec(f"{name}.synthetic", "", stored_count(spec) * DTYPES[dtype].itemsize)
-    return ModelEngine(spec, file, torch_segments(spec, file, cuts, dtype))
+    return ModelEngine(spec, file, weight_segments(spec, file, cuts, dtype))
 
 
 def random_tensors(spec: ModelSpec, dtype: str, device: torch.device, seed: int) -> ModelTensors:

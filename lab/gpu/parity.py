@@ -1,4 +1,4 @@
-"""Does a runtime say what ONNX Runtime says? The demo pair, logits row by row and whole answers through the engine.
+"""Does a runtime say what the CPU's says? The demo pair, logits row by row and whole answers through the engine.
 
 Both see the same tokens: prompts in one ragged chunk, then verifications of 1 to 5 rows along the reference's own
 greedy answers. Every stage (build, load, run) is noted before it begins, so that a crash names its stage.
@@ -78,7 +78,7 @@ def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result
     if context.is_tiny:
         builds = (builds[0], *(build for build in builds[1:] if build.has_head))
     with tempfile.TemporaryDirectory(prefix="faser-parity-") as folder:
-        reference_dir = Path(folder) / "onnxruntime"
+        reference_dir = Path(folder) / "llvm"
         build_engines(
             DEMO_PAIR / "target", DEMO_PAIR / "draft", reference_dir, exit_layers=EXIT_LAYERS, kv_cache_dtype="fp32"
         )
@@ -99,7 +99,7 @@ def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """ONNX Runtime's answers: texts [prompt + answer], and the logits of each answer's rows."""
+    """Runtime llvm's answers: texts [prompt + answer], and the logits of each answer's rows."""
 
     engine_dir: Path
     prompts: list[np.ndarray]

@@ -19,7 +19,7 @@ from lab.places import RESULTS
 from lab.tables import markdown_table, number, pairs
 
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
-USEFUL = ("onnx", "onnxruntime", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
+USEFUL = ("onnx", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
 UNSEEN = ("eager", "graph")  # kept in the file for people, too long to read
 MOST_FIELDS = 12  # of a dictionary that is shown within a table
 

@@ -121,7 +121,7 @@ def write_checkpoint(source: Path, output: Path) -> None:
     """The model in Hugging Face's layout: fp16 matrices, config, tokenizer, chat template."""
     checkpoint = GGUFCheckpoint(source)
     shutil.copytree(checkpoint.directory, output)
-    config = {name: value for name, value in checkpoint.config.items() if value is not None}
+    config = {name: value for name, value in checkpoint.fields.values.items() if value is not None}
     config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "tie_word_embeddings": True}
     (output / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (output / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}) + "\n")

@@ -38,7 +38,7 @@ class TargetParts:
 def read_target(path: Path) -> TargetParts:
     """Raises CheckpointError."""
     checkpoint = open_checkpoint(path)
-    spec = read_spec(checkpoint)
+    spec = read_spec(checkpoint.fields)
     weights = ModelWeights(checkpoint, spec)
 
     def tensor(name: str) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.runtime_spec import flavour_of
+from faser_backend.runtime_spec import RUNTIMES
 from plugins.tensorrt_import import ErrorLog, TensorRt, import_tensorrt
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class EngineStore:
 
     def __init__(self, runtime: str) -> None:
         """Raises TensorRtError where the runtime's TensorRT is not installed."""
-        self.tensorrt: TensorRt = import_tensorrt(flavour_of(runtime))
+        self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[runtime].tensorrt)
         self.log: ErrorLog = self.tensorrt.error_log()
         self._runtime = self.tensorrt.module.Runtime(self.log.logger)
         self._files: dict[Path, EngineFile] = {}

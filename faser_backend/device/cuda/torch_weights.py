@@ -49,7 +49,7 @@ class ModelTensors:
 
 
 def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) -> ModelTensors:
-    """Reads the file that write_torch_model of engines.torch_build wrote; dtype: of the manifest.
+    """Reads the file that engines.weights_build wrote; dtype: of the manifest.
 
     Raises ConfigError where a tensor is missing, is of another dtype, or is none that these layers know.
     """
@@ -78,7 +78,7 @@ class HeadTensors:
 def load_head(
     path: Path, spec: ModelSpec, dtype: str, device: torch.device, lent_embedding: Callable[[], torch.Tensor]
 ) -> HeadTensors:
-    """Reads the file that write_torch_head of engines.torch_build wrote. lent_embedding: asked for the target's where
+    """Reads the file of a head that engines.weights_build wrote. lent_embedding: asked for the target's where
     the head has none. Errors as of load_weights."""
     reader = _Reader(path, DTYPES[dtype], device)
     embedding = reader.matrix("embedding") if "embedding" in reader.names else lent_embedding()

@@ -10,7 +10,8 @@ import torch
 
 from engines.build import build_engines
 from faser_backend.core.batch import RowBatch
-from faser_backend.device.onnx_runtime import OrtRunner
+from faser_backend.device.kv_pool import KvPool
+from faser_backend.device.llvm_runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.rows import keep_rows
@@ -30,7 +31,8 @@ class Scene:
         build_engines(source, source, root / "engine", exit_layers=(EXIT_LAYER,), kv_block_size=BLOCK_SIZE)
         self.model = reference_model(source)
         target = EngineManifest.load(root / "engine").target
-        self.runner = OrtRunner(target, root / "engine", NUM_BLOCKS, BLOCK_SIZE, CorePartition("test", (0,)))
+        pool = KvPool(target.spec, NUM_BLOCKS, BLOCK_SIZE)
+        self.runner = LlvmRunner(target, root / "engine", CorePartition("test", (0,)), pool)
         rng = np.random.default_rng(2)
         self.sequences = [rng.integers(0, 97, 12) for _ in STARTS]
         self.storage = self.runner.pool.storage
