@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lab.peers.workers.loop import Record, new_answer, serve, take
+from lab.peers.worker import Record, new_answer, serve, take
 
 
 def answer_all(jobs: list[Record], num_clients: int) -> list[Record]:

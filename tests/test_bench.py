@@ -37,7 +37,7 @@ from lab.bench.wire import make_request
 from lab.command_options import BenchOptions
 from lab.contestants import Contestant, Sizing, choose_contestants, split_names
 from lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns, turn_orders
-from lab.peers.programs import llama_body
+from lab.peers.programs import body_of
 from lab.prompts import Prompt
 from lab.steps import StepLog, StepNote, count_lost, figures
 from tests import test_prompt_files
@@ -241,9 +241,9 @@ def test_a_chat_ends_where_the_model_ends_it_and_goes_to_everyone_alike(engine_d
     assert json.loads(message) == [{"role": "user", "content": job.prompt}]
     plain = [tensor.name for tensor in make_request(replace(job, is_chat=False), 0).inputs]
     assert "end_id" in plain and "text_input" in plain and "messages" not in plain
-    body = llama_body(job)
+    body = body_of(job)
     assert body["prompt"] == list(job.prompt_ids) and body["ignore_eos"] is False
-    assert llama_body(replace(job, is_chat=False))["ignore_eos"] is True
+    assert body_of(replace(job, is_chat=False))["ignore_eos"] is True
 
 
 def test_a_server_answers_messages_as_the_engines_in_process(engine_dir: Path, questions: Path, tmp_path: Path):

