@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -236,7 +237,7 @@ def refused(served: Served, outcome: Outcome, *words: str) -> None:
         status = served.process.wait(REFUSE_S)
     outcome.then = f"status {status} after {time.monotonic() - start_s:.1f} s"
     log = environment.without_places(served.log_tail()).strip()
-    lines = [line for line in log.splitlines() if not line.startswith("starting ")]
+    lines = [line for line in log.splitlines() if not re.match(r" *[0-9.]+ s  ", line)]  # how far the start was
     outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
     outcome.broken += [f"status {status}"] if not status else []
     if len(lines) != 1:
