@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from engines.gguf_checkpoint import GGUFCheckpoint
 from engines.safetensors_file import SafetensorsFile
+from faser_backend.serving.processes import is_stopped
 from lab.answers import Answer, Job
 from lab.peers import __main__ as peers
 from lab.peers import files, programs
@@ -31,18 +32,10 @@ from tests.family_models import random_model
 from tests.gguf_models import write_gguf
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--only", "llama,tgi"], "error: --only = 'tgi': unknown; known are llama, llama-int8"),
-        (["--jobs", "0"], "error: --jobs = 0: must be at least 1"),
-        (["--prompts", "nowhere.jsonl"], "error: prompts nowhere.jsonl: no such file"),
-    ],
-)
-def test_a_bad_command_line_is_told_in_one_line(tmp_path: Path, given: list[str], message: str):
-    with pytest.raises(SystemExit) as told:
+@pytest.mark.parametrize("given", [["--only", "llama,tgi"], ["--jobs", "0"], ["--prompts", "nowhere.jsonl"]])
+def test_a_bad_command_line_is_one_error(tmp_path: Path, given: list[str]):
+    with pytest.raises(SystemExit, match=f"^error: .*{given[1].rpartition(',')[2]}.*$"):
         peers.main([*given, "--output", str(tmp_path)])
-    assert message in str(told.value) and "\n" not in str(told.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,19 +61,15 @@ def test_a_peer_that_speaks_openai_is_asked_with_token_ids(tmp_path: Path, monke
     assert server.process.poll() is not None
 
 
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def test_a_library_answers_from_a_process_of_its_own(tmp_path: Path):
     tokenizer = DEMO / "target" / "tokenizer.json"
     command, log = [sys.executable, "-m", "tests.echo_worker"], tmp_path / "log"
     peer = Library(command, tokenizer, log)
     try:
         deadline = time.monotonic() + 10
-        while state(peer.process.pid) != "T" and time.monotonic() < deadline:
+        while not is_stopped(peer.process.pid):  # it has no turn, and takes no core from others
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert state(peer.process.pid) == "T"  # it has no turn, and takes no core from others
         (first, _), _ = peer.run([job(), job(0.0, 1, 2, 3, 4, 5)], 1)
         assert first.token_ids == [5, 6, 7] and first.num_tokens == len(first.response_s) == 3
         text = Tokenizer.from_file(str(tokenizer)).decode([5, 6, 7])
@@ -115,10 +104,8 @@ class FakePeer:
 
 def test_pieces_take_turns_and_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = ModelFiles("M", {}, tmp_path, {"fp16": tmp_path})
-    asked = SimpleNamespace(
-        prompts=[Prompt("a", "", (1,)), Prompt("b", "", (2,))], name="questions", is_chat=True, left_out="",
-        as_dict=dict,
-    )  # fmt: skip
+    prompts = [Prompt("a", "", (1,)), Prompt("b", "", (2,))]
+    asked = SimpleNamespace(prompts=prompts, name="questions", is_chat=True, left_out="", as_dict=dict)
     ours = FakePeer(None, "ours", ["100"])
     for name, value in (("smollm2", Path), ("model_files", lambda *_: model), ("ours", lambda *_: {"ours": ours.run})):
         monkeypatch.setattr(peers, name, value)
