@@ -92,13 +92,6 @@ def test_the_command_says_what_keys_and_values_are_kept_in(run, tmp_path):
     assert err == "error: kv_cache_dtype = 'bf16': on 'llvm' must be one of fp32, fp16\n"
 
 
-def test_the_command_names_what_compares_formats_where_one_was_asked_for(run, tmp_path):
-    command = ("build", "--target", write_checkpoint(tmp_path / "source"), "--output", tmp_path / "engine")
-    assert "scripts/check_weights.py" in run(*command, "--weights", "int8")[1]
-    assert "scripts/check_weights.py" not in run(*command, "--weights", "fp32")[1]
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "engine"}
-
-
 def test_formats_that_cannot_be_are_refused(tmp_path):
     source = write_checkpoint(tmp_path / "source")
 
