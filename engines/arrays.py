@@ -1,4 +1,4 @@
-"""Arrays larger than they should be held at once: looked at and converted block by block.
+"""Arrays larger than they should be held at once: checked and converted block by block.
 
 Knows numbers and their formats; nothing of files or models.
 """

@@ -58,8 +58,8 @@ class GatheredAttention(AttentionBody):
     def _make_mask(self) -> str:
         """[B, 1, Q, S + Q], true where visible: the context, then this call's rows up to the query's.
 
-        A new key's position follows from its cell, not from the row in the cell: cells that fill a
-        sequence up repeat a row, and lie behind every query that counts.
+        A new key's position follows from its column in [B, Q], not from the row that it holds: padding columns
+        repeat a row, and lie behind every query that counts.
         """
         g = self.graph
         query_positions = g.op("Unsqueeze", g.op("Gather", "positions", "pad_idx"), g.ints(2))  # [B, Q, 1]
@@ -67,8 +67,8 @@ class GatheredAttention(AttentionBody):
         in_context = g.op("Unsqueeze", g.op("Less", "columns", context_lens), g.ints(1))  # [B, 1, S]
         in_context = g.op("Expand", in_context, g.op("Shape", query_positions))  # [B, Q, S]
         max_rows = g.op("Squeeze", g.op("Shape", "pad_idx", start=1, end=2), g.ints(0))
-        new_cells = g.op("Range", g.integer(0), max_rows, g.integer(1))  # [Q]
-        key_positions = g.op("Unsqueeze", g.op("Add", context_lens, new_cells), g.ints(1))  # [B, 1, Q]
+        new_columns = g.op("Range", g.integer(0), max_rows, g.integer(1))  # [Q]
+        key_positions = g.op("Unsqueeze", g.op("Add", context_lens, new_columns), g.ints(1))  # [B, 1, Q]
         is_past = g.op("LessOrEqual", key_positions, query_positions)  # [B, Q, Q]
         return g.op("Unsqueeze", g.op("Concat", in_context, is_past, axis=2), g.ints(1))
 

@@ -158,7 +158,7 @@ for command in (serve, openai, reload):
 
 
 def _add_lab_commands() -> None:
-    """What measures and trains: `lab/` imports this package, and this function alone imports `lab/`."""
+    """Adds the commands that measure and train: `lab/` imports this package, and this function alone imports `lab/`."""
     from lab.commands import bench, profile, replay, simulate, train_head
 
     for command in (profile, bench, replay, simulate, train_head):

@@ -7,7 +7,7 @@ Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = b
 R = logit rows, K = exit candidates). Integers are int64 unless it says otherwise.
 
 Runtime "tensorrt_rtx", where no op of ours can be compiled and nothing is written in place:
-  in   token_ids or hidden; positions; pad_idx [B, Q], the row of each padded cell (filler cells repeat a valid
+  in   token_ids or hidden; positions; pad_idx [B, Q], the row of each padded entry (padding repeats a valid
        row); unpad_idx [T], flat index into B * Q; block_table [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...;
        context_lens [B], how many tokens the pool held before this call; logit_rows; exit_candidates; k_pool.i,
        v_pool.i [Hkv, num_blocks, kv_block_size, head_dim] for each layer i

@@ -1,4 +1,4 @@
-"""Kernels of the CPU, compiled by numba once per CPU and kept on disk; who waits for a compilation is told of it."""
+"""Kernels of the CPU, compiled by numba once per CPU and kept on disk, with a line of log for the wait."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A barrier for compiled code: threads of one call meet without the interpreter.
 
-Waiting is busy at first, for the other threads are a few microseconds behind; then the core is offered to whoever else
-wants it, so that a thread that lost its core for a while costs its own time and no more.
+Waiting is busy at first, for the other threads are a few microseconds behind; then the core is offered to
+others, so that a thread that lost its core for a while costs its own time and no more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
 """Helpers of launchers: whether a kernel can run on a tensor, and checks of what they are given.
 
-Shapes and types are known to the host, so checking them waits for no device. Contents are not looked at.
+Shapes and types are known to the host, so checking them waits for no device. Contents are not read.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class HashRunner:
         assert branch[-1] == cell and rows.positions[row] == trunk + len(branch) - 1
         return np.concatenate([np.arange(trunk), branch])
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         every = np.arange(sources.size)
         for pool in self.pools:
             old = pool[block_tables[every, sources // self.block_size], sources % self.block_size]

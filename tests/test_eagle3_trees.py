@@ -234,14 +234,14 @@ def one_further(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def features_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of the accepted path move, and what the head reads beside them does not."""
-    move = KvPool.move_cells
+    move = KvPool.move_kv
 
     def move_without(pool: KvPool, *cells: np.ndarray) -> None:
         features, pool.features = pool.features, {}
         move(pool, *cells)
         pool.features = features
 
-    monkeypatch.setattr(KvPool, "move_cells", move_without)
+    monkeypatch.setattr(KvPool, "move_kv", move_without)
 
 
 @pytest.mark.parametrize("mistake", [other_order, one_further, features_stay])

@@ -155,7 +155,7 @@ def test_a_path_of_a_tree_is_plain_decoding(runner: LlvmRunner) -> None:
         text = np.concatenate([prompts[b], tokens[b][path], [7]])
         start, count = prompts[b].size, path.size + 1
         at = context_lens[b] + np.arange(path.size)
-        runner.move_cells(np.repeat(tables[b : b + 1], path.size, axis=0), context_lens[b] + path, at)
+        runner.move_kv(np.repeat(tables[b : b + 1], path.size, axis=0), context_lens[b] + path, at)
         follow = run_all(runner, make_rows([text], [text.size - 1], [1], tables[b : b + 1]))
         plain = [run_all(runner, make_rows([text], [start + i], [1], tables[b : b + 1]))[0] for i in range(count)]
         found = np.concatenate([logits[b][path], follow])

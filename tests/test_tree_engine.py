@@ -141,7 +141,7 @@ def all_before(batch, frontier):
     if built.tree is None:
         return built
     causal = [np.array([-1 if n == 63 else (1 << n + 1) - 1 for n in range(j - i)]) for i, j in pairwise(built.cu_rows)]
-    built.tree.ancestors[:], built.tree.positions[:] = np.concatenate(causal), built.cells
+    built.tree.ancestors[:], built.tree.positions[:] = np.concatenate(causal), built.kv_positions
     return built
 
 

@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class TreeRows:
-    """What the rows of trees see, in the place of all that lies before them.
+    """Which KV positions the rows of trees see; rows of a chain see all that lie before them.
 
-    Row r of sequence b sees the first trunk_lens[b] cells of its sequence, and cell trunk_lens[b] + i where bit i of
-    ancestors[r] is set; its own is the last of them. A row without a bit is one of a chain.
+    Row r of sequence b sees the first trunk_lens[b] KV positions of its sequence, and position trunk_lens[b] + i where
+    bit i of ancestors[r] is set; its own is the last of them. A row without a bit is one of a chain.
     """
 
     trunk_lens: np.ndarray  # [B] int64, at most context_lens
@@ -30,8 +30,8 @@ class RowBatch:
     Row r of sequence b sits at position context_lens[b] + (r - cu_rows[b]) and sees the
     context_lens[b] tokens in the pool plus the rows of its own sequence up to itself. Every block
     that holds those positions is already in block_tables.
-    With `tree` the same are the cells where keys and values go; a row's position is how many cells it sees before its
-    own.
+    With `tree` these are the KV positions, where keys and values go; a row's position in the text is the number of KV
+    positions that it sees before its own.
     """
 
     token_ids: np.ndarray  # [T] int64
@@ -54,12 +54,12 @@ class RowBatch:
         return np.diff(self.cu_rows)
 
     @property
-    def cells(self) -> np.ndarray:  # [T] in its sequence, of each row's keys and values
+    def kv_positions(self) -> np.ndarray:  # [T] in its sequence, of each row's keys and values
         return np.repeat(self.context_lens - self.cu_rows[:-1], self.rows_per_sequence) + np.arange(self.num_rows)
 
     @property
     def positions(self) -> np.ndarray:  # [T] of each row's token in its sequence
-        return self.cells if self.tree is None else self.tree.positions
+        return self.kv_positions if self.tree is None else self.tree.positions
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What a policy decides for one step: lengths, trimming, early exit, pipeline mode and partition.
+"""A policy's decision for one step: lengths, trimming, early exit, pipeline mode and partition.
 
 A decision is data: it can be printed, compared and simulated. Applying it is the pipeline's work.
 """
@@ -48,7 +48,7 @@ class TrimRule:
         return self.match_logits[0] if self.match_logits.ndim == 2 else self.match_logits
 
     def draft_price(self, num_chains: int) -> float:
-        """Of draft_prices; the last one's for more chains than were reckoned with."""
+        """Tokens that the time of a draft call for so many chains is worth; beyond draft_us, the last one's."""
         return self.tokens_per_us * float(self.draft_us[min(num_chains, self.draft_us.size - 1)])
 
     @property
@@ -59,7 +59,7 @@ class TrimRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitView:
-    """What is known at an exit about B chains of at most K draft tokens; entries past a chain have no meaning.
+    """B chains of at most K draft tokens, as known at an exit; entries past a chain have no meaning.
 
     exit_margins[b, j]: by how much drafted[b, j] leads the draft's other candidates in the scores that row
     j gives at this exit, in logits, noise included.
@@ -77,7 +77,7 @@ class Pruner(Protocol):
 
     @property
     def exits(self) -> frozenset[int]:
-        """Segments after which it looks at scores."""
+        """Segments after which it reads scores."""
         ...
 
     @property
@@ -92,7 +92,7 @@ class Pruner(Protocol):
 
 
 class Score(NamedTuple):
-    """A way to run the next steps, and what a step of that kind is predicted to come to over the batch."""
+    """A way to run the next steps, and the predicted totals of such a step over the batch."""
 
     mode: PipelineMode | None  # None = plain decoding
     partition: str

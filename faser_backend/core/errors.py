@@ -18,7 +18,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class ErrorCode(Enum):
-    """What kind of failure a request met."""
+    """Kinds of failure that a request can meet."""
 
     INVALID = "invalid"  # the request is wrong; sent again, it fails again
     TOO_LONG = "too_long"  # the prompt, or prompt and output together, exceed the context or a size limit

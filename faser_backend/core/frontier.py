@@ -1,4 +1,4 @@
-"""What the phases of a step exchange: a frontier, its verification, the acceptance.
+"""Values that the phases of a step exchange: a frontier, its verification, the acceptance.
 
 Plain values: in-flight work is an argument and a result, never hidden state.
 """

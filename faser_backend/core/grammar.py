@@ -1,4 +1,4 @@
-"""What an answer may look like, as rules on its tokens: the port between a grammar library and the sampler.
+"""Grammars, rules on the tokens of an answer: the port between a grammar library and the sampler.
 
 A grammar is compiled once and shared; each request walks through it on a state of its own.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class GraphCounts:
-    """Totals of one runtime. Counted by whoever captures, on one thread at a time."""
+    """Totals of one runtime. Counted where graphs are captured, on one thread at a time."""
 
     num_graphs: int = 0
     num_failed_captures: int = 0

@@ -1,4 +1,4 @@
-"""What a decoder is: its dimensions, its variants and its rotary tables.
+"""Description of a decoder: its dimensions, its variants and its rotary tables.
 
 Plain values that engines are built from and run by. Knows no tensors, files or runtimes.
 """
@@ -152,7 +152,7 @@ class WeightFormat:
 
     @property
     def formats(self) -> tuple[str, str, str]:
-        """Of the layers' matrices, of the embedding and of the head."""
+        """Formats of the layers' matrices, of the embedding and of the head."""
         return self.name, self.embedding or self.name, self.head or self.name
 
     @property

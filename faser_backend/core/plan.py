@@ -47,7 +47,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does. Blocks for every position that it touches are already allocated.
+    """The work of one step. Blocks for every position that it touches are already allocated.
 
     A serial step drafts for its decodes and then verifies them. An overlapped step verifies its decodes,
     whose drafts are in flight, while the draft works on `drafts`: sequences that are verified later and,

@@ -71,8 +71,8 @@ class HeadRunner(ModelRunner, Protocol):
 class TreeRunner(ModelRunner, Protocol):
     """A runner that takes batches with trees."""
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """What the pool holds of cells `sources` [n] goes to cells `targets` [n], of the sequences with block_tables
+    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies the pool's content of KV positions `sources` [n] to `targets` [n], of the sequences with block_tables
         [n, max_blocks]. All are read before any is written."""
         ...
 

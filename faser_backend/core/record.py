@@ -1,4 +1,4 @@
-"""What a step did, for those who learn from it (policies) or tell of it (metrics, benchmarks)."""
+"""The record of a step, for policies, which learn from it, and for metrics and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client asks for (`Request`, `SamplingParams`) and what it gets back (`RequestOutput`).
+"""Requests of clients (`Request`, `SamplingParams`) and the engine's answers to them (`RequestOutput`).
 
 Pure data and its validation; knows nothing of text, Triton or engines.
 """
@@ -138,7 +138,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the served model can take. `max_context` counts prompt + output tokens."""
+    """Limits of the served model. `max_context` counts prompt + output tokens."""
 
     vocab_size: int
     max_context: int

@@ -26,7 +26,7 @@ class Lines(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """Of B sequences with at most K draft tokens each. Entries past a sequence's draft tokens have no meaning.
+    """Trees of B sequences with at most K draft tokens each. Entries past a sequence's draft tokens have no meaning.
 
     Draft token k of sequence b follows row parents[b, k] <= k, so that parents come before their children and the
     first rows of a tree are a tree. A chain is parents[b, k] = k; it alone may be longer than MAX_TREE_TOKENS.

@@ -48,7 +48,7 @@ class KvPool:
         """The values of a layer, of the shape of its keys; a view."""
         return self.storage[layer, 1]
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         """See core.ports.TreeRunner."""
         every = np.arange(sources.size)
         blocks, offsets = np.divmod(np.stack([sources, targets]), self.kv_block_size)  # [2, n]

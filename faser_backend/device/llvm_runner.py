@@ -163,9 +163,9 @@ class LlvmRunner:
         """See core.ports.ModelRunner."""
         return hidden[kept]
 
-    def move_cells(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         """See core.ports.TreeRunner."""
-        self.pool.move_cells(block_tables, sources, targets)
+        self.pool.move_kv(block_tables, sources, targets)
 
     def check_integrity(self) -> None:
         self.pool.check_integrity()
@@ -311,5 +311,5 @@ def readable_dtype(pool: KvPool) -> str:
 def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks and offsets [T] at which a pool holds what belongs to each row."""
     counts = rows.rows_per_sequence
-    blocks, offsets = np.divmod(rows.cells, kv_block_size)
+    blocks, offsets = np.divmod(rows.kv_positions, kv_block_size)
     return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets

@@ -1,7 +1,7 @@
 """Compute partitions: shares of a device that runners compute on, and the menu of splits. Here those of a CPU.
 
 The cores of a CPU, the streaming multiprocessors (SMs) of a GPU. A partition is a value; binding threads
-to it is up to whoever owns the threads.
+to it is up to the owner of the threads.
 """
 
 from __future__ import annotations

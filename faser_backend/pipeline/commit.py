@@ -36,7 +36,7 @@ def move_accepted(target: ModelRunner, batch: DecodeBatch, acceptance: Acceptanc
     sequence, place = np.nonzero(is_moved)
     if sequence.size:
         starts, tables = batch.num_tokens[sequence], batch.block_tables[sequence]
-        cast(TreeRunner, target).move_cells(tables, starts + columns[sequence, place], starts + place)
+        cast(TreeRunner, target).move_kv(tables, starts + columns[sequence, place], starts + place)
 
 
 class RoundCounts(NamedTuple):

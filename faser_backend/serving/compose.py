@@ -1,8 +1,8 @@
 """The composition root: an engine directory and a configuration become a running engine.
 
 The only place that knows which runners, sampler and policies are put together; `serving/runtimes.py` says what
-stands behind a runtime's name. `assemble_on` needs no engine directory: whoever has a runtime and models of their
-own, and no profile, builds an engine with it.
+stands behind a runtime's name. `assemble_on` needs no engine directory: it builds an engine from a given runtime
+and models, without a profile.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _read_draft_ids(tensors: Tensors, limits: Limits) -> tuple[int, ...]:
 
 
 def _read_max_tokens(tensors: Tensors, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
-    """What was asked for, or as much as the context holds behind a prompt that fits."""
+    """Returns the requested number of tokens, or as many as the context holds behind a prompt that fits."""
     value = read_scalar(tensors, "request_output_len", "max_tokens")
     if value is None:
         raise RequestError("max_tokens", None, "is required (request_output_len at the token level)")

@@ -49,8 +49,8 @@ class _Exchange:
 class Frontend:
     """Serves the requests of one model until `close`. Thread-safe.
 
-    on_answered: is told of every request that was answered without an error, on the sender thread.
-    listeners: are told of every request that has ended, refused ones too; on any of the frontend's threads.
+    on_answered: called with every request that was answered without an error, on the sender thread.
+    listeners: called with every request that has ended, refused ones too; on any of the frontend's threads.
     beat: called by the sender in every round, and every second without outputs.
     """
 

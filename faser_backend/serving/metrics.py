@@ -206,8 +206,8 @@ class LastingFamily:
     Destroying one tells the server to take it out of its registry. Two engines hold metrics of the same labels while
     one replaces the other, and Triton gives both the same metric: the end of the first would free what the second one
     counts in, and the server with it. A family that has one of Triton's own names would take that from the model that
-    it belongs to. And when a process ends, the queue that would tell of it is gone before Python's objects are, which
-    is a fault.
+    it belongs to. And when a process ends, the queue that reports it to the server is gone before Python's objects are,
+    which is a fault.
     """
 
     def __init__(self, pb_utils: Any, kind: str, name: str, description: str) -> None:

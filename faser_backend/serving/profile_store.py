@@ -56,7 +56,7 @@ class Fingerprint:
 
     @classmethod
     def here(cls, manifest: EngineManifest) -> Fingerprint:
-        """Of this machine and an engine whose files the manifest has just verified."""
+        """Fingerprint of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
         device = {**identity_of(manifest.runtime), "kv_cache_dtype": manifest.kv_cache_dtype}
         return cls(device, VERSION, files)

@@ -1,4 +1,4 @@
-"""What a sequence's answer looks like as tensors: `Reply` gathers outputs and renders responses, `merge` joins them.
+"""A sequence's answer as tensors: `Reply` gathers outputs and renders responses, `merge` joins them.
 
 Pure: tokens in, (name, array) pairs out. Ranks are those that TensorRT-LLM sends: one dimension, [batch x beams], for
 text; a batch and a beam dimension of 1 in front of everything else. Only outputs that the client requested are made,

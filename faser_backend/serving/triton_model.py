@@ -47,7 +47,7 @@ ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: t
 
 
 class ServingModel(ConfiguredModel):
-    """A model whose frontend answers requests, and tells of them where traces or a log in JSON are wanted."""
+    """A model whose frontend answers requests, with traces and a log in JSON of them where these are wanted."""
 
     _frontend: Frontend
     _tracing: Tracing | None = None

@@ -211,7 +211,7 @@ def _read_body(reply: Reply) -> None:
 
 
 def judge(reply: Reply, expected: Sequence[str], *, may_be_short: bool = False) -> tuple[str, str | None]:
-    """What became of a request, and what is wrong with that. expected: the text of each of its prompts.
+    """Returns the outcome of a request, and what is wrong with it. expected: the text of each of its prompts.
 
     A refusal because the queue is full is an answer as well.
     """

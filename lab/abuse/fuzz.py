@@ -35,7 +35,7 @@ LIMITS = {"inflight_batcher": "max_tokens", "llmapi": "sampling_param_max_tokens
 
 @dataclass
 class Fuzzed:
-    """What a run of cases did to a server. Waits in seconds."""
+    """Outcome of a run of cases against a server. Waits in seconds."""
 
     server: str  # its contract and mode
     num_cases: int = 0
@@ -127,7 +127,7 @@ def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: It
 
 
 def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
-    """What is wrong with the server once all cases are sent, and what was with the neighbour's answers."""
+    """Yields the faults of the server once all cases are sent, and of the neighbour's answers meanwhile."""
     if served.is_ready():
         num_used = served.blocks_in_use_when_quiet(TIMEOUT_S)
         if num_used:

@@ -95,7 +95,7 @@ def body_of(name: str) -> bytes:
 
 
 def head_of(path: str, headers: dict[str, str]) -> bytes:
-    """Of a POST, as it goes over the wire."""
+    """Returns the head of a POST, as it goes over the wire."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", *(f"{name}: {value}" for name, value in headers.items())]
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
@@ -129,7 +129,7 @@ class Seen:
 
 
 def measured(port: int, pid: int, name: str, act: Callable[[], Reply]) -> Seen:
-    """What an attack does to the server."""
+    """Runs an attack, and measures what it costs the server and another client."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
     before_mib, before_s = memory_mib(pid), cpu_seconds(pid)
     with Neighbour(lambda: ask_http(port, "/v1/models")) as neighbour:

@@ -28,7 +28,7 @@ _SPECULATION = "nv_trt_llm_speculative_decoding_metrics"
 
 
 class Usage(NamedTuple):
-    """What one process holds."""
+    """Threads, handles and memory that one process holds."""
 
     threads: float
     handles: float

@@ -199,7 +199,7 @@ ACTIONS: dict[str, tuple[int, Callable[[Client], Done]]] = {  # by name: how oft
 # -- what is still held ----------------------------------------------------------------------------------------------
 @dataclass
 class Sample:
-    """What the server held while nobody asked for anything."""
+    """Resources that the server held while nobody asked for anything."""
 
     minutes: float  # since the traffic began
     blocks: float
@@ -208,7 +208,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What a run did to a server."""
+    """Outcome of a run against a server."""
 
     num_done: Counter[str] = field(default_factory=Counter)  # by action and outcome
     broken: list[str] = field(default_factory=list)
@@ -262,7 +262,7 @@ def sample(served: Served, before: Mapping[str, int], samples: list[Sample], sta
 
 
 def slopes(samples: Sequence[Sample]) -> dict[str, Usage]:
-    """What each process that was there all the time gained per minute, by a line of least squares."""
+    """Returns the growth per minute of each process that was there all the time, by a line of least squares."""
     if len(samples) < 2:
         return {}
     minutes = [each.minutes for each in samples]

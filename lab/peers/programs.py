@@ -78,7 +78,7 @@ def _signal(leader: subprocess.Popen[Any], number: signal.Signals) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contestant is started with."""
+    """Settings that every contestant is started with."""
 
     files: ModelFiles
     weights: str  # by our name of their format

@@ -89,7 +89,7 @@ def open_loop(runtime: AnyRuntime, runner: OpenRunner, num_tokens: int) -> Draft
 class WaitingRunner:
     """A runner whose calls return when they are done, so that the phases of a step show where its time goes.
 
-    Without it the time of a GPU's model calls would show where their results are first looked at.
+    Without it the time of a GPU's model calls would show where their results are first read.
     """
 
     def __init__(self, runner: ModelRunner, runtime: AnyRuntime) -> None:

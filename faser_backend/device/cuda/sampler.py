@@ -1,4 +1,4 @@
-"""`TorchSampler`: tokens are picked where the logits are; a few numbers per row come to the host, in one copy.
+"""`TorchSampler`: tokens are picked where the logits are; a few numbers per row reach the host, in one copy.
 
 Greedy rows, temperature, top-k, top-p and min-p run on the device. Rows with rules (penalties, bias, min_tokens,
 bad words, grammars), which need the tokens so far, are processed by NumpySampler on copies of their logits: these
