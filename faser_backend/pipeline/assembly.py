@@ -27,7 +27,7 @@ from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy, d
 
 @dataclass(frozen=True)
 class Ports:
-    """What an engine runs on."""
+    """Everything that an engine runs on, given to it from outside."""
 
     partitions: Mapping[str, Partition]  # by name; WHOLE is one of them
     sampler: Sampler

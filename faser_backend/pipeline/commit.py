@@ -40,7 +40,7 @@ def move_accepted(target: ModelRunner, batch: DecodeBatch, acceptance: Acceptanc
 
 
 class RoundCounts(NamedTuple):
-    """What became of one sequence's draft tokens in one verification."""
+    """Counts of one sequence's draft tokens in one verification."""
 
     num_drafted: int
     num_tested: int  # up to the first rejection
@@ -126,7 +126,7 @@ def _ends_with_stop(sequence: Sequence, tokens: list[int], count: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What a request wants beside the n tokens that it is given in a step; None where it does not."""
+    """Logits and log probabilities that a request gets with the n tokens of a step; None where it asked for none."""
 
     log_probs: list[float] | None = None  # [n]
     generation_logits: np.ndarray | None = None  # [n, V] float32
@@ -134,7 +134,7 @@ class Extras:
     context_log_probs: np.ndarray | None = None  # of RequestOutput, likewise
 
     def attach(self, output: RequestOutput) -> None:
-        """To an output of these tokens, or of the first ones of them."""
+        """Adds these to an output of these tokens, or of the first ones of them."""
         num_tokens = len(output.token_ids)
         output.context_logits, output.context_log_probs = self.context_logits, self.context_log_probs
         if self.log_probs is not None:
@@ -146,7 +146,7 @@ class Extras:
 def extras_of(
     sequence: Sequence, sampler: Sampler, verification: Verification, acceptance: Acceptance, index: int
 ) -> Extras | None:
-    """What the request of sequence `index` of a batch wants, before the sequence holds the tokens that it emits. Raises
+    """Collects the extras of sequence `index` of a batch, before the sequence holds the tokens that it emits. Raises
     FailedError that names the field."""
     request = sequence.request
     if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):

@@ -140,11 +140,11 @@ class ModelProposer:
             sequence.draft_len = stop
 
     def forget(self, sequence: Sequence) -> None:
-        """What the draft knows of a sequence is KV, which the block manager has taken back."""
+        """Does nothing: all that the draft keeps of a sequence is KV, which the block manager has taken back."""
 
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
-        """What the draft has not seen, the anchor or the last uncommitted token at its end. Of a chain that
-        n-grams made it has seen nothing."""
+        """Rows of the tokens that the draft has not read, the anchor or the last uncommitted token at their end. Of a
+        chain that n-grams made it has read nothing."""
         sequences = [chain.batch.sequences[i] for i in active]
         is_behind = chain.num_behind[active] > 0
         fresh = [seq for seq, waits in zip(sequences, is_behind, strict=True) if not waits]
@@ -165,7 +165,7 @@ class ModelProposer:
     def _draw(
         self, chain: Chain, active: np.ndarray, step: int, logits: np.ndarray, num_candidates: int
     ) -> tuple[DraftTokens, np.ndarray | None]:
-        """A token for each active sequence; under rejection sampling also the law it came from, [A, V]."""
+        """A token for each active sequence; under rejection sampling also its distribution, [A, V]."""
         rows = chain.sampling_rows(active, step)
         if not self._keeps_probs:
             return self._sampler.sample_draft(logits, rows, num_candidates), None

@@ -54,7 +54,7 @@ class TreeDrafter(Protocol):
     times: PhaseTimes
 
     def run_unseen(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
-        """What the draft has not seen of a level's sequences, whose anchors are the nodes; logits of what follows."""
+        """Runs what the draft has not read of a level's sequences, whose anchors are the nodes; logits of these."""
         ...
 
     def run_level(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
@@ -106,7 +106,7 @@ def next_level(log_chances: list[float], is_run: list[bool], num_wanted: int) ->
 
 
 class GrowingTree:
-    """Of one sequence: the likeliest draft tokens that are known, at most `num_nodes`."""
+    """The tree of one sequence while it grows: the likeliest draft tokens that are known, at most `num_nodes`."""
 
     def __init__(self, num_nodes: int) -> None:
         self.root = Node(None, [], 0.0)
@@ -155,7 +155,7 @@ def node_rows(batch: DecodeBatch, level: Level, num_held: np.ndarray) -> RowBatc
 
 
 def _sampling_rows(batch: DecodeBatch, level: Level) -> SamplingRows:
-    """Of the tokens that follow each node of a level."""
+    """Sampling rows of the tokens that follow each node of a level."""
     paths = [node.path for nodes in level.values() for node in nodes]
     sequences = np.repeat(list(level), [len(nodes) for nodes in level.values()])
     depths = np.array(list(map(len, paths)), np.int64)

@@ -21,7 +21,7 @@ from faser_backend.policy.speculation import MAX_DRAFT_TOKENS
 
 
 def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows: int | None) -> InFlight:
-    """What is in flight, and the chains of clients whose prompts have been read since.
+    """Returns what is in flight, joined by the chains of clients whose prompts have been read since.
 
     max_logit_rows: of a sequence, that the target takes. A sequence that finds no free blocks for a chain goes on
     without it; one whose chain cannot be read has failed.
@@ -58,7 +58,7 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
 
 
 def split(in_flight: InFlight, sequences: list[Sequence]) -> tuple[Frontier, InFlight]:
-    """What is in flight for each of B sequences (an empty chain where nothing is), and for all others."""
+    """Returns what is in flight for each of B sequences (an empty chain where nothing is), and for all others."""
     if not in_flight.sequences:
         return Frontier.empty(len(sequences)), in_flight
     row_of = {sequence: row for row, sequence in enumerate(in_flight.sequences)}
@@ -86,7 +86,7 @@ def merge(ready: Frontier, drafted: Frontier) -> Frontier:
 
 
 def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, acceptance: Acceptance) -> InFlight:
-    """Of what was drafted beside a verification, the chains whose premise came true.
+    """Returns those chains drafted beside a verification whose premise came true.
 
     A chain that ran ahead of sequences[b] follows verified.drafted[b] and holds if all of that was accepted; the
     frontier then had no bonus row, so its last token is the new anchor. Other chains hold in any case.

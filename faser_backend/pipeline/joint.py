@@ -27,7 +27,7 @@ MAX_LAG = 64  # tokens of a sequence that the draft may have missed while look-u
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What was proposed behind the first num_tokens tokens of a sequence."""
+    """Draft tokens that were proposed behind the first num_tokens tokens of a sequence."""
 
     source: int
     num_tokens: int
@@ -95,7 +95,7 @@ class JointProposer:
         self.look_ups.forget(sequence)
 
     def _draft(self, partition: Partition, batch: DecodeBatch, proposal: Proposal, wanted: np.ndarray) -> Frontier:
-        """What the draft model makes of it, where it is asked at all."""
+        """Asks the draft model for wanted [B] tokens; an empty frontier where none are wanted."""
         if not wanted.any():
             return Frontier.empty(len(batch))
         return self.model.propose(partition, batch, replace(proposal, num_draft_tokens=wanted))
@@ -149,7 +149,7 @@ class JointProposer:
 
 
 def _chosen(found: Frontier, drafted: Frontier, takes: np.ndarray) -> Frontier:
-    """Of the same B sequences the chain of a look-up where takes [B], what the draft model made elsewhere."""
+    """Returns for each of B sequences the chain of its look-up where takes [B], else what the draft model made."""
     if not takes.any():
         return drafted
     rows = np.arange(takes.size)

@@ -50,7 +50,7 @@ class NgramIndex:
             followed.update(zip(zip(*columns, strict=True), range(first, len(tokens)), strict=True))
 
     def continuation(self, chain: list[int], num_tokens: int) -> tuple[list[int], int]:
-        """What followed the last occurrence of the longest n-gram that ends the sequence with `chain` behind it.
+        """Finds what followed the last occurrence of the longest n-gram that ends the sequence with `chain` behind it.
 
         Returns num_tokens tokens, none where nothing matches, and how many tokens before them agree, of as many as
         have a margin. A continuation that reaches the end goes on with itself, so a run is continued as a run.

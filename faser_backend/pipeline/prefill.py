@@ -121,7 +121,7 @@ def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
 
 
 def _keep(sequence: Sequence, start: int, stop: int, logits: np.ndarray) -> None:
-    """What the request wants of positions [start, stop) of its prompt enters the sequence."""
+    """Stores in the sequence what its request wants of positions [start, stop) of the prompt."""
     if sequence.request.wants_context_logits:
         context_logits(sequence, logits.shape[1])[start:stop] = logits
     if sequence.request.wants_context_log_probs:

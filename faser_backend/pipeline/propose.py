@@ -1,6 +1,6 @@
 """Who proposes: the seam between a step and what drafts for it.
 
-A step asks for draft tokens and gets a `Frontier`; whether a model made them or a look at the text so far is not its
+A step asks for draft tokens and gets a `Frontier`; whether a model made them or the text so far is not its
 business. Implemented by pipeline/draft.py, pipeline/head.py, pipeline/ngram.py and, of these, pipeline/joint.py.
 """
 
@@ -22,7 +22,7 @@ from faser_backend.pipeline.timing import PhaseTimes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """What to draft for the B sequences of a batch.
+    """The draft tokens that are wanted for the B sequences of a batch.
 
     behind: uncommitted chains that the new tokens follow (empty ones where they follow the last token).
     """
@@ -43,7 +43,7 @@ class Proposer(Protocol):
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
         """Up to num_draft_tokens tokens per sequence, each with its row; maybe none. Where tokens are tested
-        against the law they were drawn from, the frontier carries that law."""
+        against the distribution they were drawn from, the frontier carries it."""
         ...
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:

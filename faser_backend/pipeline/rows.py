@@ -12,7 +12,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class DecodeBatch:
-    """What stays the same through a step for the B sequences that decode in it."""
+    """Slots, lengths and blocks of the B sequences that decode in a step; fixed while it runs."""
 
     __slots__ = ("block_tables", "num_tokens", "sequences", "slots")
 

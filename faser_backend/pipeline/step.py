@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 class StepPhases(NamedTuple):
-    """What drafting and verification of one step came to. verified is None where nothing was in flight yet."""
+    """Results of drafting and verification in one step. verified is None where nothing was in flight yet."""
 
     frontier: Frontier  # that was verified
     verified: tuple[Verification, Acceptance] | None
@@ -259,7 +259,7 @@ class Stepper:
         return outputs
 
     def _draft_forced(self, sequence: Sequence) -> None:
-        """What a grammar leaves no choice about is drafted without a model, as if the client had guessed it."""
+        """Drafts the tokens that a grammar forces, without a model, as if the client had guessed them."""
         if self.proposer is None or sequence.request.sampling.grammar is None:
             return
         most = sequence.num_remaining_tokens - 1

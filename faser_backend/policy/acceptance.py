@@ -1,8 +1,8 @@
 """Acceptance: which drafted tokens survive the target's verification, and what follows them.
 
-Two laws: sample-and-match (a drafted token survives iff the target draws the same token), and rejection
+Two rules: sample-and-match (a drafted token survives iff the target draws the same token), and rejection
 sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318). Both follow "prune rows, never tests": row j
-processes drafted token x_j and yields the law of position j + 1, so when rows N and later were pruned,
+processes drafted token x_j and yields the distribution of position j + 1, so when rows N and later were pruned,
 x_1..x_N are still tested, and where all of these survive they are emitted without a bonus token.
 Pure and vectorised over ragged batches; randomness is an argument.
 """
@@ -101,7 +101,7 @@ def accept_by_rejection(
     """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K', V] are processed probabilities.
 
     Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own; a client's was not drawn, and its
-    law puts everything on it. It is tested by row j:
+    distribution puts everything on it. It is tested by row j:
     accepted iff accept_uniforms[row] * q < p. The token after the accepted ones is drawn with
     sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
     (0, 1). cu_rows and num_kept as in accept_matches.

@@ -132,7 +132,7 @@ class BlockManager:
         """Offers the slot's full blocks for reuse; called after tokens were committed.
 
         A drafting sequence (draft_len > 0) waits until the draft has caught up, which is a token or
-        two behind, so that whoever reuses the block need not draft-prefill it again.
+        two behind, so that a request that reuses the block need not draft-prefill it again.
         """
         if not self.can_reuse:
             return
@@ -166,7 +166,7 @@ class BlockManager:
         return block
 
     def _roomiest_block(self) -> int:
-        """The middle of the longest run of free blocks: whoever holds the blocks before it can grow, and so can we."""
+        """The middle of the longest run of free blocks: the holder of the blocks before it can grow, and so can we."""
         edges = np.flatnonzero(np.diff(np.frombuffer(self._is_free, np.int8), prepend=0, append=0))
         starts, stops = edges[::2], edges[1::2]
         longest = int((stops - starts).argmax())

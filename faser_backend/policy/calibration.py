@@ -77,7 +77,7 @@ def rising_shares(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MarginCurve:
-    """Of draft tokens by margin: [M] how often such margins occur, summing to 1, and [M] the chance of acceptance."""
+    """Draft tokens by margin: [M] how often such margins occur, summing to 1, and [M] the chance of acceptance."""
 
     # A bin's chance holds at its middle; held at its start, chances in between would come out too high.
     margin_knots: ClassVar[np.ndarray] = np.append(0.5 * (MARGIN_KNOTS[1:] + MARGIN_KNOTS[:-1]), MARGIN_KNOTS[-1] + 2.0)
@@ -100,7 +100,7 @@ class MarginCurve:
         return sigmoid(self.logits(margins))
 
     def mixed(self, other: MarginCurve, share: float) -> MarginCurve:
-        """Of draft tokens of which a share in [0, 1] follows the other curve."""
+        """Returns the curve of draft tokens of which a share in [0, 1] follows the other curve."""
         own, others = (1.0 - share) * self.margin_shares, share * other.margin_shares
         shares = own + others
         return MarginCurve(shares, (own * self.match_probs + others * other.match_probs) / shares)
@@ -159,7 +159,7 @@ def sigmoid(scores: np.ndarray) -> np.ndarray:
 
 
 class AcceptanceModel:
-    """Learns from every step's tests. Asked about the sequences that are looked at."""
+    """Learns chances of acceptance from every step's tests: by margin, and an offset of each request."""
 
     def __init__(self, margins: Mapping[str, MarginCounts]) -> None:
         # By source of chains and kind of request; margins are the engine's drafter's.

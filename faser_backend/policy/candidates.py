@@ -1,7 +1,7 @@
-"""The ways to run the next steps, and what each is predicted to come to: tokens, time, tokens per time.
+"""The ways to run the next steps, and the prediction of each: tokens, time, tokens per time.
 
-A chain is drafted on, and its rows are verified, while its survival stays above a floor. What chains of that kind come
-to is worked out from how often margins occur and what chances they mean: the logarithm of survival is a sum, so its
+A chain is drafted on, and its rows are verified, while its survival stays above a floor. The yield of such chains
+is worked out from how often margins occur and what chances they mean: the logarithm of survival is a sum, so its
 distribution after each draft token is a convolution. docs/policies.md derives the formulas.
 """
 
@@ -21,7 +21,7 @@ from faser_backend.policy.times import BatchTimes
 _USED = (0.1, 0.2, 0.3, 0.45, 0.6, 0.75)
 FLOORS = np.array([0.0, *_USED, *_USED])  # 0: all chains are alike, nothing is trimmed
 _ROW_FLOORS = np.array([0.0, *_USED, *(0.15 * floor for floor in _USED)])
-_OFFSETS = np.linspace(-1.6, 1.6, 5)  # [G] of requests, between which what chains come to is interpolated
+_OFFSETS = np.linspace(-1.6, 1.6, 5)  # [G] of requests, between which the yield of chains is interpolated
 _LOG_STEP, _NUM_STATES = 0.15, 28  # of -log survival: down to 0.015
 _GOES_ON, _HAS_ROW = (
     np.arange(_NUM_STATES) * _LOG_STEP <= -np.log(np.maximum(floors, 1e-9))[:, None] for floors in (FLOORS, _ROW_FLOORS)
@@ -39,7 +39,7 @@ class Chains(NamedTuple):
 
 
 def mixed(parts: list[tuple[float, Chains]]) -> Chains:
-    """Returns what a mix of chains comes to, (share, chains) each, the engine's drafter's first: it alone takes draft
+    """Returns the means of a mix of chains, (share, chains) each, the engine's drafter's first: it alone takes draft
     calls."""
     drafting = parts[0][0] * parts[0][1].drafting
     verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
@@ -47,7 +47,7 @@ def mixed(parts: list[tuple[float, Chains]]) -> Chains:
 
 
 class ChainYield:
-    """What chains came to over what was predicted of them: faded sums of accepted tokens, and of verified rows."""
+    """Measured over predicted yield of chains: faded sums of accepted tokens, and of verified rows."""
 
     _PRIOR, _FADE = 32.0, 0.995  # tokens that a prediction weighs; per sequence and step
 
@@ -56,7 +56,7 @@ class ChainYield:
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """Of accepted tokens; of verified rows, anchors aside."""
+        """Measured over predicted: accepted tokens; verified rows, anchors aside."""
         tokens, rows = ((self._seen + self._PRIOR) / (self._predicted + self._PRIOR)).tolist()
         return tokens, rows
 
@@ -70,7 +70,7 @@ class ChainYield:
 
 
 class ChainTable:
-    """What chains come to under one curve, for requests of different offsets."""
+    """Means of chains under one curve, for requests of different offsets."""
 
     def __init__(self, curve: MarginCurve, max_draft_tokens: int) -> None:
         chances = sigmoid(curve.match_logits + _OFFSETS[:, None])  # [G, M]

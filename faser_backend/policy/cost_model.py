@@ -136,23 +136,23 @@ class OverheadCost:
             raise ValueError("overheads must be non-negative numbers")
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
-        """Of one step, without its draft calls."""
+        """Overhead of one step, without its draft calls."""
         return self.step_us + num_sequences * self.step_sequence_us + num_rows * self.step_row_us
 
     def draft_call(self, num_sequences: Numbers) -> Numbers:
-        """Of one draft call: packing its rows and sampling from its logits."""
+        """Overhead of one draft call: packing its rows and sampling from its logits."""
         return self.draft_us + num_sequences * self.draft_sequence_us
 
     def draft_round(self, num_sequences: Numbers) -> Numbers:
-        """Of drafting at all in a step, beside what each draft call takes."""
+        """Overhead of drafting at all in a step, beside that of each draft call."""
         return self.draft_round_us + num_sequences * self.draft_round_sequence_us
 
     def trim_call(self, num_sequences: Numbers) -> Numbers:
-        """What deciding by confidence whether chains go on adds to one draft call."""
+        """Overhead that deciding by confidence whether chains go on adds to one draft call."""
         return self.trim_us + num_sequences * self.trim_sequence_us
 
     def exit(self, num_rows: Numbers) -> Numbers:
-        """Of one exit in a verification: scoring the candidates, reading the scores, taking rows out."""
+        """Overhead of one exit in a verification: scoring the candidates, reading the scores, taking rows out."""
         return self.exit_us + num_rows * self.exit_row_us
 
 
@@ -194,7 +194,7 @@ class CostModel:
         return len(self.segments[model, WHOLE])
 
     def batch_context(self, num_tokens: Sequence[float]) -> int:
-        """What stands for the contexts of a call's sequences: their mean, and some of the way to the longest where
+        """One context length for all sequences of a call: their mean, and some of the way to the longest where
         attention pads to it."""
         mean = sum(num_tokens) / len(num_tokens)
         return round(mean + (max(num_tokens) - mean) * _PADDING_SHARE) if self.is_padded else round(mean)
@@ -259,7 +259,7 @@ FIRST_CALL_EXTRA = 0.2  # of a draft call: a guess on the low side, on the demo 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What the default model needs to know of an engine. Counts are per segment, in order."""
+    """Sizes of an engine's model, for the default cost model. Counts are per segment, in order."""
 
     num_layers: tuple[int, ...]
     layer_weights: int  # numbers in the matrices of one layer

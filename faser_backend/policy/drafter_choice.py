@@ -2,7 +2,7 @@
 
 A look-up costs next to nothing, so it comes first, and its chain says how many of its tokens agree: its chances are
 known. What the draft model would make of the same step is not known before it is asked: it counts as its mean chance,
-less what its calls cost where the step has a price of time. Each source has a curve of its own, of greedy and of
+less the price of its calls where the step has a trim rule. Each source has a curve of its own, of greedy and of
 sampled requests apart (policy/calibration.py), learned from every proposal whose continuation became known, whether
 it was verified or not.
 """

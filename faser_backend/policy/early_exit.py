@@ -57,7 +57,7 @@ class ExitCalibration:
         return np.cumprod(self.refined(chances, exit_margins), axis=1)
 
     def pruned_share(self, num_draft_rows: float) -> float:
-        """Of chains of so many draft rows on average, drafted as they are; longer ones end as the last row does."""
+        """Share of rows pruned from untrimmed chains of this mean length; rows that were not measured as the last."""
         known = np.array(self.pruned_shares)
         longest = max(math.ceil(num_draft_rows), 1)
         shares = known[np.minimum(np.arange(longest), known.size - 1)]
@@ -76,7 +76,7 @@ class EarlyExit:
 
     @property
     def exits(self) -> frozenset[int]:
-        """Segments after which it looks at scores."""
+        """Segments after which it reads scores."""
         return frozenset(calibration.segment for calibration in self.calibrations)
 
     def keep(self, view: ExitView) -> np.ndarray:
@@ -93,7 +93,7 @@ class EarlyExit:
 
 
 class VerifyBatch(NamedTuple):
-    """What a policy expects of one verification, before exits."""
+    """A policy's expectation of one verification, before exits."""
 
     num_sequences: int
     num_rows: int  # that enter it, anchors included

@@ -220,7 +220,7 @@ class PriceRule:
         return gain_us > self._catch_up_us(sequences)
 
     def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
-        """What it takes the draft to read what it has missed of those that may draft; infinity where none may."""
+        """Time for the draft to read what it has missed of those that may draft; infinity where none may."""
         lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
         if not lags:
             return float("inf")
@@ -314,12 +314,12 @@ class PriceRule:
         return self._corrected_times[key]
 
     def _chains(self, share: float, offsets: np.ndarray) -> Chains:
-        """What the chains of all sources come to for requests of these offsets [B]."""
+        """Means of the chains of all sources for requests of these offsets [B]."""
         shares = enumerate(self._acceptance.source_shares.tolist())
         return mixed([(each, self._chain_table(share, source).of(offsets)) for source, each in shares if each])
 
     def _chain_table(self, share: float, source: int) -> ChainTable:
-        """What such chains come to in such a batch; kept until the curves have changed a few times."""
+        """The table of such chains in such a batch; kept until the curves have changed a few times."""
         key = source, round(share, 2), *(version // REFITS for version in self._acceptance.version)
         if key not in self._tables:
             if len(self._tables) > MOST_TABLES:

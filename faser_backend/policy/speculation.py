@@ -54,7 +54,7 @@ def drafts_trees(policy: SpeculationPolicy) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
-    """What `faser profile` learned about an engine on this machine, as policies see it.
+    """Results of `faser profile` for an engine on this machine, as policies see them.
 
     costs are guesses, and the rest is missing, where nothing was measured. margins: by kind of request
     (policy/calibration.KINDS); a kind that is not there is guessed.

@@ -185,8 +185,8 @@ class TimeErrors:
 
 
 def _target_reading_us(record: StepRecord, costs: CostModel) -> float:
-    """What the target's reading of prompts took of the step. A device that computes while the host goes on shows the
-    host next to nothing of it: then it is what is predicted."""
+    """Time of the step in which the target read prompts. A device that computes while the host goes on shows the host
+    next to nothing of it: then the predicted time."""
     chunks = record.plan.prefills
     if not chunks:
         return 0.0
