@@ -20,7 +20,7 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.policy.cost_model import (
     DRAFT,
     TARGET,
@@ -189,7 +189,7 @@ def run(world: ControlWorld, spec: str, seed: int) -> dict[str, float]:
             str(index),
             np.zeros(int(prompts[index]), np.int64),
             int(outputs[index]),
-            SamplingParams(seed=index, temperature=0.8 if world.is_sampled(index) else 0.0),
+            Sampling(seed=index, temperature=0.8 if world.is_sampled(index) else 0.0),
         )
         for index in range(world.num_requests)
     ]

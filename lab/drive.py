@@ -21,7 +21,7 @@ import numpy as np
 
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import FaserError
-from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.speculation import Knowledge
@@ -211,7 +211,7 @@ class InProcess:
             request_id=str(index),
             prompt_ids=np.array(job.prompt_ids or self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
             max_tokens=job.max_tokens,
-            sampling=SamplingParams(temperature=job.temperature, seed=job.seed),
+            sampling=Sampling(temperature=job.temperature, seed=job.seed),
             end_ids=self._end_ids if job.is_chat else (),
         )
 
@@ -254,7 +254,7 @@ def serve_requests(
     return answers, seconds
 
 
-def _take(answer: Answer, output: RequestOutput, now_s: float) -> None:
+def _take(answer: Answer, output: EngineOutput, now_s: float) -> None:
     if output.error is not None:
         raise FaserError(f"request {output.request_id} failed: {output.error}")
     answer.response_s.append(now_s)

@@ -9,7 +9,7 @@ import numpy as np
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.ports import Lanes, Partition
-from faser_backend.core.request import Limits, Request, RequestOutput, SamplingParams
+from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.draft import ModelProposer
@@ -110,7 +110,7 @@ def open_fake(
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options) -> Request:
-    sampling = options.pop("sampling", SamplingParams())
+    sampling = options.pop("sampling", Sampling())
     return Request(request_id, np.array(prompt, np.int64), max_tokens, sampling, **options)
 
 
@@ -120,7 +120,7 @@ class Driven:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     log_probs: dict[str, list[float]] = field(default_factory=dict)
-    final: dict[str, RequestOutput] = field(default_factory=dict)
+    final: dict[str, EngineOutput] = field(default_factory=dict)
 
 
 def drive(

@@ -10,12 +10,12 @@ from faser_backend.core.decision import Decision, PipelineMode, TrimRule
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.core.sequence import Sequence
 from tests.harness import request
 
 K = 5
-SAMPLING = {"g": SamplingParams(), "s": SamplingParams(temperature=0.8)}
+SAMPLING = {"g": Sampling(), "s": Sampling(temperature=0.8)}
 RATES = {"g": 0.9, "s": 0.4}  # of acceptance
 
 

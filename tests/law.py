@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.stats import chisquare
 
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.pipeline.engine import Engine
 from tests.fakes import HashRunner
 from tests.harness import BLOCK, request
@@ -55,7 +55,7 @@ def observed(
             str(seed),
             PROMPT,
             length,
-            sampling=SamplingParams(temperature=TEMPERATURE, seed=seed),
+            sampling=Sampling(temperature=TEMPERATURE, seed=seed),
             draft_ids=draft_of(seed),
         )
         for seed in range(count)

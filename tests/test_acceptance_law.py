@@ -16,7 +16,7 @@ from scipy import stats
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.frontier import Acceptance, Frontier
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device import noise
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.policy import acceptance
@@ -202,7 +202,7 @@ def run_rejection(pair: MarkovPair, boost: float = 1.0, reused: str = "") -> np.
 def run_matching(pair: MarkovPair, *, is_position_keyed: bool = True) -> np.ndarray:
     sampler = NumpySampler(SIZE, NUM_RUNS)
     for run in range(NUM_RUNS):
-        sampler.add(run, SamplingParams(temperature=1.0, seed=run), np.zeros(1, np.int64), 1, ())
+        sampler.add(run, Sampling(temperature=1.0, seed=run), np.zeros(1, np.int64), 1, ())
 
     def one_round(runs: np.ndarray, last: np.ndarray, start: int, num_drafts: int, num_steps: int) -> Acceptance:
         def sample(logits: np.ndarray, offset: int, drafted: list[np.ndarray]) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from faser_backend.core.errors import RequestError
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason, Request, SamplingParams
+from faser_backend.core.request import FinishReason, Request, Sampling
 from faser_backend.policy.acceptance import accept_by_rejection
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.price_rule import PriceRule
@@ -158,7 +158,7 @@ def misled_requests(count: int = 12) -> list[Request]:
             f"r{i}",
             rng.integers(24, size=int(rng.integers(2, 20))).tolist(),
             30,
-            sampling=SamplingParams(temperature=0.0 if i % 2 else 1.0, seed=i),
+            sampling=Sampling(temperature=0.0 if i % 2 else 1.0, seed=i),
             draft_ids=tuple(rng.integers(24, size=20).tolist()),
         )
         for i in range(count)

@@ -11,7 +11,7 @@ import torch
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
 from faser_backend.core.ports import Sampler
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.cuda import sampler as sampler_module
 from faser_backend.device.cuda.choice import keep_min_p, keep_top
 from faser_backend.device.cuda.sampler import TorchSampler
@@ -25,20 +25,20 @@ torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 KINDS = {
-    "greedy": SamplingParams(),
-    "temperature": SamplingParams(temperature=0.7, seed=1),
-    "top-k": SamplingParams(temperature=0.7, top_k=5, seed=2),
-    "top-k of one": SamplingParams(temperature=0.7, top_k=1, seed=3),
-    "top-p": SamplingParams(temperature=1.3, top_p=0.8, seed=4),
-    "min-p": SamplingParams(temperature=1.3, min_p=0.1, seed=5),
-    "all filters": SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.02, seed=6),
-    "penalties": SamplingParams(temperature=0.9, repetition_penalty=1.3, seed=7),
-    "rules, greedy": SamplingParams(logit_bias={3: 9.0}, bad_words=((1, 2), (4,))),
-    "rules and filters": SamplingParams(temperature=0.9, top_p=0.7, min_tokens=3, frequency_penalty=0.5, seed=8),
+    "greedy": Sampling(),
+    "temperature": Sampling(temperature=0.7, seed=1),
+    "top-k": Sampling(temperature=0.7, top_k=5, seed=2),
+    "top-k of one": Sampling(temperature=0.7, top_k=1, seed=3),
+    "top-p": Sampling(temperature=1.3, top_p=0.8, seed=4),
+    "min-p": Sampling(temperature=1.3, min_p=0.1, seed=5),
+    "all filters": Sampling(temperature=1.1, top_k=40, top_p=0.95, min_p=0.02, seed=6),
+    "penalties": Sampling(temperature=0.9, repetition_penalty=1.3, seed=7),
+    "rules, greedy": Sampling(logit_bias={3: 9.0}, bad_words=((1, 2), (4,))),
+    "rules and filters": Sampling(temperature=0.9, top_p=0.7, min_tokens=3, frequency_penalty=0.5, seed=8),
 }
 
 
-def filled(sampler: Sampler, scene: Scene, sampling: list[SamplingParams]) -> Sampler:
+def filled(sampler: Sampler, scene: Scene, sampling: list[Sampling]) -> Sampler:
     for b, slot in enumerate(scene.slots.tolist()):
         tokens = np.array(scene.committed[b], np.int64)
         sampler.add(slot, sampling[b], tokens, int(scene.num_prompt[b]), scene.end_ids[b])
@@ -52,10 +52,10 @@ def torch_twin(scene: Scene) -> TorchSampler:
     return twin
 
 
-def without_rules(sampling: SamplingParams) -> SamplingParams:
+def without_rules(sampling: Sampling) -> Sampling:
     """Temperature, filters and seed alone."""
     kept = ("temperature", "top_k", "top_p", "min_p", "seed")
-    return SamplingParams(**{name: getattr(sampling, name) for name in kept})
+    return Sampling(**{name: getattr(sampling, name) for name in kept})
 
 
 def both(max_num_seqs: int, vocab_size: int = 64) -> tuple[NumpySampler, TorchSampler]:
@@ -177,7 +177,7 @@ def test_a_nucleus_ends_where_it_holds_its_share() -> None:
 
 def test_a_token_without_rivals() -> None:
     logits = np.array([[-np.inf, 3.0, -np.inf, -np.inf], [1e30, -1e30, -np.inf, 1e38]], np.float32)
-    for sampling in (SamplingParams(), SamplingParams(temperature=0.5, seed=2)):
+    for sampling in (Sampling(), Sampling(temperature=0.5, seed=2)):
         host, device = both(1, 4)
         for sampler in (host, device):
             sampler.add(0, sampling, np.array([1]), 1, ())
@@ -190,7 +190,7 @@ def test_a_token_without_rivals() -> None:
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "NaN"), (math.inf, r"\+inf"), (-math.inf, "only -inf")])
 def test_unusable_logits_name_their_row(kind: str, value: float, name: str) -> None:
     _, device = both(2, 8)
-    device.add(0, SamplingParams(temperature=0.5), np.array([1]), 1, ())
+    device.add(0, Sampling(temperature=0.5), np.array([1]), 1, ())
     device.add(1, KINDS[kind], np.array([0, 1, 2]), 3, (0,))
     logits = torch.zeros((4, 8))
     logits[2] = value if value == -math.inf else torch.tensor([0, 9, 1, 0, 0, value, 0, 0])
@@ -250,7 +250,7 @@ def test_one_fetch_per_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_candidates", [-1, 65])
 def test_numbers_of_candidates_out_of_range_are_refused(num_candidates: int) -> None:
     _, device = both(1)
-    device.add(0, SamplingParams(), np.array([1]), 1, ())
+    device.add(0, Sampling(), np.array([1]), 1, ())
     with pytest.raises(ValueError, match=rf"num_candidates = {num_candidates}: must be in \[0, 64\]"):
         device.sample_draft(torch.zeros((1, 64)), one_row_each(np.array([0])), num_candidates)
 

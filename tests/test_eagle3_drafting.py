@@ -13,7 +13,7 @@ from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.device.llvm_head import LlvmHeadRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.engine import Engine
@@ -40,7 +40,7 @@ def make_requests(count: int = 8, *, is_greedy: bool = False, num_shared: int = 
     requests = []
     for index in range(count):
         prompt = shared + rng.integers(0, VOCAB_SIZE, 1 if index == 0 else int(rng.integers(2, 40))).tolist()
-        sampling = SamplingParams(temperature=0.0 if is_greedy or index % 2 else 1.0, seed=index)
+        sampling = Sampling(temperature=0.0 if is_greedy or index % 2 else 1.0, seed=index)
         requests.append(request(f"r{index}", prompt, 16, sampling=sampling))
     return requests
 

@@ -14,7 +14,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, ExitView, Pruner
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit, predicted_saving_us
@@ -152,7 +152,7 @@ def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, t
             engine.stepper.scheduler.policy = ProbePolicy(4, pruner)
         rng = np.random.default_rng(0)
         for index in range(6):
-            sampling = SamplingParams(temperature=temperature, seed=index)
+            sampling = Sampling(temperature=temperature, seed=index)
             engine.submit(Request(str(index), rng.integers(0, VOCAB_SIZE, 5 + index), 40, sampling))
         tokens: dict[str, list[int]] = {}
         while engine.has_work:

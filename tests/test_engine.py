@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import QueueFullError, RequestError
-from faser_backend.core.request import FinishReason, Request, SamplingParams
+from faser_backend.core.request import FinishReason, Request, Sampling
 from tests.harness import CONTEXT, VOCAB, drive, fake_engine, request
 
 
@@ -21,10 +21,10 @@ def random_requests(seed: int, count: int) -> list[Request]:
     for index in range(count):
         prompt = shared[: int(rng.integers(21))] + rng.integers(VOCAB, size=int(rng.integers(1, 30))).tolist()
         sampling = [
-            SamplingParams(),
-            SamplingParams(temperature=1.0, seed=int(rng.integers(1000))),
-            SamplingParams(temperature=0.8, top_k=6, top_p=0.9, seed=int(rng.integers(1000))),
-            SamplingParams(
+            Sampling(),
+            Sampling(temperature=1.0, seed=int(rng.integers(1000))),
+            Sampling(temperature=0.8, top_k=6, top_p=0.9, seed=int(rng.integers(1000))),
+            Sampling(
                 temperature=0.9,
                 min_p=0.05,
                 repetition_penalty=1.2,
@@ -156,19 +156,19 @@ def test_queue_limit_and_duplicate_ids():
         (r"token ids must lie in", {"prompt": [-1]}),
         (r"max_tokens = 0: must lie in \[1, 93\]", {"max_tokens": 0}),
         (r"max_tokens = 94: must lie in \[1, 93\]", {"max_tokens": 94}),
-        ("temperature = nan", {"sampling": SamplingParams(temperature=float("nan"))}),
-        ("temperature = -1", {"sampling": SamplingParams(temperature=-1.0)}),
-        ("top_p = 0", {"sampling": SamplingParams(top_p=0.0)}),
-        ("top_p = 1.5", {"sampling": SamplingParams(top_p=1.5)}),
-        ("top_k = -1", {"sampling": SamplingParams(top_k=-1)}),
-        ("min_p = 2", {"sampling": SamplingParams(min_p=2.0)}),
-        ("repetition_penalty = 0", {"sampling": SamplingParams(repetition_penalty=0.0)}),
-        ("seed = -1", {"sampling": SamplingParams(seed=-1)}),
-        ("logit_bias token id = 99", {"sampling": SamplingParams(logit_bias={99: 1.0})}),
-        ("logit_bias", {"sampling": SamplingParams(logit_bias={1: float("nan")})}),
-        ("bad_words", {"sampling": SamplingParams(bad_words=((99,),))}),
-        ("bad_words = 1025: at most 1024", {"sampling": SamplingParams(bad_words=((9,),) * 1025)}),
-        ("bad_words length = 8193: at most 8192", {"sampling": SamplingParams(bad_words=((9,) * 8193,))}),
+        ("temperature = nan", {"sampling": Sampling(temperature=float("nan"))}),
+        ("temperature = -1", {"sampling": Sampling(temperature=-1.0)}),
+        ("top_p = 0", {"sampling": Sampling(top_p=0.0)}),
+        ("top_p = 1.5", {"sampling": Sampling(top_p=1.5)}),
+        ("top_k = -1", {"sampling": Sampling(top_k=-1)}),
+        ("min_p = 2", {"sampling": Sampling(min_p=2.0)}),
+        ("repetition_penalty = 0", {"sampling": Sampling(repetition_penalty=0.0)}),
+        ("seed = -1", {"sampling": Sampling(seed=-1)}),
+        ("logit_bias token id = 99", {"sampling": Sampling(logit_bias={99: 1.0})}),
+        ("logit_bias", {"sampling": Sampling(logit_bias={1: float("nan")})}),
+        ("bad_words", {"sampling": Sampling(bad_words=((99,),))}),
+        ("bad_words = 1025: at most 1024", {"sampling": Sampling(bad_words=((9,),) * 1025)}),
+        ("bad_words length = 8193: at most 8192", {"sampling": Sampling(bad_words=((9,) * 8193,))}),
         ("stop_words", {"stop_sequences": ((),)}),
         ("stop_words = 65: at most 64", {"stop_sequences": ((9,),) * 65}),
         ("stop_words length = 4097: at most 4096", {"stop_sequences": ((9,) * 4097,)}),

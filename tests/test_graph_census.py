@@ -14,7 +14,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE, Decision
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.device.cuda.call_shapes import (
     MAX_GRAPH_ROWS,
     PROMPT_ROWS,
@@ -38,10 +38,10 @@ from tests.tiny_models import write_checkpoint, write_draft
 
 CONFIG = EngineConfig(max_num_seqs=6, num_kv_blocks=400, max_prefill_tokens=48)
 SAMPLINGS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.8, seed=3),
-    SamplingParams(temperature=1.0, top_k=5, top_p=0.9, seed=4),
-    SamplingParams(temperature=1.0, repetition_penalty=1.2, seed=5),
+    Sampling(),
+    Sampling(temperature=0.8, seed=3),
+    Sampling(temperature=1.0, top_k=5, top_p=0.9, seed=4),
+    Sampling(temperature=1.0, repetition_penalty=1.2, seed=5),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.device.cpu_runtime import LlvmRuntime
 from faser_backend.device.kv_pool import KvPool
 from faser_backend.device.llvm_runner import LlvmRunner
@@ -122,7 +122,7 @@ def test_tokens_do_not_depend_on_the_path(engines: dict[str, Path], temperature:
     requests: list[Request] = []
     for index in range(8):
         prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 60))).tolist()
-        sampling = SamplingParams(temperature=temperature, seed=index)
+        sampling = Sampling(temperature=temperature, seed=index)
         requests.append(request(f"r{index}", prompt, 40, sampling=sampling))
     answers: dict[str, dict[str, list[int]]] = {}
     for policy in ("none", "fixed:4", "faser"):

@@ -16,7 +16,7 @@ import pytest
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.grammar import GUIDE
-from faser_backend.core.request import FinishReason, Request, SamplingParams
+from faser_backend.core.request import FinishReason, Request, Sampling
 from faser_backend.device import logit_rules
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline import commit, prefill
@@ -109,7 +109,7 @@ def requests(poisoned: ParityGrammar | None = None) -> list[Request]:
     made = []
     for index in range(8):
         is_victim = f"r{index}" == VICTIM
-        sampling = SamplingParams(
+        sampling = Sampling(
             temperature=(0.0, 0.9)[index % 2],
             seed=index,
             repetition_penalty=MARK if is_victim else 1.1,
@@ -147,7 +147,7 @@ def poison(patch: pytest.MonkeyPatch, owner: Any, name: str, concerns: Callable[
     patch.setattr(owner, name, poisoned)
 
 
-def is_marked(rules: Any, slot: int, params: SamplingParams, *_: object) -> bool:
+def is_marked(rules: Any, slot: int, params: Sampling, *_: object) -> bool:
     return params.repetition_penalty == MARK
 
 

@@ -23,7 +23,7 @@ from faser_backend.core.errors import (
     QueueFullError,
     RequestError,
 )
-from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput, RequestStats, SamplingParams
+from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request, RequestStats, Sampling
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.link import (
     MAX_CALL_BYTES,
@@ -53,7 +53,7 @@ FULL = Request(
     "r",
     np.arange(5, dtype=np.int64),
     9,
-    SamplingParams(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2, 2**64 - 1, {3: -math.inf, 4: 1.5}, ((1, 2), (3,))),
+    Sampling(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2, 2**64 - 1, {3: -math.inf, 4: 1.5}, ((1, 2), (3,))),
     (1,),
     ((4, 5),),
     0,
@@ -64,7 +64,7 @@ FULL = Request(
     True,
     guide="start: /a/",
 )
-ANSWER = RequestOutput(
+ANSWER = EngineOutput(
     "r",
     [1, 2],
     [-0.5, -1.0],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.serving.llmapi import LlmApiWire
 from tests.test_contract import HELLO, TOKENIZER
 
@@ -63,7 +63,7 @@ def test_cache_use_has_the_names_of_the_llm_api():
     names = ["kv_cache_reused_block", "kv_cache_missed_block", "kv_cache_hit_rate", "kv_cache_alloc_new_blocks"]
     reply = LlmApiWire().reply(replace(parsed, num_prompt_blocks=4), names, TOKENIZER)
     stats = RequestStats(num_allocated_blocks=5, num_reused_blocks=3)
-    reply.add(RequestOutput("r", [], finish_reason=FinishReason.LENGTH, stats=stats))
+    reply.add(EngineOutput("r", [], finish_reason=FinishReason.LENGTH, stats=stats))
     arrays = dict(reply.render())
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "kv_cache_reused_block": [3],

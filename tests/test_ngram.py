@@ -12,7 +12,7 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import Partition
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.ngram import NgramIndex, NgramProposer
 from faser_backend.pipeline.propose import Proposal
@@ -81,7 +81,7 @@ def test_a_run_goes_on_as_a_run():
 
 
 def sequence_of(tokens: list[int], slot: int = 0) -> Sequence:
-    made = Sequence.from_request(Request("r", np.array(tokens, np.int64), 32, SamplingParams()), 0)
+    made = Sequence.from_request(Request("r", np.array(tokens, np.int64), 32, Sampling()), 0)
     made.slot = slot
     return made
 

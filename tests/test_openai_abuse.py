@@ -19,7 +19,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import RequestOutput
+from faser_backend.core.request import EngineOutput
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.openai import app as app_module
 from faser_backend.serving.openai import bodies, connections
@@ -48,10 +48,10 @@ class FakeClient:
 
     async def close(self) -> None: ...
 
-    async def generate(self, wanted: Any) -> AsyncIterator[tuple[RequestOutput, list[bool]]]:
+    async def generate(self, wanted: Any) -> AsyncIterator[tuple[EngineOutput, list[bool]]]:
         for token_id in (70, 71, 72):
             logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
-            yield RequestOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
+            yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
             if FakeClient.fails:
                 raise LookupError("nobody foresaw this")
 

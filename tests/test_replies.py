@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.serving.converters import postprocess, preprocess
 from faser_backend.serving.tensors import TEXT_OUTPUTS
 from faser_backend.serving.triton_io import Reply
@@ -17,16 +17,16 @@ ALL_OUTPUTS = ["output_ids", "sequence_length", *(spec.name for spec in TEXT_OUT
 FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 
 
-def finished(token_ids: list[int], log_probs: list[float] | None = None) -> RequestOutput:
+def finished(token_ids: list[int], log_probs: list[float] | None = None) -> EngineOutput:
     stats = RequestStats(arrival_ns=5, num_drafted=4, num_accepted=3, num_allocated_blocks=3, num_reused_blocks=1)
-    return RequestOutput("r", token_ids, log_probs, FinishReason.LENGTH, stats=stats)
+    return EngineOutput("r", token_ids, log_probs, FinishReason.LENGTH, stats=stats)
 
 
 def test_unary_answer_has_every_requested_output_and_starts_with_the_prompt():
     parsed = parse(**{flag: number(True, bool) for flag in FLAGS})
     ids = TOKENIZER.encode(" naïve xyz")
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
-    reply.add(RequestOutput("r", ids[:2], [-0.5, -1.0]))
+    reply.add(EngineOutput("r", ids[:2], [-0.5, -1.0]))
     reply.add(finished(ids[2:], [-1.0] * len(ids[2:])))
     rendered = reply.render()
     arrays = dict(rendered)
@@ -47,7 +47,7 @@ def test_unary_answer_has_every_requested_output_and_starts_with_the_prompt():
 def test_streamed_answers_carry_only_what_is_new():
     parsed = parse(stream=number(True, bool), return_num_output_tokens=number(True, bool))
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
-    reply.add(RequestOutput("r", TOKENIZER.encode("é")[:1]))
+    reply.add(EngineOutput("r", TOKENIZER.encode("é")[:1]))
     first = dict(reply.render())
     reply.add(finished(TOKENIZER.encode("x")))
     last = dict(reply.render())
@@ -59,7 +59,7 @@ def test_streamed_answers_carry_only_what_is_new():
 def test_context_logits_come_with_the_first_response_and_the_last():
     reply = Reply(parse(stream=number(True, bool)), ["context_logits", "output_ids"], TOKENIZER)
     logits, sent = np.ones((3, 4), np.float32), []
-    for output in (RequestOutput("r", [5], context_logits=logits), RequestOutput("r", [6]), finished([7])):
+    for output in (EngineOutput("r", [5], context_logits=logits), EngineOutput("r", [6]), finished([7])):
         reply.add(output)
         sent.append(dict(reply.render()).get("context_logits"))
     assert sent[1] is None and all(np.array_equal(each, logits[None]) for each in (sent[0], sent[2]))
@@ -68,7 +68,7 @@ def test_context_logits_come_with_the_first_response_and_the_last():
 def test_half_a_character_is_no_news():
     reply = Reply(parse(stream=number(True, bool)), ["text_output"], TOKENIZER)
     half = TOKENIZER.token_bytes.index(b"\xe6")
-    reply.add(RequestOutput("r", [half]))
+    reply.add(EngineOutput("r", [half]))
     assert not reply.has_news
     reply.add(finished([]))
     assert [(name, array.tolist()) for name, array in reply.render()] == [("text_output", ["\ufffd".encode()])]
@@ -80,7 +80,7 @@ def test_text_stop_across_tokens_cuts_ids_text_and_counts():
     )
     table = TOKENIZER.token_bytes
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
-    reply.add(RequestOutput("r", [table.index(bytes([byte])) for byte in b"a foX"]))
+    reply.add(EngineOutput("r", [table.index(bytes([byte])) for byte in b"a foX"]))
     assert reply.is_stopped
     reply.add(finished([table.index(b"Y")]))
     arrays = dict(reply.render())

@@ -15,7 +15,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.request import NUM_CONTEXT_TOP, FinishReason, Request, RequestOutput, SamplingParams
+from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, Request, Sampling
 from faser_backend.device.cuda.sampler import TorchSampler
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline import prefill
@@ -32,7 +32,7 @@ SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 MODEL = HashRunner(8, BLOCK, VOCAB)
 
 
-def outputs_of(engine: Engine, requests: list[Request], seed: int | None = None) -> dict[str, list[RequestOutput]]:
+def outputs_of(engine: Engine, requests: list[Request], seed: int | None = None) -> dict[str, list[EngineOutput]]:
     rng = np.random.default_rng(seed)
     pending, outputs = list(requests), defaultdict(list)
     while pending or engine.has_work:
@@ -58,7 +58,7 @@ def asking(requests: list[Request], seed: int) -> list[Request]:
     ]
 
 
-def check_logits(r: Request, outputs: list[RequestOutput], logits_of, *, atol: float = 0.0) -> None:
+def check_logits(r: Request, outputs: list[EngineOutput], logits_of, *, atol: float = 0.0) -> None:
     """Each row against logits_of(token ids) [len, V]: of the whole text, or of its end alone."""
     tokens = [token for output in outputs for token in output.token_ids]
     text = np.concatenate([r.prompt_ids, tokens]).astype(np.int64)
@@ -258,7 +258,7 @@ def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path):
             f"r{i}",
             rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 80))).tolist(),
             20,
-            sampling=SamplingParams(temperature=0.8 * (i % 2), repetition_penalty=1.3, seed=i),
+            sampling=Sampling(temperature=0.8 * (i % 2), repetition_penalty=1.3, seed=i),
             wants_context_logits=i % 3 != 0,
             wants_generation_logits=i % 3 != 1,
             draft_ids=(1, 2, 3)[: i % 4],

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser_backend.core.batch import SamplingRows
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.noise import GumbelNoise
 from faser_backend.device.sampler import NumpySampler
 
@@ -18,7 +18,7 @@ NEG_INF = -math.inf
 
 
 def allowed_logits(
-    logits: np.ndarray, sampling: SamplingParams, prefix: list[int], num_prompt: int, end_ids: tuple[int, ...]
+    logits: np.ndarray, sampling: Sampling, prefix: list[int], num_prompt: int, end_ids: tuple[int, ...]
 ) -> list[float]:
     """Logits of one row after penalties, bias, min_tokens and bad words."""
     output = prefix[num_prompt:]
@@ -38,7 +38,7 @@ def allowed_logits(
     return row if max(row) > NEG_INF else [float(value) for value in logits]
 
 
-def filtered(row: list[float], sampling: SamplingParams) -> list[float]:
+def filtered(row: list[float], sampling: Sampling) -> list[float]:
     """Scaled logits of one random row after top-k, top-p and min-p."""
     scaled = [value / sampling.temperature for value in row]
     if sampling.top_k:
@@ -57,7 +57,7 @@ def filtered(row: list[float], sampling: SamplingParams) -> list[float]:
     return scaled
 
 
-def random_sampling(rng: np.random.Generator) -> SamplingParams:
+def random_sampling(rng: np.random.Generator) -> Sampling:
     """Every feature is on in about a third of the requests; a fifth decode greedily."""
 
     def maybe(value: float, off: float) -> float:
@@ -66,7 +66,7 @@ def random_sampling(rng: np.random.Generator) -> SamplingParams:
     words = [tuple(rng.integers(0, VOCAB, rng.integers(1, 4)).tolist()) for _ in range(rng.integers(0, 6))]
     words += [tuple(rng.integers(0, 4, 2).tolist()) for _ in range(4)]  # likely to be completed
     bias = {int(t): float(b) for t, b in zip(rng.integers(0, VOCAB, 4), rng.normal(0, 3, 4), strict=True)}
-    return SamplingParams(
+    return Sampling(
         temperature=0.0 if rng.random() < 0.2 else float(rng.uniform(0.2, 2.0)),
         top_k=int(maybe(int(rng.integers(1, 2 * VOCAB)), 0)),
         top_p=maybe(rng.uniform(0.05, 1.0), 1.0),
@@ -84,7 +84,7 @@ def random_sampling(rng: np.random.Generator) -> SamplingParams:
 class Scene:
     """A sampler with random slots, and a ragged batch of rows over them."""
 
-    def __init__(self, seed: int, sampling: SamplingParams | None = None) -> None:
+    def __init__(self, seed: int, sampling: Sampling | None = None) -> None:
         rng = np.random.default_rng(seed)
         num_sequences = int(rng.integers(1, 7))
         self.sampler = NumpySampler(VOCAB, 8)

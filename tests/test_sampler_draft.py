@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser_backend.core.errors import FaserError
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.noise import GumbelNoise
 from faser_backend.device.sampler import MAX_MARGIN, NumpySampler
 from tests.test_sampler import VOCAB, Scene
@@ -99,7 +99,7 @@ def test_candidate_margins_follow_the_reference(seed: int, num_candidates: int) 
 def test_a_lead_over_the_drafts_own_candidates_is_its_margin() -> None:
     sampler = NumpySampler(64, 3)
     for slot, temperature in enumerate((0.0, 0.7, 1.6)):
-        sampler.add(slot, SamplingParams(temperature=temperature, seed=slot), np.array([1]), 1, ())
+        sampler.add(slot, Sampling(temperature=temperature, seed=slot), np.array([1]), 1, ())
     rng = np.random.default_rng(4)
     rows = one_row_each(rng.integers(0, 3, 40), rng.integers(1, 90, 40))
     logits = rng.normal(0, 2, (40, 64)).astype(np.float32)
@@ -110,13 +110,11 @@ def test_a_lead_over_the_drafts_own_candidates_is_its_margin() -> None:
     np.testing.assert_allclose(leads, drawn.margins, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_k=2)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(temperature=0.7, top_k=2)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("num_candidates", [0, 3])
 def test_unusable_logits_are_an_error_and_stay_as_they_were(
-    sampling: SamplingParams, value: float, num_candidates: int
+    sampling: Sampling, value: float, num_candidates: int
 ) -> None:
     sampler = single_slot(sampling)
     logits = np.full((2, 4), value, np.float32)
@@ -130,7 +128,7 @@ def test_unusable_logits_are_an_error_and_stay_as_they_were(
 def test_a_token_without_rivals() -> None:
     """Distinct candidates even where all but one token are forbidden, and a margin that is a number."""
     logits = np.array([[-np.inf, 3.0, -np.inf, -np.inf], [1e30, -1e30, -np.inf, 1e38]], np.float32)
-    for sampling in (SamplingParams(), SamplingParams(temperature=0.5, seed=2)):
+    for sampling in (Sampling(), Sampling(temperature=0.5, seed=2)):
         drawn = single_slot(sampling).sample_draft(logits, one_row_each(np.array([1, 1])), 4)
         assert drawn.candidates is not None
         assert drawn.candidates.tolist() == [[1, 0, 2, 3], [3, 0, 1, 2]]
@@ -138,7 +136,7 @@ def test_a_token_without_rivals() -> None:
 
 
 def test_ties_have_no_margin_and_go_to_the_lowest_ids() -> None:
-    drawn = single_slot(SamplingParams()).sample_draft(np.zeros((1, 4), np.float32), one_row_each(np.array([1])), 3)
+    drawn = single_slot(Sampling()).sample_draft(np.zeros((1, 4), np.float32), one_row_each(np.array([1])), 3)
     assert drawn.candidates is not None
     assert drawn.candidates.tolist() == [[0, 1, 2]] and drawn.margins.tolist() == [0.0]
 
@@ -146,9 +144,7 @@ def test_ties_have_no_margin_and_go_to_the_lowest_ids() -> None:
 @pytest.mark.parametrize("num_candidates", [-1, 5])
 def test_numbers_of_candidates_out_of_range_are_refused(num_candidates: int) -> None:
     with pytest.raises(ValueError, match=rf"num_candidates = {num_candidates}: must be in \[0, 4\]"):
-        single_slot(SamplingParams()).sample_draft(
-            np.zeros((1, 4), np.float32), one_row_each(np.array([1])), num_candidates
-        )
+        single_slot(Sampling()).sample_draft(np.zeros((1, 4), np.float32), one_row_each(np.array([1])), num_candidates)
 
 
 def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
@@ -183,7 +179,7 @@ def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
 def test_logits_of_plain_greedy_rows_stay_as_they_were(num_candidates: int) -> None:
     """The only rows whose scores are the caller's own array."""
     sampler = NumpySampler(50, 2)
-    sampler.add(0, SamplingParams(), np.array([1]), 1, ())
+    sampler.add(0, Sampling(), np.array([1]), 1, ())
     logits = np.random.default_rng(5).normal(0, 3, (9, 50)).astype(np.float32)
     before = logits.copy()
     drawn = sampler.sample_draft(logits, one_row_each(np.zeros(9, np.int64)), num_candidates)

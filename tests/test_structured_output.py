@@ -16,7 +16,7 @@ from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import ErrorCode, FaserError, RequestError
 from faser_backend.core.grammar import GUIDE, Grammar
-from faser_backend.core.request import Request, RequestOutput, SamplingParams
+from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.device.grammar_rule import GrammarRule
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
@@ -83,7 +83,7 @@ class Built:
         """Of every grammar in turn, greedy and sampled."""
         made = []
         for index in range(count):
-            sampling = SamplingParams(
+            sampling = Sampling(
                 temperature=(0.0, 1.0)[index % 2], seed=index, grammar=self.grammar(self.kind(index)), **options
             )
             prompt = np.array(self.tokenizer.encode(f"def f{index}"), np.int64)
@@ -243,7 +243,7 @@ def test_a_hostile_schema_ends_its_own_request_alone(built: Built) -> None:
             with pytest.raises(RequestError, match=r"guided_decoding_guide = .*(limit|too big)"):
                 built.compiler.compile(guide)
         else:
-            sampling = SamplingParams(grammar=built.compiler.compile(guide))
+            sampling = Sampling(grammar=built.compiler.compile(guide))
             hostile[name] = Request(name, np.array([5, 6], np.int64), 24, sampling, end_ids=(END_ID,))
     good = built.requests(3)
     undisturbed, _ = built.run("fixed:4", good)
@@ -278,7 +278,7 @@ class ServedEngine:
         request = Request(request_id, np.array([5, 6], np.int64), 80, end_ids=(END_ID,), guide=guide)
         self.subscription.submit(request, "client")
 
-    def last(self) -> RequestOutput:
+    def last(self) -> EngineOutput:
         while True:
             for output in self.subscription.outputs.get(timeout=20.0) or []:
                 if output.is_final:

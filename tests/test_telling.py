@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.serving.log_format import JsonFormatter, about, log_request
 from faser_backend.serving.request_life import MAX_ROUNDS, RequestLife, SequenceLife
 from faser_backend.serving.tracing import Tracing, check_endpoint, context_of
@@ -28,9 +28,9 @@ def life_of(num_sequences: int = 1, num_rounds: int = 3, **fields: Any) -> Reque
         request_id = f"7-0.{index}"
         sequence = life.sequences[request_id] = SequenceLife(request_id, num_prompt_tokens=5, max_tokens=900)
         for number in range(num_rounds):
-            sequence.add(RequestOutput(request_id, [1, 2]), (10 + number) * MS)
+            sequence.add(EngineOutput(request_id, [1, 2]), (10 + number) * MS)
         stats = RequestStats(1 * MS, 4 * MS, 10 * MS, 90 * MS, num_drafted=8, num_accepted=6, num_preemptions=1)
-        sequence.add(RequestOutput(request_id, [3], finish_reason=FinishReason.END_ID, stats=stats), 90 * MS)
+        sequence.add(EngineOutput(request_id, [3], finish_reason=FinishReason.END_ID, stats=stats), 90 * MS)
     return life
 
 

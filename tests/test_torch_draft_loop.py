@@ -13,7 +13,7 @@ import torch
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
 from faser_backend.core.ports import DraftTokens
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.cuda.call_shapes import CallBounds
 from faser_backend.device.cuda.draft_loop import MAX_STEPS, TorchDraftLoop
 from faser_backend.device.cuda.runner import CudaRunner
@@ -25,10 +25,10 @@ from tests.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 90, 4, 11
 KINDS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.8, seed=5),
-    SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=6),
-    SamplingParams(temperature=1.2, min_p=0.05, seed=2**64 - 1),
+    Sampling(),
+    Sampling(temperature=0.8, seed=5),
+    Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=6),
+    Sampling(temperature=1.2, min_p=0.05, seed=2**64 - 1),
 ]
 
 
@@ -43,7 +43,7 @@ def open_runner(built: tuple[ModelEngine, Path], limits: CallBounds | None = Non
     return open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, limits=limits)
 
 
-def open_sampler(kinds: list[SamplingParams]) -> TorchSampler:
+def open_sampler(kinds: list[Sampling]) -> TorchSampler:
     sampler = TorchSampler(VOCAB_SIZE, MAX_SEQS, CPU)
     for slot, sampling in enumerate(kinds):
         sampler.add(slot, sampling, np.array([1]), 1, (0,))
@@ -119,7 +119,7 @@ def assert_equal_chains(drawn: DraftTokens, expected: DraftTokens, lengths: np.n
 
 @pytest.mark.parametrize("num_candidates", [0, 1, 4])
 @pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[:2], KINDS], ids=["greedy", "temperature", "filters"])
-def test_chains_are_those_of_calls_in_turn(built, kinds: list[SamplingParams], num_candidates: int) -> None:
+def test_chains_are_those_of_calls_in_turn(built, kinds: list[Sampling], num_candidates: int) -> None:
     runner, host = open_runner(built), open_runner(built)
     sampler = open_sampler((kinds * MAX_SEQS)[:MAX_SEQS])
     loop = TorchDraftLoop(runner, sampler)
@@ -178,7 +178,7 @@ def test_a_warmed_up_menu_leaves_pools_alone(built) -> None:
 
 
 def test_rules_are_left_to_the_host(built) -> None:
-    kinds = [*KINDS[:3], SamplingParams(temperature=1.0, repetition_penalty=1.2)]
+    kinds = [*KINDS[:3], Sampling(temperature=1.0, repetition_penalty=1.2)]
     loop = TorchDraftLoop(open_runner(built), open_sampler(kinds))
     assert loop.can_draft(np.array([0, 1, 2]))
     assert not loop.can_draft(np.array([0, 3]))

@@ -13,7 +13,7 @@ import pytest
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.device.cuda.runtime import CudaRuntime
@@ -45,9 +45,9 @@ def random(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def mixed_requests() -> list[Request]:
     """Greedy and sampled ones, some with filters, and two with rules, which end first."""
     made = make_requests()
-    made[2] = replace(made[2], sampling=SamplingParams(temperature=1.0, top_k=7, top_p=0.9, seed=2))
-    made[4] = replace(made[4], sampling=SamplingParams(temperature=0.9, repetition_penalty=1.3, seed=4), max_tokens=6)
-    made[5] = replace(made[5], sampling=SamplingParams(presence_penalty=0.7, seed=5), max_tokens=4)
+    made[2] = replace(made[2], sampling=Sampling(temperature=1.0, top_k=7, top_p=0.9, seed=2))
+    made[4] = replace(made[4], sampling=Sampling(temperature=0.9, repetition_penalty=1.3, seed=4), max_tokens=6)
+    made[5] = replace(made[5], sampling=Sampling(presence_penalty=0.7, seed=5), max_tokens=4)
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.cuda.draft_loop import TorchDraftLoop
 from faser_backend.device.cuda.runner import CudaRunner
 from faser_backend.device.cuda.sampler import TorchSampler
@@ -133,7 +133,7 @@ def open_runner(built: tuple[ModelEngine, Path], device: torch.device) -> CudaRu
     return open_torch_runner(*built, drafts.NUM_BLOCKS, drafts.BLOCK_SIZE, device=device)
 
 
-def open_sampler(kinds: list[SamplingParams], device: torch.device) -> TorchSampler:
+def open_sampler(kinds: list[Sampling], device: torch.device) -> TorchSampler:
     sampler = TorchSampler(VOCAB_SIZE, drafts.MAX_SEQS, device)
     for slot, sampling in enumerate(kinds):
         sampler.add(slot, sampling, np.array([1]), 1, (0,))
@@ -164,7 +164,7 @@ def test_tokens_are_the_hosts_but_for_near_ties(device: torch.device, vocab_size
 @pytest.mark.parametrize(
     "kinds", [drafts.KINDS[:1], drafts.KINDS[:2], drafts.KINDS], ids=["greedy", "temperature", "filters"]
 )
-def test_graphs_give_what_eager_chains_gave(draft_built, device: torch.device, kinds: list[SamplingParams]) -> None:
+def test_graphs_give_what_eager_chains_gave(draft_built, device: torch.device, kinds: list[Sampling]) -> None:
     runner, host = open_runner(draft_built, device), open_runner(draft_built, device)
     sampler = open_sampler((kinds * drafts.MAX_SEQS)[: drafts.MAX_SEQS], device)
     loop = TorchDraftLoop(runner, sampler)

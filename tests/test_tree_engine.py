@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.frontier import Acceptance
-from faser_backend.core.request import FinishReason, SamplingParams
+from faser_backend.core.request import FinishReason, Sampling
 from faser_backend.core.tree import Tree
 from faser_backend.pipeline import commit, rows, step
 from faser_backend.pipeline.commit import RoundCounts
@@ -107,9 +107,9 @@ def test_blocks_of_a_tree_are_reused(cases) -> None:
     """What was published behind accepted paths is what plain decoding would have published."""
     prompt = list(range(1, 18))
     fake = open_trees(draft_noise=0.1)
-    first = request("a", prompt, 40, sampling=SamplingParams(temperature=0.7, seed=3))
+    first = request("a", prompt, 40, sampling=Sampling(temperature=0.7, seed=3))
     tokens = drive(fake.engine, [first]).tokens["a"]
-    second = request("b", prompt + tokens[:30], 10, sampling=SamplingParams(temperature=0.7, seed=3))
+    second = request("b", prompt + tokens[:30], 10, sampling=Sampling(temperature=0.7, seed=3))
     result = drive(fake.engine, [second])
     stats = result.final["b"].stats
     assert stats is not None and stats.num_reused_tokens >= 40

@@ -11,7 +11,7 @@ import pytest
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.runtime import ModelPair
 from faser_backend.device.sampler import NumpySampler
 from faser_backend.pipeline.draft_tree import child_log_chances, next_level
@@ -77,7 +77,7 @@ def test_the_likeliest_nodes_are_taken() -> None:
 def test_children_are_the_best_tokens_with_noise() -> None:
     sampler = NumpySampler(50, 2)
     for slot, temperature in enumerate((0.0, 0.7)):
-        sampler.add(slot, SamplingParams(temperature=temperature, seed=5), np.zeros(1, np.int64), 1, ())
+        sampler.add(slot, Sampling(temperature=temperature, seed=5), np.zeros(1, np.int64), 1, ())
     logits = np.random.default_rng(2).normal(size=(4, 50)).astype(np.float32)
     rows = one_row_each(np.array([0, 1, 1, 0]), np.array([3, 3, 3, 4]))
     drawn = sampler.sample_draft(logits, rows, 6)
@@ -105,7 +105,7 @@ def _kept_per_verification(policy: str, temperature: float) -> float:
     fake = open_fake(policy, draft_noise=2.0)
     rng = np.random.default_rng(1)
     requests = [
-        request(str(seed), rng.integers(0, 24, 5).tolist(), 60, sampling=SamplingParams(temperature, seed=seed))
+        request(str(seed), rng.integers(0, 24, 5).tolist(), 60, sampling=Sampling(temperature, seed=seed))
         for seed in range(8)
     ]
     stats = [output.stats for output in drive(fake.engine, requests, check=False).final.values()]

@@ -16,9 +16,7 @@ import numpy as np
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
-from faser_backend.core.request import Limits, Request
-from faser_backend.core.request import RequestOutput as EngineOutput
-from faser_backend.core.request import SamplingParams as EngineSampling
+from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
 from faser_backend.serving.contract import fitting_max_tokens
 from faser_backend.serving.engine_loop import Subscription
 from faser_backend.serving.guides import GuideCompiler
@@ -207,9 +205,9 @@ def check_params(params: SamplingParams) -> None:
     _sampling(params).validate(vocab_size=2**31)
 
 
-def _sampling(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = ()) -> EngineSampling:
+def _sampling(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = ()) -> Sampling:
     seed = params.seed
     if seed is None:
         seed = secrets.randbits(64) if params.temperature > 0 else 0
     same = {name: getattr(params, name) for name in _SAME_NAMES}
-    return EngineSampling(**same, top_k=max(params.top_k, 0), seed=seed, bad_words=bad_words)
+    return Sampling(**same, top_k=max(params.top_k, 0), seed=seed, bad_words=bad_words)

@@ -20,7 +20,7 @@ from faser_backend.api.outputs import RequestOutput
 from faser_backend.config import EngineConfig
 from faser_backend.core.errors import RequestError, UnavailableError
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import RequestOutput as EngineOutput
+from faser_backend.core.request import EngineOutput
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import EngineMetrics
 from faser_backend.serving import loading

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from faser_backend.api.params import SamplingParams
 from faser_backend.core.errors import Failure
-from faser_backend.core.request import FinishReason, Request, RequestStats
-from faser_backend.core.request import RequestOutput as EngineOutput
+from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
 from faser_backend.serving.answer_stream import AnswerStream, AnswerToken, TextPiece
 from faser_backend.serving.tokenizer import TextTokenizer
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import Failure
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 
 # An array where the runner computes: numpy on a CPU, a tensor of its own on a GPU. Runners make them, runners and
 # samplers read them, the pipeline passes them on unseen.
@@ -115,7 +115,7 @@ class Sampler(Protocol):
     def add(
         self,
         slot: int,
-        sampling: SamplingParams,
+        sampling: Sampling,
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],

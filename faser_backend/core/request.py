@@ -1,4 +1,4 @@
-"""Requests of clients (`Request`, `SamplingParams`) and the engine's answers to them (`RequestOutput`).
+"""Requests of clients (`Request`, `Sampling`) and the engine's answers to them (`EngineOutput`).
 
 Pure data and its validation; knows nothing of text, Triton or engines.
 """
@@ -34,7 +34,7 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class Sampling:
     """How the next token is drawn from a row of logits. Defaults decode greedily.
 
     temperature 0 = greedy; top_k 0, top_p 1 and min_p 0 = off. Penalties act on the row's own
@@ -83,7 +83,7 @@ class Request:
     request_id: str
     prompt_ids: np.ndarray
     max_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Sampling = field(default_factory=Sampling)
     end_ids: tuple[int, ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     max_draft_tokens: int | None = None  # per-request cap on speculation; 0 opts out
@@ -168,7 +168,7 @@ NUM_CONTEXT_TOP = 5  # alternatives to a token of a prompt
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class EngineOutput:
     """New tokens of one request after one step; `finish_reason` is set on the last one."""
 
     request_id: str

@@ -35,7 +35,7 @@ class Sequence:
     num_client_accepted: int = 0
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
     failure: Failure | None = None  # of what belongs to it alone: the step that it is in goes on, and then ends it
-    context_log_probs: np.ndarray | None = None  # as RequestOutput has them, filled likewise
+    context_log_probs: np.ndarray | None = None  # as EngineOutput has them, filled likewise
     stats: RequestStats = field(default_factory=RequestStats)
 
     @classmethod

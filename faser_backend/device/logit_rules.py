@@ -16,7 +16,7 @@ import numpy as np
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import blaming
 from faser_backend.core.grammar import GUIDE
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.grammar_rule import GrammarRule
 from faser_backend.device.logits import penalize
 
@@ -99,7 +99,7 @@ class LogitRules:
     def add(
         self,
         slot: int,
-        sampling: SamplingParams,
+        sampling: Sampling,
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],
@@ -117,7 +117,7 @@ class LogitRules:
             self._grammars[slot] = blaming(GUIDE, GrammarRule, sampling.grammar, output.tolist())
         return any(slot in rules for rules in self._all)
 
-    def _add_bias(self, slot: int, sampling: SamplingParams, num_prompt_tokens: int, end_ids: tuple[int, ...]) -> None:
+    def _add_bias(self, slot: int, sampling: Sampling, num_prompt_tokens: int, end_ids: tuple[int, ...]) -> None:
         forbids_end = sampling.min_tokens > 0 and bool(end_ids)
         if sampling.logit_bias or forbids_end:
             bias = sampling.logit_bias or {}
@@ -128,7 +128,7 @@ class LogitRules:
                 min_position=num_prompt_tokens + sampling.min_tokens if forbids_end else 0,
             )
 
-    def _add_penalties(self, slot: int, sampling: SamplingParams, prompt: np.ndarray, output: np.ndarray) -> None:
+    def _add_penalties(self, slot: int, sampling: Sampling, prompt: np.ndarray, output: np.ndarray) -> None:
         in_prompt = np.zeros(self._vocab_size, np.bool_)
         in_prompt[prompt] = True
         penalties = self._penalties[slot] = _Penalties(

@@ -15,7 +15,7 @@ import numpy as np
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import Failure, FaserError, blamed
 from faser_backend.core.ports import DraftChildren, DraftTokens
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device import noise
 from faser_backend.device.logit_rules import LogitRules
 from faser_backend.device.logits import keep_min_p, keep_top, log_softmax_at, rank, second_best, softmax
@@ -47,12 +47,12 @@ class NumpySampler:
     def add(
         self,
         slot: int,
-        sampling: SamplingParams,
+        sampling: Sampling,
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],
     ) -> None:
-        """See core.ports.Sampler. The parameters are valid (SamplingParams.validate)."""
+        """See core.ports.Sampler. The parameters are valid (Sampling.validate)."""
         self.parameters.check_free(slot)
         rules = (slot, sampling, token_ids, num_prompt_tokens, end_ids)
         has_rules = self._noting_failure(slot, False, self._rules.add, *rules)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.noise import seed_keys
 
 MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
@@ -29,8 +29,8 @@ class SlotParameters:
         self.top_p = np.ones(max_num_seqs, np.float64)  # 1 = off
         self.min_p = np.zeros(max_num_seqs, np.float64)  # 0 = off
 
-    def add(self, slot: int, sampling: SamplingParams, *, has_rules: bool) -> None:
-        """Starts a free slot. The parameters are valid (SamplingParams.validate)."""
+    def add(self, slot: int, sampling: Sampling, *, has_rules: bool) -> None:
+        """Starts a free slot. The parameters are valid (Sampling.validate)."""
         is_random = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
         top_k = min(sampling.top_k or self._vocab_size, self._vocab_size)
         has_filter = top_k < self._vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0

@@ -15,7 +15,7 @@ import numpy as np
 from faser_backend.core.errors import Failure, blaming
 from faser_backend.core.frontier import CLIENT, MAIN, Acceptance, Frontier, Verification
 from faser_backend.core.ports import ModelRunner, Sampler, TreeRunner
-from faser_backend.core.request import FinishReason, RequestOutput
+from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.prefill import context_log_probs, context_logits
 from faser_backend.pipeline.rows import DecodeBatch
@@ -91,8 +91,8 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
 
 def final_output(
     sequence: Sequence, reason: FinishReason, tokens: list[int] | None = None, error: Failure | None = None
-) -> RequestOutput:
-    return RequestOutput(
+) -> EngineOutput:
+    return EngineOutput(
         sequence.request.request_id, tokens or [], finish_reason=reason, error=error, stats=sequence.stats
     )
 
@@ -131,9 +131,9 @@ class Extras:
     log_probs: list[float] | None = None  # [n]
     generation_logits: np.ndarray | None = None  # [n, V] float32
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, with the first tokens alone
-    context_log_probs: np.ndarray | None = None  # of RequestOutput, likewise
+    context_log_probs: np.ndarray | None = None  # of EngineOutput, likewise
 
-    def attach(self, output: RequestOutput) -> None:
+    def attach(self, output: EngineOutput) -> None:
         """Adds these to an output of these tokens, or of the first ones of them."""
         num_tokens = len(output.token_ids)
         output.context_logits, output.context_log_probs = self.context_logits, self.context_log_probs

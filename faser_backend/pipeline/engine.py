@@ -20,7 +20,7 @@ from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
+from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.step import Stepper
@@ -152,7 +152,7 @@ class Engine:
 
     # -- the step thread ----------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Runs one step. A step that raises fails the requests in it, and nobody else; an error that breaks the device
         is raised, and so is that of the last of MOST_FAILED_STEPS in a row."""
         self.bind_thread()
@@ -176,7 +176,7 @@ class Engine:
         self._forget(output.request_id for output in stepped if output.is_final)
         return outputs + stepped
 
-    def _take_commands(self) -> list[RequestOutput]:
+    def _take_commands(self) -> list[EngineOutput]:
         """New sequences reach the scheduler, ended ones leave it and give back their blocks."""
         if not (self._inbox or self._endings):
             return []
@@ -196,7 +196,7 @@ class Engine:
                 self._forget([request_id])
         return outputs
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+    def _fail(self, plan: StepPlan, error: Exception) -> list[EngineOutput]:
         self._metrics.num_failed_steps += 1
         outputs = []
         for sequence in [*plan.decodes, *plan.drafts, *(chunk.sequence for chunk in plan.prefills)]:
@@ -218,7 +218,7 @@ class Engine:
                 del self._sequences[request_id]
             self._metrics.num_finished += len(ended)
 
-    def _count(self, plan: StepPlan, outputs: list[RequestOutput]) -> None:
+    def _count(self, plan: StepPlan, outputs: list[EngineOutput]) -> None:
         metrics = self._metrics
         metrics.num_steps += 1
         metrics.num_scheduled = len(plan.decodes) + len(plan.prefills)

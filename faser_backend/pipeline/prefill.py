@@ -131,7 +131,7 @@ def _keep(sequence: Sequence, start: int, stop: int, logits: np.ndarray) -> None
 
 
 def context_log_probs(sequence: Sequence) -> np.ndarray:
-    """The same of RequestOutput.context_log_probs. The last row's logits are those of the first output token."""
+    """The same of EngineOutput.context_log_probs. The last row's logits are those of the first output token."""
     if sequence.context_log_probs is None:
         shape = sequence.num_prompt_tokens - 1, 1 + 2 * NUM_CONTEXT_TOP
         sequence.context_log_probs = np.zeros(shape, np.float32)
@@ -139,7 +139,7 @@ def context_log_probs(sequence: Sequence) -> np.ndarray:
 
 
 def _log_probs(logits: np.ndarray, next_ids: np.ndarray) -> np.ndarray:
-    """Rows of RequestOutput.context_log_probs from logits [n, V]; where V has fewer, the best stand more than once."""
+    """Rows of EngineOutput.context_log_probs from logits [n, V]; where V has fewer, the best stand more than once."""
     values = logits - logits.max(axis=1, keepdims=True)
     values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
     count = min(NUM_CONTEXT_TOP, logits.shape[1])

@@ -20,7 +20,7 @@ from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason, RequestOutput
+from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import commit_tokens, extras_of, final_output, move_accepted, round_counts
 from faser_backend.pipeline.in_flight import join, merge, split, surviving, with_client_drafts, without_bonus
@@ -104,7 +104,7 @@ class Stepper:
         self.times.lap("schedule")
         return plan
 
-    def run(self, plan: StepPlan) -> tuple[list[RequestOutput], InFlight]:
+    def run(self, plan: StepPlan) -> tuple[list[EngineOutput], InFlight]:
         """Returns what was emitted, and what was drafted for later steps."""
         start_ns = self.clock.now_ns()
         reading = self.prefiller.prefill(self.partitions[WHOLE], plan)
@@ -214,7 +214,7 @@ class Stepper:
         verification: Verification,
         acceptance: Acceptance,
         num_ahead: Mapping[Sequence, int],
-    ) -> list[RequestOutput]:
+    ) -> list[EngineOutput]:
         """Tokens enter their sequences; a finished sequence gives back slot and blocks at once. One that has failed
         emits nothing.
 
@@ -249,7 +249,7 @@ class Stepper:
                 if self._failure_of(sequence) is not None:
                     continue
                 blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
-                output = RequestOutput(sequence.request.request_id, tokens)
+                output = EngineOutput(sequence.request.request_id, tokens)
                 if sequence.request.wants_stats:  # as they are now: the sequence goes on counting
                     output.stats = replace(stats, num_allocated_blocks=blocks.num_blocks_of(sequence.slot))
             if extras is not None:
@@ -272,7 +272,7 @@ class Stepper:
         """Why the sequence has to end: something that belongs to it alone."""
         return sequence.failure or self.sampler.failures.get(sequence.slot)
 
-    def _end_failed(self) -> list[RequestOutput]:
+    def _end_failed(self) -> list[EngineOutput]:
         outputs = []
         for sequence in self.scheduler.running.copy():
             if (failure := self._failure_of(sequence)) is not None:

@@ -30,7 +30,7 @@ _SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
 _SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
 
 
-class Chains(NamedTuple):
+class ChainMeans(NamedTuple):
     """Means over a batch's chains, [F, K] by floor and draft token j = 1..K."""
 
     drafting: np.ndarray  # share of the chains that draft token j
@@ -38,12 +38,12 @@ class Chains(NamedTuple):
     kept: np.ndarray  # chance that tokens 1..j are accepted and row j is there, so that it emits a token
 
 
-def mixed(parts: list[tuple[float, Chains]]) -> Chains:
+def mixed(parts: list[tuple[float, ChainMeans]]) -> ChainMeans:
     """Returns the means of a mix of chains, (share, chains) each, the engine's drafter's first: it alone takes draft
     calls."""
     drafting = parts[0][0] * parts[0][1].drafting
     verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
-    return Chains(drafting, np.asarray(verified), np.asarray(kept))
+    return ChainMeans(drafting, np.asarray(verified), np.asarray(kept))
 
 
 class ChainYield:
@@ -96,13 +96,13 @@ class ChainTable:
         self._shares[:2, :, 0] = 1.0  # without a floor nothing falls off the grid
         self._shares[2, :, 0] = mean
 
-    def of(self, offsets: np.ndarray) -> Chains:
+    def of(self, offsets: np.ndarray) -> ChainMeans:
         """Returns the means over requests of these offsets [B]."""
         place = np.clip((offsets - _OFFSETS[0]) / (_OFFSETS[1] - _OFFSETS[0]), 0.0, _OFFSETS.size - 1.001)
         lower = place.astype(np.int64)
         weights = np.bincount(lower, 1.0 - (place - lower), _OFFSETS.size)
         weights += np.bincount(lower + 1, place - lower, _OFFSETS.size)
-        return Chains(*np.tensordot(self._shares, weights / offsets.size, (1, 0)))
+        return ChainMeans(*np.tensordot(self._shares, weights / offsets.size, (1, 0)))
 
 
 def plain_score(times: BatchTimes) -> Score:
@@ -110,7 +110,7 @@ def plain_score(times: BatchTimes) -> Score:
     return Score(None, times.partition, 0, 0.0, 0.0, 0.0, times.size, float(times.verify_us[0]))
 
 
-def round_score(mode: PipelineMode, times: BatchTimes, chains: Chains, ratios: tuple[float, float]) -> Score:
+def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
     """The best rounds over floors and longest chains. Serial ones draft first and are verified then; in ping-pong two
     cohorts of `times.size` take turns: one drafts while the other is verified, and nothing is discarded.
 
@@ -134,7 +134,7 @@ def round_score(mode: PipelineMode, times: BatchTimes, chains: Chains, ratios: t
     return Score(mode, times.partition, int(best[1]) + 1, float(FLOORS[best[0]]), *found)
 
 
-def run_ahead_score(times: BatchTimes, chains: Chains, ratios: tuple[float, float]) -> Score:
+def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
     """Frontiers of one length, drafted while the ones before them are verified.
 
     With w the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all

@@ -20,7 +20,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve, sampled_share
 from faser_backend.policy.candidates import (
-    Chains,
+    ChainMeans,
     ChainTable,
     ChainYield,
     mixed,
@@ -195,7 +195,7 @@ class PriceRule:
         self._price = self._speed(best)
         self._consider_exploring(sequences, context)
 
-    def _score_all(self, size: int, context: int, chains: Chains) -> list[Score]:
+    def _score_all(self, size: int, context: int, chains: ChainMeans) -> list[Score]:
         times, ratios = self._corrected(size, context, WHOLE), self._yield.ratios
         scores = [plain_score(times), round_score(PipelineMode.SERIAL, times, chains, ratios)]
         for split in self.partitions:
@@ -313,7 +313,7 @@ class PriceRule:
             self._corrected_times[key] = self._times.of(size, context, partition).corrected(self._errors)
         return self._corrected_times[key]
 
-    def _chains(self, share: float, offsets: np.ndarray) -> Chains:
+    def _chains(self, share: float, offsets: np.ndarray) -> ChainMeans:
         """Means of the chains of all sources for requests of these offsets [B]."""
         shares = enumerate(self._acceptance.source_shares.tolist())
         return mixed([(each, self._chain_table(share, source).of(offsets)) for source, each in shares if each])

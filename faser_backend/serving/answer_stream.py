@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.request import RequestOutput
+from faser_backend.core.request import EngineOutput
 from faser_backend.serving.tokenizer import TextTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -177,7 +177,7 @@ class AnswerStream:
         """The stop string that ended the text."""
         return self._stops.matched
 
-    def add(self, output: RequestOutput, is_drafted: Sequence[bool] | None = None) -> list[AnswerToken]:
+    def add(self, output: EngineOutput, is_drafted: Sequence[bool] | None = None) -> list[AnswerToken]:
         """Returns the tokens of the output that count. is_drafted: by token; None where the output is that of one step,
         whose drafted tokens come first."""
         num_accepted = 0

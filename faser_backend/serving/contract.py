@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import MAX_BAD_TOKENS, MAX_STOP_TOKENS, Limits, Request, SamplingParams
+from faser_backend.core.request import MAX_BAD_TOKENS, MAX_STOP_TOKENS, Limits, Request, Sampling
 from faser_backend.serving.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.serving.link import Hello
 from faser_backend.serving.log_format import about
@@ -244,17 +244,17 @@ def _temperature(given: float | None, top_k: int, top_p: float | None, min_p: fl
     return 0.0 if is_greedy else 1.0 if given is None else given
 
 
-def _read_sampling(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer, *, is_llm_api: bool) -> SamplingParams:
+def _read_sampling(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer, *, is_llm_api: bool) -> Sampling:
     top_k = int(read_scalar(tensors, "runtime_top_k", "top_k", default=0))
     top_p = read_scalar(tensors, "runtime_top_p", "top_p")
     min_p = read_scalar(tensors, "min_p", default=0.0)
     given = read_scalar(tensors, "temperature")
     if given is not None:
-        SamplingParams(temperature=given).validate(hello.limits.vocab_size)  # even where it has no effect
+        Sampling(temperature=given).validate(hello.limits.vocab_size)  # even where it has no effect
     temperature = _temperature(given, top_k, top_p, min_p, is_llm_api=is_llm_api)
     seed = read_scalar(tensors, "seed", "random_seed")
     bad_words = tokenizer.encode_words("bad_words", read_words(tensors, "bad_words", BAD_WORDS))
-    return SamplingParams(
+    return Sampling(
         temperature=temperature,
         top_k=top_k,
         top_p=1.0 if top_p is None or top_p <= 0.0 else top_p,  # 0 is unset

@@ -16,24 +16,24 @@ from queue import SimpleQueue
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError
 from faser_backend.core.grammar import Grammar
-from faser_backend.core.request import FinishReason, Request, RequestOutput, RequestStats
+from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
 from faser_backend.pipeline.engine import Engine, EngineMetrics
 from faser_backend.serving.guides import GuideCompiler
 
 _log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
 DRAIN_POLL_S = 0.02
-Deliver = Callable[[list[RequestOutput] | None], None]
+Deliver = Callable[[list[EngineOutput] | None], None]
 
 
 class Subscription:
-    """One front end's end of the hub. `outputs` yields lists of RequestOutput, then None at the end.
+    """One front end's end of the hub. `outputs` yields lists of EngineOutput, then None at the end.
 
     deliver: takes them instead of `outputs`, on the thread that makes them: it hands over and returns.
     """
 
     def __init__(self, loop: EngineLoop, deliver: Deliver | None = None) -> None:
-        self.outputs: SimpleQueue[list[RequestOutput] | None] = SimpleQueue()
+        self.outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
         self.deliver: Deliver = deliver or self.outputs.put
         self._loop = loop
 
@@ -79,7 +79,7 @@ class EngineLoop:
         prepare: Callable[[], None] = lambda: None,
         on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
         metrics_period_s: float = 0.25,
-        on_finished: Callable[[RequestOutput, int], None] = lambda output, num_output_tokens: None,
+        on_finished: Callable[[EngineOutput, int], None] = lambda output, num_output_tokens: None,
         on_stopped: Callable[[], None] = lambda: None,
         guides: GuideCompiler | None = None,
         beat: Callable[[], None] = lambda: None,
@@ -173,7 +173,7 @@ class EngineLoop:
     def _answer_unstarted(self, request_id: str, reason: FinishReason, error: Failure | None = None) -> None:
         """The last output of a request that the engine never knew. Under the lock."""
         route = self._routes.pop(request_id)
-        last = RequestOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
+        last = EngineOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
         route.subscriber.deliver([last])
 
     def refuse(self) -> None:
@@ -222,8 +222,8 @@ class EngineLoop:
                 next_metrics_s = now_s + self._metrics_period_s
                 _told(self._on_metrics, replace(self.engine.metrics()))
 
-    def _dispatch(self, outputs: list[RequestOutput]) -> None:
-        batches: dict[Subscription, list[RequestOutput]] = {}
+    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+        batches: dict[Subscription, list[EngineOutput]] = {}
         with self._lock:
             for output in outputs:
                 route = self._routes.get(output.request_id)
@@ -241,7 +241,7 @@ class EngineLoop:
         with self._lock:
             routes, self._routes = self._routes, {}
         for request_id, route in routes.items():
-            failed = RequestOutput(
+            failed = EngineOutput(
                 request_id, [], finish_reason=FinishReason.ERROR, error=Failure(ErrorCode.UNAVAILABLE, message)
             )
             route.subscriber.deliver([failed])

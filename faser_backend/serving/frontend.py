@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from queue import Empty
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError, blamed
-from faser_backend.core.request import FinishReason, RequestOutput
+from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.serving.contract import is_stop_request
 from faser_backend.serving.link import EngineLink, Hello
 from faser_backend.serving.log_format import about
@@ -206,14 +206,14 @@ class Frontend:
             self._answer(batch)
         self._fail_all("the engine process is gone")
 
-    def _wait_for_outputs(self) -> list[RequestOutput] | None:
+    def _wait_for_outputs(self) -> list[EngineOutput] | None:
         while True:
             self._beat()
             with contextlib.suppress(Empty):
                 return self._link.outputs.get(timeout=BEAT_S)
 
-    def _answer(self, batch: list[RequestOutput]) -> None:
-        touched: dict[str, RequestOutput] = {}  # request id -> its last output in the batch
+    def _answer(self, batch: list[EngineOutput]) -> None:
+        touched: dict[str, EngineOutput] = {}  # request id -> its last output in the batch
         for output in batch:
             exchange = self._live.get(output.request_id)
             if exchange is not None:
@@ -231,7 +231,7 @@ class Frontend:
             except Exception as error:
                 self._give_up(request_id, exchange, error)
 
-    def _take(self, exchange: _Exchange, output: RequestOutput) -> None:
+    def _take(self, exchange: _Exchange, output: EngineOutput) -> None:
         start_ns = time.perf_counter_ns()
         exchange.replies[output.request_id].add(output)
         if exchange.life.sequences:
@@ -246,7 +246,7 @@ class Frontend:
         with contextlib.suppress(Exception):  # the client may be gone
             exchange.responder.fail(failure)
 
-    def _respond(self, request_id: str, exchange: _Exchange, last: RequestOutput) -> None:
+    def _respond(self, request_id: str, exchange: _Exchange, last: EngineOutput) -> None:
         reply = exchange.replies[request_id]
         if last.is_final:
             self._finish(request_id, exchange, last)
@@ -257,7 +257,7 @@ class Frontend:
         if reply.parsed.is_streaming and reply.has_news:
             self._send(exchange, [reply], is_final=False)
 
-    def _finish(self, request_id: str, exchange: _Exchange, last: RequestOutput) -> None:
+    def _finish(self, request_id: str, exchange: _Exchange, last: EngineOutput) -> None:
         """The last output of one sequence. The last sequence of a request ends its exchange."""
         with self._lock:
             self._live.pop(request_id, None)

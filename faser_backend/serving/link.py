@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from faser_backend.core.errors import ConfigError, ErrorCode, FailedError, Failure, FaserError, UnavailableError, blamed
-from faser_backend.core.request import FinishReason, Limits, Request, RequestOutput
+from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.packing import PackingError, pack, unpack
 from faser_backend.serving.prompts import PromptFormat
@@ -70,7 +70,7 @@ class News:
     """A message of the engine to a frontend: hello once, then outputs; an error before it hangs up."""
 
     hello: Hello | None = None
-    outputs: list[RequestOutput] = field(default_factory=list)
+    outputs: list[EngineOutput] = field(default_factory=list)
     error: Failure | None = None
 
 
@@ -258,7 +258,7 @@ class LinkServer:
         try:
             subscription.submit(request, client_id)
         except FaserError as error:
-            refusal = RequestOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error.failure)
+            refusal = EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error.failure)
             subscription.outputs.put([refusal])
 
     def _write(self, frames: FrameSocket, subscription: Subscription) -> None:
@@ -288,17 +288,17 @@ class LinkServer:
                     raise
                 except Exception as error:  # its logits are more than a frame or memory holds, and nothing was sent
                     subscription.cancel(output.request_id)
-                    failed = RequestOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
+                    failed = EngineOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
                     failed.error = blamed(_logits_field(output), error)
                     frames.send(pack(News(outputs=[failed])))
 
 
-def _has_logits(batch: list[RequestOutput]) -> bool:
+def _has_logits(batch: list[EngineOutput]) -> bool:
     """Outputs with logits take frames of their own, so that no frame holds those of two."""
     return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
 
 
-def _logits_field(output: RequestOutput) -> str:
+def _logits_field(output: EngineOutput) -> str:
     return "return_context_logits" if output.context_logits is not None else "return_generation_logits"
 
 
@@ -307,7 +307,7 @@ class SocketLink:
     engine's end has to say."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
-        self.outputs: SimpleQueue[list[RequestOutput] | None] = SimpleQueue()
+        self.outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
         self._frames = _connect(path, timeout_s)
         self._failure: FaserError | None = None
         hello = self._receive()
@@ -362,7 +362,7 @@ class SocketLink:
         self.outputs.put(None)
 
 
-# How a frontend reaches the engine: in its process, or behind a socket. `outputs` yields lists of RequestOutput, None
+# How a frontend reaches the engine: in its process, or behind a socket. `outputs` yields lists of EngineOutput, None
 # once the engine is gone. Refusals arrive there too (finish reason ERROR) or are raised by `submit`.
 EngineLink = Subscription | SocketLink
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from faser_backend.core.request import FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.pipeline.engine import NUM_POSITIONS, STEP_KINDS, EngineMetrics
 from faser_backend.serving.request_life import RequestLife
 
@@ -249,7 +249,7 @@ class MetricReporter:
     def report(self, metrics: EngineMetrics) -> None:
         self._updates.put(metrics)
 
-    def observe(self, output: RequestOutput, num_output_tokens: int) -> None:
+    def observe(self, output: EngineOutput, num_output_tokens: int) -> None:
         """Counts one finished request into the histograms."""
         if output.stats is not None and output.finish_reason is not None:
             self._updates.put(Ended(replace(output.stats), num_output_tokens, output.finish_reason))

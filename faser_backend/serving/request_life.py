@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from faser_backend.core.request import Request, RequestOutput, RequestStats
+from faser_backend.core.request import EngineOutput, Request, RequestStats
 
 MAX_ROUNDS = 64  # of a sequence that are told one by one
 
@@ -30,7 +30,7 @@ class SequenceLife:
     def of(cls, request: Request) -> SequenceLife:
         return cls(request.request_id, int(request.prompt_ids.size), request.max_tokens)
 
-    def add(self, output: RequestOutput, now_ns: int) -> None:
+    def add(self, output: EngineOutput, now_ns: int) -> None:
         self.num_output_tokens += len(output.token_ids)
         if output.token_ids and len(self.rounds) < MAX_ROUNDS:
             self.rounds.append((now_ns, len(output.token_ids)))

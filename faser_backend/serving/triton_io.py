@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from faser_backend.core.request import NUM_CONTEXT_TOP, FinishReason, RequestOutput, RequestStats
+from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
 from faser_backend.serving.answer_stream import AnswerStream, AnswerToken
 from faser_backend.serving.contract import ParsedRequest
 from faser_backend.serving.tokenizer import TextTokenizer
@@ -66,7 +66,7 @@ class Reply:
             return bool(self._new)
         return bool(self._rest) or any(token.text for token in self._new)
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: EngineOutput) -> None:
         tokens = self._stream.add(output)
         self._new += tokens
         if output.log_probs is not None:

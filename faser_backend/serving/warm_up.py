@@ -16,7 +16,7 @@ import numpy as np
 
 from faser_backend.core.errors import FaserError
 from faser_backend.core.ports import Partition
-from faser_backend.core.request import FinishReason, Limits, Request, SamplingParams
+from faser_backend.core.request import FinishReason, Limits, Request, Sampling
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 
@@ -89,7 +89,7 @@ def warm_up_batches(limits: Limits, max_num_seqs: int, max_prefill_tokens: int) 
         num_prompt = max(1, min(num_prompt, limits.max_context - 1))
         num_tokens = max(1, min(NUM_TOKENS, limits.max_context - num_prompt))
         prompt = rng.integers(0, limits.vocab_size, num_prompt)
-        return Request(f"warm-up {name}", prompt, num_tokens, SamplingParams(temperature=temperature))
+        return Request(f"warm-up {name}", prompt, num_tokens, Sampling(temperature=temperature))
 
     yield [request("prompt", max_prefill_tokens, 0.0)]
     sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power <= max_num_seqs]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from faser_backend.config import EngineConfig
-from faser_backend.core.request import FinishReason, Request, SamplingParams
+from faser_backend.core.request import FinishReason, Request, Sampling
 from faser_backend.device.noise import GumbelNoise
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
@@ -200,7 +200,7 @@ def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperatu
             f"p{index}",
             np.array(tokenizer.encode(job.prompt).ids, np.int64),
             job.max_tokens,
-            SamplingParams(temperature=job.temperature, seed=job.seed),
+            Sampling(temperature=job.temperature, seed=job.seed),
         )
         for index, job in enumerate(jobs_of(prompts, num_prompts, max_tokens, temperature, SEED))
     ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.engine_host import EngineHost
 from faser_backend.serving.parameters import ServingOptions
@@ -179,7 +179,7 @@ def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
     written: dict[str, list[int]] = {f"{length} tokens": [] for length in lengths}
     for length in lengths:
         prompt = rng.integers(0, host.hello.limits.vocab_size, length)
-        hub.submit(Request(f"{length} tokens", prompt, NUM_ANSWER_TOKENS, SamplingParams()), "")
+        hub.submit(Request(f"{length} tokens", prompt, NUM_ANSWER_TOKENS, Sampling()), "")
     while ended < len(lengths):
         outputs = hub.outputs.get(timeout=ANSWER_S)
         assert outputs is not None, "the engine ended"

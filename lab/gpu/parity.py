@@ -19,7 +19,7 @@ import numpy as np
 from engines.build import build_engines
 from faser_backend.config import EngineConfig
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.model_call import run_model
@@ -239,7 +239,7 @@ def answers(
     """Prompt and answer of each, through a whole engine, all requests at once."""
     config = EngineConfig.from_options(policy=policy, max_num_seqs=max(2, len(prompts)))
     requests = [
-        Request(str(index), prompt, num_tokens, SamplingParams(temperature=temperature, seed=index))
+        Request(str(index), prompt, num_tokens, Sampling(temperature=temperature, seed=index))
         for index, prompt in enumerate(prompts)
     ]
     with closing(build_engine(engine_dir, config)) as engine:

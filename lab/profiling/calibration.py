@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import Limits, Request, SamplingParams
+from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import (
@@ -99,7 +99,7 @@ def calibration_requests(
             if temperature == 0.0 or not end_ids:
                 prompt = np.append(prompt, rng.integers(0, limits.vocab_size))
         max_tokens = min(TOKENS_EACH, limits.max_context - prompt.size)
-        sampling = SamplingParams(temperature=temperature, seed=index)
+        sampling = Sampling(temperature=temperature, seed=index)
         requests.append((group, Request(f"calibration-{index}", prompt, max_tokens, sampling)))
     return requests
 

@@ -17,7 +17,7 @@ import numpy as np
 from faser_backend.config import EngineConfig
 from faser_backend.core.decision import WHOLE, TrimRule
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Request, SamplingParams
+from faser_backend.core.request import Request, Sampling
 from faser_backend.manifest import ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
@@ -246,7 +246,7 @@ def phases_of_steps(
     limits = engine.limits
     max_tokens = min((num_steps + 4) * (num_draft_tokens + 1), limits.max_context - PROMPT_TOKENS)
     for index in range(num_sequences):
-        sampling = SamplingParams(temperature=1.0, seed=index)
+        sampling = Sampling(temperature=1.0, seed=index)
         prompt = rng.integers(0, limits.vocab_size, PROMPT_TOKENS)
         engine.submit(Request(f"profile-{index}", prompt, max_tokens, sampling))
     steps: list[dict[str, int]] = []

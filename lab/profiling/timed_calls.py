@@ -14,7 +14,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import DraftLoop, ModelRunner
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.runtime import OpenRunner
 from faser_backend.serving.runtimes import AnyRuntime
 from lab.profiling.cases import MAX_SEQUENCES, Case
@@ -82,7 +82,7 @@ def open_loop(runtime: AnyRuntime, runner: OpenRunner, num_tokens: int) -> Draft
     loop = runtime.open_draft_loop(runner, sampler)
     if loop is not None:
         for slot in range(MAX_SEQUENCES):
-            sampler.add(slot, SamplingParams(temperature=1.0, seed=slot), np.zeros(num_tokens, np.int64), 1, ())
+            sampler.add(slot, Sampling(temperature=1.0, seed=slot), np.zeros(num_tokens, np.int64), 1, ())
     return loop
 
 

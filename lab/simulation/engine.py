@@ -13,7 +13,7 @@ from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Partition
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Limits, Request, SamplingParams
+from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
@@ -92,7 +92,7 @@ def run_open_loop(sim: SimEngine, trace: Trace) -> Outcome:
     """Requests arrive at the trace's times, whatever the engine does. Raises FaserError where one fails."""
     lengths = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     requests = [
-        Request(str(index), np.zeros(num_prompt, np.int64), num_output, SamplingParams(seed=index))
+        Request(str(index), np.zeros(num_prompt, np.int64), num_output, Sampling(seed=index))
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]
     log = StepLog(sim.engine, with_laps=False)

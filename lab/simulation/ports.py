@@ -17,7 +17,7 @@ from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import ConfigError, Failure
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.ports import DraftTokens, Partition, Proposed, Sampler, Verified
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
@@ -150,7 +150,7 @@ class SimSampler:
     def add(
         self,
         slot: int,
-        sampling: SamplingParams,
+        sampling: Sampling,
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],

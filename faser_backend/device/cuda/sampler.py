@@ -15,7 +15,7 @@ import torch
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import Failure
 from faser_backend.core.ports import DraftTokens
-from faser_backend.core.request import SamplingParams
+from faser_backend.core.request import Sampling
 from faser_backend.device.cuda.choice import (
     HostDraws,
     RowParameters,
@@ -58,7 +58,7 @@ class TorchSampler:
     def add(
         self,
         slot: int,
-        sampling: SamplingParams,
+        sampling: Sampling,
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from faser_backend.core.request import NUM_CONTEXT_TOP, RequestOutput, RequestStats
+from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, RequestStats
 from faser_backend.serving.answer_stream import AnswerStream, AnswerToken, TextPiece
 from faser_backend.serving.openai.requests import Generation, ServedModel
 from faser_backend.serving.openai.triton_client import TokenClient
@@ -56,7 +56,7 @@ class Answer:
     def num_prompt_tokens(self) -> int:
         return self.wanted.request.prompt_ids.size
 
-    def add(self, output: RequestOutput, is_drafted: Sequence[bool]) -> Piece:
+    def add(self, output: EngineOutput, is_drafted: Sequence[bool]) -> Piece:
         """Takes one response. Sets finish_reason once nothing that comes later counts."""
         piece = Piece()
         if not self._has_echoed:
@@ -79,7 +79,7 @@ class Answer:
         """The engine has ended the sequence: by a token of its own choice, or because somebody told it to stop."""
         piece = Piece()
         if not self._has_echoed:
-            self._echo(piece, RequestOutput("", []))
+            self._echo(piece, EngineOutput("", []))
         self._finish(piece, "stop")
         return piece
 
@@ -97,11 +97,11 @@ class Answer:
             piece.text += rest
             piece.parts.append(TextPiece(rest, False))
 
-    def _echo(self, piece: Piece, output: RequestOutput) -> None:
+    def _echo(self, piece: Piece, output: EngineOutput) -> None:
         """Repeats the prompt, with its log-probabilities where the output has them."""
         self._has_echoed = True
         stream = AnswerStream(self.model.tokenizer)
-        tokens = stream.add(RequestOutput("", self.wanted.request.prompt_ids.tolist()))
+        tokens = stream.add(EngineOutput("", self.wanted.request.prompt_ids.tolist()))
         piece.text = "".join(token.text for token in tokens) + stream.finish()
         if output.context_log_probs is not None:
             num_top, piece.tokens = self.wanted.num_top or 0, tokens[:1]

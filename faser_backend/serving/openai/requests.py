@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import Limits, Request, SamplingParams
+from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.serving.guides import GUIDE, MAX_GUIDE_BYTES
 from faser_backend.serving.openai.bodies import parse
 from faser_backend.serving.openai.errors import ApiError
@@ -163,7 +163,7 @@ def _generations(
     return (replace(first, request=request.nth(index)) for index in range(body.num_choices))
 
 
-def _sampling(body: Body, vocab_size: int) -> SamplingParams:
+def _sampling(body: Body, vocab_size: int) -> Sampling:
     """The API samples at temperature 1 unless told otherwise."""
     given = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -173,7 +173,7 @@ def _sampling(body: Body, vocab_size: int) -> SamplingParams:
     }
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         given[name] = getattr(body, name)
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    return Sampling(**{name: value for name, value in given.items() if value is not None})
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float] | None:

@@ -15,7 +15,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from faser_backend.core.errors import ErrorCode, Failure
-from faser_backend.core.request import RequestOutput, RequestStats, SamplingParams
+from faser_backend.core.request import EngineOutput, RequestStats, Sampling
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.openai.requests import Generation
 from faser_backend.serving.tensors import JSON_ERRORS
@@ -29,8 +29,8 @@ _CODES = {
     grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,  # by Triton, which ends
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.UNAVAILABLE,
 }
-DEFAULTS = SamplingParams()
-# Tensors of fields of SamplingParams, sent where they differ from their defaults.
+DEFAULTS = Sampling()
+# Tensors of fields of Sampling, sent where they differ from their defaults.
 _SAMPLING: dict[str, tuple[str, type]] = {
     "runtime_top_k": ("top_k", np.int32),
     "min_p": ("min_p", np.float32),
@@ -69,7 +69,7 @@ class TokenClient:
         except InferenceServerException:
             return False
 
-    async def generate(self, wanted: Generation) -> AsyncGenerator[tuple[RequestOutput, list[bool]], None]:
+    async def generate(self, wanted: Generation) -> AsyncGenerator[tuple[EngineOutput, list[bool]], None]:
         """Yields outputs, each with which of its tokens were drafted and accepted, until the sequence ends. Closing the
         iterator cancels the request in the engine.
 
@@ -158,7 +158,7 @@ def _tensor(name: str, array: np.ndarray) -> triton.InferInput:
     return tensor
 
 
-def _output_of(result: Any) -> tuple[RequestOutput, list[bool]]:
+def _output_of(result: Any) -> tuple[EngineOutput, list[bool]]:
     names = ("output_log_probs", "generation_logits", "context_log_probs", "context_top_ids")
     log_probs, logits, context, context_ids = map(result.as_numpy, names)
     ids, is_drafted = (
@@ -169,7 +169,7 @@ def _output_of(result: Any) -> tuple[RequestOutput, list[bool]]:
     given = {field: int(array[0, 0]) for field, array in stats.items() if array is not None and array.size}
     if context is not None and context_ids is not None:  # the ids stand between the token's own and the others' values
         context = np.concatenate([context[0, :, :1], context_ids[0], context[0, :, 1:]], axis=1)
-    output = RequestOutput(
+    output = EngineOutput(
         "",
         ids,
         None if log_probs is None else log_probs[0, 0].tolist(),
