@@ -32,7 +32,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from faser_backend.serving.openai.app import MAX_BODY_BYTES
+from faser_backend.serving.openai.bodies import MAX_BODY_BYTES
 from faser_backend.serving.openai.errors import ApiError
 from faser_backend.serving.processes import die_with_parent
 from lab.bench.servers import free_ports
