@@ -205,7 +205,7 @@ async def _rest(pieces: DeploymentResponseGenerator, head: Head) -> AsyncIterato
 
 def routed_text(body: bytes) -> str:
     """How the prompt or the conversation of a body begins: what requests share that share KV blocks. Never empty; of a
-    body that the door will refuse it may be anything."""
+    body that the OpenAI server will refuse it may be anything."""
     text = ""
     with suppress(ValueError, RecursionError):
         fields = json.loads(body)

@@ -122,8 +122,8 @@ class Decision:
     pruner: Pruner | None = None
     prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts
     trees: bool = False  # the draft tokens of a request form a tree: its best ones, whatever they follow
-    tokens_per_us: float = 0.0  # the price of time that it was made by; 0: by none
-    scores: tuple[Score, ...] = ()  # what was weighed, for whoever asks why
+    tokens_per_us: float = 0.0  # the throughput at the optimum that it was made by; 0: by none
+    scores: tuple[Score, ...] = ()  # what was weighed, for those who ask why
     reason: str = ""  # in words, likewise
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ class EngineMetrics:
     num_drafts: int = 0  # verifications of a sequence that had draft tokens
     num_accepted_by_position: list[int] = field(default_factory=lambda: [0] * NUM_POSITIONS)
     num_steps_by_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_KINDS, 0))  # that verified
-    tokens_per_second: float = 0.0  # the price of time of the last decision, 0 where the policy has none
+    tokens_per_second: float = 0.0  # at the optimum of the last decision, 0 where the policy has none
     num_drafted_by_source: Counter[str] = field(default_factory=Counter)  # who drafted: SOURCES
     num_accepted_by_source: Counter[str] = field(default_factory=Counter)
     num_pruned: int = 0  # rows that left verifications at an exit

@@ -108,7 +108,7 @@ def answer(call: dict[str, Any]) -> dict[str, str]:
         return {"refusal": str(refusal)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
-    except Exception as error:  # a template can make anything happen; it is told to whoever asked
+    except Exception as error:  # a template can make anything happen; it is told to the client
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -175,7 +175,7 @@ class Frontend:
             try:
                 listener(life)
             except Exception:  # whoever listens, the request is answered
-                _log.exception("a request could not be told of", extra=about(life.request_id))
+                _log.exception("a listener failed for a request that has ended", extra=about(life.request_id))
 
     def _abandon(self, exchange: _Exchange, error: str) -> None:
         """Forgets a request that is answered with an error; what of it still runs is cancelled."""
