@@ -37,9 +37,9 @@ class CaptureMachine(FakeCuda):
         self.workspaces: dict[tuple[int, int], Workspace] = {}  # by thread and stream
         self.left_open: set[Any] = set()  # pools of captures that failed
         self._threads_with_handle: set[int] = set()
-        self._guard = threading.RLock()
+        self.guard = threading.RLock()
         self._pools = count(1)
-        self._thread = threading.local()
+        self.thread = threading.local()
         machine = self
 
         class CUDAGraph:
@@ -49,16 +49,16 @@ class CaptureMachine(FakeCuda):
                 self.is_lost = False
 
             def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-                with machine._guard:
+                with machine.guard:
                     if pool in machine.left_open:
                         raise RuntimeError(f"pool {pool} is being recorded to already")
                     self.pool, self.stream = pool, machine.current_stream().cuda_stream
                     assert self.stream, "the default stream cannot be captured"
-                    machine._thread.capturing = self
+                    machine.thread.capturing = self
 
             def capture_end(self) -> None:
-                with machine._guard:
-                    machine._thread.capturing = None
+                with machine.guard:
+                    machine.thread.capturing = None
                     if self.is_lost:
                         machine.left_open.add(self.pool)
                         raise RuntimeError("operation failed due to a previous error during capture")
@@ -68,7 +68,7 @@ class CaptureMachine(FakeCuda):
                     machine.broken.append("a graph was replayed whose workspace had been freed")
 
             def __del__(self) -> None:
-                with machine._guard:
+                with machine.guard:
                     for key in [key for key in machine.workspaces if key[1] == self.stream]:
                         machine.workspaces.pop(key).is_freed = True
 
@@ -95,10 +95,10 @@ class CaptureMachine(FakeCuda):
             self.set_stream(caller)
 
     def product(self) -> None:
-        if getattr(self._thread, "is_replaying", False):
+        if getattr(self.thread, "is_replaying", False):
             return
         thread, stream, graph = threading.get_ident(), self.current_stream().cuda_stream, self._capturing()
-        with self._guard:
+        with self.guard:
             if thread not in self._threads_with_handle:
                 if graph is not None:
                     graph.is_lost = True
@@ -121,14 +121,14 @@ class CaptureMachine(FakeCuda):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """What runs meanwhile is a graph's."""
-        self._thread.is_replaying = True
+        self.thread.is_replaying = True
         try:
             yield
         finally:
-            self._thread.is_replaying = False
+            self.thread.is_replaying = False
 
     def _capturing(self) -> Any:
-        return getattr(self._thread, "capturing", None)
+        return getattr(self.thread, "capturing", None)
 
 
 class MachineCapturer(GraphCapturer):

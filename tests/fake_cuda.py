@@ -193,7 +193,7 @@ class FakeCuda:
 
     def __init__(self, num_sms: int = 132, priorities: tuple[int, int] = (0, -5)) -> None:
         self._num_sms = num_sms
-        self._handles = count(1)
+        self.handles = count(1)
         self._local = threading.local()
         self._default = FakeStream(0)
         self._lock = threading.Lock()
@@ -203,7 +203,7 @@ class FakeCuda:
 
         class Stream(FakeStream):
             def __init__(self, device: int, priority: int = 0) -> None:
-                super().__init__(next(cuda._handles), priority)
+                super().__init__(next(cuda.handles), priority)
 
             @staticmethod
             def priority_range() -> tuple[int, int]:

@@ -54,7 +54,7 @@ class HashRunner:
         self.num_row_layers = 0
         self.fails_on_token: int | None = None
         self.fails_at_call: int | None = None
-        self._known = _KNOWN.setdefault((vocab_size, memory, noise), {})
+        self.known = _KNOWN.setdefault((vocab_size, memory, noise), {})
         self._is_running = threading.Lock()
         self._lent: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
@@ -157,9 +157,9 @@ class HashRunner:
     def logits_after(self, tokens: np.ndarray) -> np.ndarray:
         """[V] logits: a part that depends on the last two tokens, and one on all within memory."""
         key = tokens.tobytes()
-        if key not in self._known:
-            self._known[key] = self._draw_logits(tokens)
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = self._draw_logits(tokens)
+        return self.known[key]
 
     def _draw_logits(self, tokens: np.ndarray) -> np.ndarray:
         near = np.random.default_rng([7, *tokens[-2:].tolist()]).normal(size=self.vocab_size)

@@ -28,14 +28,14 @@ class Forced:
     def __init__(self, inner: SpeculationPolicy, change: Change) -> None:
         self.is_drafting = inner.is_drafting
         self.partitions: tuple[str, ...] = (WHOLE, SPLIT)
-        self._inner = inner
+        self.inner = inner
         self._change = change
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        return self._change(self._inner.decide(sequences, num_prefilling))
+        return self._change(self.inner.decide(sequences, num_prefilling))
 
     def observe(self, record: StepRecord) -> None:
-        self._inner.observe(record)
+        self.inner.observe(record)
 
 
 def forced(mode: PipelineMode = PipelineMode.SERIAL, **fields) -> Change:

@@ -97,7 +97,7 @@ def small_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "REPOSITORIES", {"inflight_batcher": tmp_path / "repository"})
 
 
-def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_doors_need_the_key(
+def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_calls_need_the_key(
     small_repository: None, tmp_path: Path
 ):
     (cert, key), (client_cert, client_key) = (make_certificate(tmp_path, name) for name in ("server", "client"))
@@ -127,7 +127,7 @@ def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_doors_ne
                 client.is_server_ready(client_timeout=5)
 
 
-def test_half_a_pair_of_certificates_and_unknown_doors_are_refused(tmp_path: Path):
+def test_half_a_pair_of_certificates_and_unknown_groups_of_calls_are_refused(tmp_path: Path):
     cert = tmp_path / "cert"
     with pytest.raises(ConfigError, match=r"^--grpc-tls-cert = .*: no file that can be read"):
         GrpcTls.of(cert, None, None)

@@ -123,13 +123,13 @@ def private_words(source: str) -> list[str]:
 
 
 def private_attributes(source: str) -> list[str]:
-    """Attributes with a leading underscore that are taken from other objects than self."""
+    """Attributes with a leading underscore that are taken from other objects than self, documented ones aside."""
     return [
         node.attr
         for node in nodes_of(source)
         if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
+        and re.match("_[^_]", node.attr)
+        and node.attr not in {"_replace", "_fields", "_make", "_asdict", "_exit"}  # of named tuples and os
         and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
     ]
 
@@ -228,4 +228,4 @@ def test_habits_are_recognised():
         "cell",
     ]
     assert docstrings('"""What it is."""') == ["What it is."]
-    assert private_attributes("self._a = cls._b\nother._c.d\nx.__class__") == ["_c"]
+    assert private_attributes("self._a = cls._b\nother._c.d\nx.__class__\nx._replace()") == ["_c"]

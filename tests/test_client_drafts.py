@@ -190,7 +190,7 @@ def learn(policy: str, change: Change | None = None) -> FakeEngine:
 def inner_policy(fake: FakeEngine):
     policy = fake.stepper.scheduler.policy
     assert isinstance(policy, Forced)
-    return policy._inner
+    return policy.inner
 
 
 @pytest.mark.parametrize("name", ["faser", "gp-lcb"])

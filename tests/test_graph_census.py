@@ -91,7 +91,7 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
         before = each.counts.num_graphs
         forced: Any = each.engine.stepper.scheduler.policy
         for seed, policy in enumerate(POLICIES):
-            forced._inner = parse_policy(policy, guessed)
+            forced.inner = parse_policy(policy, guessed)
             drive(each.engine, mixed_requests(seed), seed=seed)
             assert each.counts.num_graphs == before and each.counts.num_failed_captures == 0, policy
         assert not each.machine.broken and each.machine.num_first_under_capture == 0

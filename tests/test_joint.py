@@ -104,7 +104,7 @@ def test_the_draft_makes_no_call_where_look_ups_stand_in(monkeypatch: pytest.Mon
         )
         fake = open_forced("fixed:4", forced(SERIAL), has_both=True, vocab_size=5)
         for runner in (*fake.targets, *fake.drafts):
-            runner.memory, runner._known = 1, {}
+            runner.memory, runner.known = 1, {}
         drive(fake.engine, [request("r", [1, 2, 3] * 4, 60)])
         calls[name] = fake.drafts[0].num_calls + fake.drafts[1].num_calls
     assert calls["look-ups"] < 0.3 * calls["model"]

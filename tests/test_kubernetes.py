@@ -86,7 +86,7 @@ def test_every_option_is_one_of_faser_serve():
     assert {argument.partition("=")[0] for argument in container()["args"]} <= known
 
 
-def test_probes_ask_doors_that_there_are():
+def test_probes_ask_ports_that_exist():
     arguments = dict(argument.partition("=")[::2] for argument in container()["args"])
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert ports["openai"] == int(arguments["--openai-port"])

@@ -164,7 +164,7 @@ def test_a_periodic_text_is_drafted_right(mode: PipelineMode):
     fake = open_forced("fixed:4", forced(mode), has_ngrams=True, vocab_size=5)
     plain, runner = fake_engine("none", vocab_size=5)
     for target in (*fake.targets, runner):
-        target.memory, target._known = 1, {}
+        target.memory, target.known = 1, {}
     assert drive(fake.engine, requests).tokens == drive(plain, requests).tokens
     metrics = fake.engine.metrics()
     assert metrics.num_accepted > 0.6 * metrics.num_drafted > 0
