@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: folders at the root that a wheel carries inside the package.
+"""Build steps that pyproject.toml cannot express: folders at the root that a wheel carries inside the package.
 
 They stay where documents and scripts name them; `faser_backend/places.py` finds them in either place.
 """

@@ -120,7 +120,7 @@ class CaptureMachine(FakeCuda):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """What runs meanwhile is a graph's."""
+        """Takes what runs meanwhile for a graph's."""
         self.thread.is_replaying = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the conformance tests send and expect, tensor by tensor, and the tables of docs/serving.md about it.
+"""Values that the conformance tests send and expect, tensor by tensor, and the tables of docs/serving.md about it.
 
 `python -m tests.conformance_cases` writes the tables between their marks.
 """

@@ -80,7 +80,7 @@ class HashRunner:
         return hidden[kept]
 
     def _run(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """What the segment yields, and the tokens that each row sees in the segment's pool."""
+        """Returns the segment's hidden states, and the tokens that each row sees in the segment's pool."""
         assert self._is_running.acquire(blocking=False), "the runner is entered while it runs"
         try:
             self._count_call(rows, segment)

@@ -74,7 +74,7 @@ def check_what_is_in_flight(fake: FakeEngine) -> None:
 
 
 def check_kv(fake: FakeEngine) -> None:
-    """What a sequence says is in the pools is there, in every segment of both models."""
+    """Checks that the pools hold what each sequence says, in every segment of both models."""
     blocks = fake.stepper.scheduler.blocks
     for sequence in fake.stepper.scheduler.running:
         table = blocks.block_tables[sequence.slot]

@@ -68,9 +68,10 @@ def open_fake(
     draft_memory: int = 6,
     has_ngrams: bool = False,
     has_both: bool = False,
+    **ports,
 ) -> FakeEngine:
     """As fake_engine, with all parts. num_layers: of the target's segments. has_ngrams: they draft, no model does;
-    has_both: both do."""
+    has_both: both do. ports: further fields of Ports."""
     if isinstance(policy, str):
         policy = parse_policy(policy, guessed)
     num_partitions = 1 if lanes is None else 2
@@ -97,7 +98,7 @@ def open_fake(
         return JointProposer(model, look_ups, max_prefill_tokens) if has_both else model
 
     limits = Limits(vocab_size, CONTEXT)
-    ports = Ports(partitions, sampler, clock, make_proposer, num_blocks, BLOCK, limits)
+    given = Ports(partitions, sampler, clock, make_proposer, num_blocks, BLOCK, limits, **ports)
     config = EngineConfig.from_options(
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=max_prefill_tokens,
@@ -105,7 +106,7 @@ def open_fake(
         enable_prefix_reuse=can_reuse,
         admission="guaranteed_no_evict" if never_evicts else "max_utilization",
     )
-    engine = assemble(ports, policy, config)
+    engine = assemble(given, policy, config)
     return FakeEngine(engine, targets, drafts, engine.stepper)
 
 
@@ -116,7 +117,7 @@ def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options)
 
 @dataclass
 class Driven:
-    """What every request of a run ended with."""
+    """Tokens and the end of every request of a run."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     log_probs: dict[str, list[float]] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class Agreeing(Built):
 
 
 class ReferenceTree:
-    """What the head makes greedily of any path of draft tokens behind committed ones, none of it from a cache."""
+    """Greedy results of the head for any path of draft tokens behind committed ones, none of it from a cache."""
 
     def __init__(self, built: Built, tokens: np.ndarray) -> None:
         self._reference = built.reference

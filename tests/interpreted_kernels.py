@@ -51,7 +51,7 @@ def _bfloat16_products(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _parts_of_nan(monkeypatch):
-    """What a part does not write shows where parts are joined."""
+    """Fills parts with NaN: what a part does not write shows where parts are joined."""
     make = attention.empty_parts
     monkeypatch.setattr(
         attention, "empty_parts", lambda *arguments: tuple(part.fill_(NAN) for part in make(*arguments))

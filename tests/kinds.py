@@ -54,7 +54,7 @@ def record(
 
 
 class Drawn(NamedTuple):
-    """What a random step came to, of B sequences; some chains are empty, of some rows were pruned."""
+    """Outcome of a random step of B sequences; some chains are empty, of some rows were pruned."""
 
     kinds: str
     num_accepted: np.ndarray  # [B]
@@ -63,7 +63,7 @@ class Drawn(NamedTuple):
     margins: np.ndarray  # [B, K]
 
     def record(self, rows: list[int] | None = None, **options: Any) -> StepRecord:
-        """Of the step, or of some of its rows as if they had been a step of their own."""
+        """The record of the step, or of some of its rows as if they had been a step of their own."""
         rows = list(range(len(self.kinds))) if rows is None else rows
         accepted, drafted, kept = (column[rows].tolist() for column in self[1:4])
         kinds, margins = "".join(self.kinds[b] for b in rows), self.margins[rows]

@@ -83,7 +83,7 @@ def write_rtx_model(
 
 
 class OrtEngine:
-    """What programs ask of an ICudaEngine."""
+    """The part of an ICudaEngine that programs use."""
 
     device_memory_size_v2 = ACTIVATION_BYTES
 
@@ -96,7 +96,7 @@ class OrtEngine:
 
 
 class OrtContext:
-    """What programs do with an IExecutionContext; `calls` records what was set."""
+    """The part of an IExecutionContext that programs use; `calls` records what was set."""
 
     def __init__(self, engine: OrtEngine, output_names: tuple[str, ...]) -> None:
         self._engine = engine
@@ -156,7 +156,7 @@ class OrtContext:
         return True
 
     def _at(self, name: str) -> np.ndarray:
-        """What lies at the address of a tensor; a view."""
+        """Returns the memory at the address of a tensor; a view."""
         dtype = np.dtype(self._engine.dtypes[name])
         num_bytes = int(np.prod(self.shapes[name])) * dtype.itemsize
         memory = (ctypes.c_uint8 * num_bytes).from_address(self.addresses[name])

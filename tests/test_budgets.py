@@ -158,14 +158,14 @@ def measured() -> dict[str, int]:
         "fragments": len(fragments(sources, importers)),
         "private words": sum(len(private_words(source)) for source in sources.values()),
         "docstrings that begin with What or Of": sum(
-            text.startswith(("What ", "Of ")) for source in everyone.values() for text in docstrings(source)
+            text.startswith(("What ", "Of ")) for path in python for text in docstrings(path.read_text())
         ),
         "private attributes in tests": sum(len(private_attributes(path.read_text())) for path in tests),
     }
 
 
 def broken_budgets(budgets: dict[str, int], values: dict[str, int]) -> dict[str, str]:
-    """What is above its budget, and budgets that are to be lowered to what was reached."""
+    """Values above their budgets, and budgets that are to be lowered to what was reached."""
     broken = {name: f"{value}, but at most {budgets[name]}" for name, value in values.items() if value > budgets[name]}
     loose = {n: f"{budgets[n]} may be lowered to {v}" for n, v in values.items() if budgets[n] > SLACK * v + 1}
     return broken | loose

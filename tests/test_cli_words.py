@@ -1,4 +1,4 @@
-"""What the command line says: remedies, warnings, reasons, and names that nobody has to keep up to date by hand."""
+"""Wording of the command line: remedies, warnings, reasons, and names that nobody has to keep up to date by hand."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_a_record_that_tells_nobody_apart_fails_the_same_checks(monkeypatch: pyt
 
 
 def offsets_of(fake: FakeEngine) -> list[float]:
-    """What the policy learned of each request."""
+    """Offsets that the policy learned, one of each request."""
     policy = inner_policy(fake)
     assert isinstance(policy, PriceRule | GpLcb)
     return [offset for offset, _ in policy._acceptance._requests.values()]

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's clients see, behaviour by behaviour, with reading code as strict as theirs."""
+"""Conformance with what TensorRT-LLM's clients see, behaviour by behaviour, with reading code as strict as theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dashboards and TensorRT-LLM's own tests read of /metrics."""
+"""Metrics that dashboards and TensorRT-LLM's own tests read."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
             notes.append("wait")
 
     class Copied:
-        """What a pinned copy is asked for."""
+        """A pinned copy that checks what it is asked for."""
 
         def __init__(self, shape: Any, dtype: Any, pin_memory: bool) -> None:
             assert pin_memory

@@ -1,4 +1,4 @@
-"""What `faser doctor` says of a GPU, from a faked driver, and of kernels; the rest of the report is in test_cli.py."""
+"""`faser doctor` on a GPU, from a faked driver, and on kernels; the rest of the report is in test_cli.py."""
 
 from __future__ import annotations
 

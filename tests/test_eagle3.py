@@ -73,7 +73,7 @@ class Built:
         self.reference = ReferenceHead(self.head_dir, embedding)
 
     def features(self, token_ids: np.ndarray) -> torch.Tensor:
-        """What the target's reference feeds to the layers in question, side by side: [n, 3 * hidden_size]."""
+        """Hidden states that the target's reference feeds to the head's layers, side by side: [n, 3 * hidden_size]."""
         with torch.no_grad():
             run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
         return torch.cat([run.hidden_states[layer][0] for layer in FEATURE_LAYERS], dim=-1)
@@ -152,7 +152,7 @@ def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
 
 
 def chain_of(runners: Runners, chunk: int, *, is_packed: bool) -> list[np.ndarray]:
-    """Of three sequences [20, vocab_size] logits of what is read in chunks, then of 3 greedy steps [3, vocab_size]."""
+    """Logits of three sequences: [20, vocab_size] read in chunks, then [3, vocab_size] of 3 greedy steps."""
     sequences = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 21) for seed in range(3)]
     tables = np.random.default_rng(9).permutation(NUM_BLOCKS)[:18].reshape(3, 6)
     groups = [[0, 1, 2]] if is_packed else [[0], [1], [2]]
@@ -241,7 +241,7 @@ def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> No
 
 
 def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """What the engine's head gives for tokens beside hidden states, on the engine's runtime."""
+    """Logits of the engine's head for tokens beside hidden states, on the engine's runtime."""
     manifest = EngineManifest.load(directory)
     runtime = open_runtime(directory, manifest, EngineConfig())
     assert manifest.draft is not None

@@ -60,7 +60,7 @@ def tokens_of(built: Built, policy: str, requests: list[Request], **options: obj
 
 
 def reference_chain(built: Built, tokens: np.ndarray, num_draft_tokens: int) -> list[int]:
-    """What the head drafts greedily behind `tokens`, none of it from a cache."""
+    """Drafts greedily with the head behind `tokens`, none of it from a cache."""
     token_ids, hidden = tokens[1:], built.reference.joined(built.features(tokens)[:-1])
     drafted: list[int] = []
     for _ in range(num_draft_tokens):

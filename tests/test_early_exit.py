@@ -86,7 +86,7 @@ def test_rows_are_kept_while_the_survival_reaches_the_threshold(seed: int, thres
 
 
 class LooksAhead:
-    """What no pruner may do: row j judged by draft token j + 1, which it does not process."""
+    """A pruner that breaks the rule: row j judged by draft token j + 1, which it does not process."""
 
     num_candidates = 8
     exits = frozenset([0])

@@ -41,7 +41,7 @@ def open_runner(manifest: EngineManifest, directory: Path) -> LlvmRunner:
 
 
 def largest_error(runner: LlvmRunner | GatheredRunner, reference: PreTrainedModel, seed: int) -> float:
-    """Of three sequences: ragged prefill in chunks, then ragged decoding; every row is compared."""
+    """Compares every row of three sequences: ragged prefill in chunks, then ragged decoding."""
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.integers(12, 60, 3)]
     sequences = [rng.integers(0, VOCAB_SIZE, length) for length in lengths]

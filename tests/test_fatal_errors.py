@@ -69,9 +69,8 @@ def test_what_the_next_step_survives_is_not(error: Exception) -> None:
 
 
 def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, FakeEngine]:
-    """What two requests, one after the other, were told where a step raises `error`."""
-    fake, stopped = open_fake("none"), threading.Event()
-    fake.engine._is_fatal = is_fatal
+    """Serves two requests, one after the other, where a step raises `error`; returns how each ended, first of all."""
+    fake, stopped = open_fake("none", is_fatal=is_fatal), threading.Event()
     run = fake.stepper.run
     raised: list[int] = []
 
@@ -114,14 +113,13 @@ def test_another_fails_its_step_alone() -> None:
 
 
 def test_an_engine_that_cannot_be_prepared_is_closed_and_says_why() -> None:
-    fake, threads = open_fake("none"), []
+    closed: list[int] = []
+    fake, threads = open_fake("none", close=lambda: closed.append(1)), []
 
     def prepare() -> None:
         threads.append(threading.current_thread().name)
         raise FaserError("warm-up failed")
 
-    closed: list[int] = []
-    fake.engine._on_close = lambda: closed.append(1)
     with pytest.raises(FaserError, match="warm-up failed"):
         EngineLoop(fake.engine, prepare=prepare)
     assert threads == ["engine-loop"] and closed == [1]

@@ -52,7 +52,7 @@ class Call:
         return attended
 
     def expected(self) -> np.ndarray:
-        """What `run` gives, in float64 from the pools after it."""
+        """The result of `run`, in float64 from the pools after it."""
         out = np.empty(self.q.shape)
         heads_per_kv = self.q.shape[1] // self.k.shape[1]
         for b, (begin, end) in enumerate(pairwise(self.cu_rows)):
@@ -199,7 +199,7 @@ def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> 
 
 @BOTH_DTYPES
 def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
-    """What greedy decoding of one path relies on: the length of a verified chunk changes no bit."""
+    """The ground of greedy decoding of one path: the length of a verified chunk changes no bit."""
     call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4, dtype=dtype)
     steps = copy.deepcopy(call)
     np.testing.assert_array_equal(run_one_by_one(steps), call.run())

@@ -41,7 +41,7 @@ RUNTIMES = frozenset(
 
 @dataclass(frozen=True)
 class Room:
-    """What the modules below `name` may import: our own modules by prefix, others by top-level name."""
+    """Imports that modules below `name` may make: our own modules by prefix, others by top-level name."""
 
     name: str
     own: frozenset[str]
@@ -145,7 +145,7 @@ def imports_of(tree: ast.AST, module: str, *, is_package: bool = False) -> Itera
 
 
 def broken_rules(source: str, module: str) -> list[str]:
-    """What a module imports against its room's rule, or uses of global randomness where none may be."""
+    """Imports of a module against its room's rule, and uses of global randomness where none may be."""
     rule = next((r for r in ROOMS if is_below(module, frozenset({r.name}))), None)
     if rule is None:
         return []

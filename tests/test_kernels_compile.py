@@ -192,7 +192,7 @@ def test_parameters_are_those_that_a_launch_passes():
 
 
 class DriverOfNoDevice:
-    """What the compiler asks of a GPU's driver before it launches."""
+    """Answers to what the compiler asks a GPU's driver before it launches."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

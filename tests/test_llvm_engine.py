@@ -52,7 +52,7 @@ def requests(request: pytest.FixtureRequest, directory: Path) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(opened: tuple[LlvmRuntime, ModelPair], requests: list[Request]) -> Tokens:
-    """Of plain decoding, one request at a time."""
+    """Tokens of plain decoding, one request at a time."""
     engine = assemble_on(*opened, parse_policy("none", guessed), config(max_num_seqs=1))
     return run(engine, requests)
 

@@ -183,7 +183,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path, requests: list[Request]) -> dict[str, list[int]]:
-    """Of plain decoding, one request at a time."""
+    """Tokens of plain decoding, one request at a time."""
     return run(open_engine(directory, "none", max_num_seqs=1), requests)
 
 

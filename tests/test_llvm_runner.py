@@ -109,7 +109,7 @@ def test_integers_are_near_float32(engines: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_exit_scores_are_logits_of_the_exit(weights: str, engines: dict[str, Path], tmp_path: Path) -> None:
-    """Of the last norm and the head at the exit: a model that ends there has them as logits, bit for bit."""
+    """Scores by the last norm and the head at the exit: logits of a model that ends there, bit for bit."""
     runner = open_runner(engines[weights])
     candidates = np.random.default_rng(2).integers(0, VOCAB_SIZE, (9, 4))
     rows = make_rows([np.arange(9)], [0], [9], np.array([[5, 7, 2]]))

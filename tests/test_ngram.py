@@ -30,7 +30,7 @@ PARTITION = Partition(HashRunner(1, 4, 8), None, None)
 
 
 def searched(text: list[int], num_tokens: int, lengths: tuple[int, int]) -> tuple[list[int], int]:
-    """What an index has to answer, by looking at every position of the text."""
+    """The answer that an index has to give, found by trying every position of the text."""
     for n in range(lengths[1], lengths[0] - 1, -1):
         for start in range(len(text) - 1, n - 1, -1):
             if text[start - n : start] == text[len(text) - n :]:

@@ -1,4 +1,4 @@
-"""What hostile clients of the OpenAI server get, and that others notice nothing of them."""
+"""Hostile clients of the OpenAI server get errors, and others notice nothing of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators do with a running `faser serve`: traces, logs, another engine directory, a drain that probes see.
+"""Operation of a running `faser serve`: traces, logs, another engine directory, a drain that probes see.
 
 One server for all of it; its drain comes last.
 """
@@ -41,7 +41,7 @@ class Operated:
     collector: Collector
 
     def lines(self) -> list[dict[str, Any]]:
-        """What processes of ours logged, without Triton's own lines."""
+        """Log lines of our processes, without Triton's own lines."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith('{"time"')]
 
     def request_line(self, client_id: str) -> dict[str, Any]:

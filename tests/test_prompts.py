@@ -1,4 +1,4 @@
-"""What builds take along for prompts, directories that lack it, and `faser generate --chat`."""
+"""Files that builds take along for prompts, directories that lack it, and `faser generate --chat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `faser reload` asks of a server, and when it does not ask; test_operating.py has a real one do it."""
+"""Requests of `faser reload` to a server, and when it makes none; test_operating.py has a real one do it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_products_are_right(weight_format: str, shape: tuple[int, int]):
 
 
 def error_of(weight_format: str) -> float:
-    """Of an input, relatively: what two bfloat16 numbers hold of it, and fp16's weights leave out as much. The numbers
+    """Error relative to an input: two bfloat16 numbers leave out so much, and fp16's weights as much again. The numbers
     of int4 are larger than the weights that they are with their minimums."""
     if weight_format not in PRODUCTS or not row_units.has_matrix_units():
         return 1e-6

@@ -67,7 +67,7 @@ class Recorded:
 
 
 def record_sampler(sampler: Any, cuda: FakeCuda) -> None:
-    """What reads logits reads the results of both models' calls of this thread's lane, and the parameters of slots."""
+    """Notes reads of logits as reads of both models' results on this thread's lane, and of the parameters of slots."""
 
     def around(name: str, resources: Callable[[Any], list[str]], *, is_write: bool) -> None:
         inner = getattr(sampler, name)

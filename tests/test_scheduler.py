@@ -31,7 +31,7 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 8, **options) -> Sequ
 
 
 def run(plan, num_emitted: int = 1) -> None:
-    """What the pipeline would do with a plan."""
+    """Carries a plan out as the pipeline would."""
     for chunk in plan.prefills:
         chunk.sequence.target_len = chunk.start + chunk.num_tokens
     for chunk in plan.draft_prefills:

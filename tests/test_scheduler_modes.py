@@ -42,7 +42,7 @@ def started(sched: Scheduler, everyone: list[Sequence]) -> Scheduler:
 
 
 def carry_out(sched: Scheduler, plan: StepPlan, accepts: int = 2) -> InFlight:
-    """What the pipeline would do with a plan: every verification accepts `accepts` drafts, so that of chains that
+    """Carries a plan out as the pipeline would: every verification accepts `accepts` drafts, so that of chains that
     ran ahead those live whose premise was no longer than this."""
     ready = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
     for chunk in plan.prefills:

@@ -80,7 +80,7 @@ class Built:
         self.compiler = GuideCompiler(tokenizer_file, self.tokenizer.vocab_size, (END_ID,))
 
     def requests(self, count: int = 9, **options: object) -> list[Request]:
-        """Of every grammar in turn, greedy and sampled."""
+        """Requests of every grammar in turn, greedy and sampled."""
         made = []
         for index in range(count):
             sampling = Sampling(
@@ -235,7 +235,7 @@ FATES = {"recursive": "refused", "wide": "refused", "doubled": "answered", "recu
 
 
 def test_a_hostile_schema_ends_its_own_request_alone(built: Built) -> None:
-    """What the library finds too complex while it compiles is refused; what it finds later fails its request."""
+    """A schema found too complex while it is compiled is refused; one that is found later fails its request."""
     hostile = {}
     for name, schema in SCHEMAS.items():
         guide = read_guide("json_schema", json.dumps(schema))

@@ -1,4 +1,4 @@
-"""What TensorRT, its absence or its engines can do to a user: one clear error each, from the real library."""
+"""Failures of TensorRT, its absence or its engines: one clear error each, from the real library."""
 
 from __future__ import annotations
 

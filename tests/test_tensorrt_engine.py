@@ -35,7 +35,7 @@ class RecordingCache:
 
 
 class RecordingConfig:
-    """What is set on an IRuntimeConfig; attributes that it does not have are refused."""
+    """Records what is set on an IRuntimeConfig; attributes that it does not have are refused."""
 
     def __init__(self, accepts: bool) -> None:
         self.cuda_graph_strategy = self.dynamic_shapes_kernel_specialization_strategy = None

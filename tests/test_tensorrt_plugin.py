@@ -104,7 +104,7 @@ def launch_at(launched: tuple) -> tuple[tuple[int, ...], list[int]]:
 
 
 def check_passed(compiled: Compiled, tensors: list[TensorDesc], launched: tuple, outputs: list[TensorDesc]) -> None:
-    """What TensorRT passes - inputs, whole numbers, outputs - is what the kernel takes, by type."""
+    """Checks that TensorRT passes - inputs, whole numbers, outputs - what the kernel takes, by type."""
     types = {DataType.FLOAT: "*fp32", DataType.BF16: "*bf16", DataType.INT32: "*i32", DataType.INT64: "*i64"}
     passed = [*(types[t.dtype] for t in tensors), *["i32"] * len(launched[3]), *(types[t.dtype] for t in outputs)]
     assert [kind for _, kind in compiled.parameters] == passed

@@ -95,7 +95,7 @@ def test_calls_without_logits_or_candidates_have_addresses(source: Path, tmp_pat
 
 
 def test_every_sequence_of_a_full_batch_may_have_so_many_logit_rows(source: Path, tmp_path: Path, monkeypatch) -> None:
-    """What clients' drafts and logits of prompts are bounded by; one row more, and no profile takes the call."""
+    """Bounds clients' drafts and logits of prompts; one row more, and no profile takes the call."""
     opened = Opened(source, tmp_path, monkeypatch, (1,))
     most, rng = opened.runner.max_logit_rows, np.random.default_rng(0)
     assert most == MAX_VERIFY_ROWS

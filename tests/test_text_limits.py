@@ -1,4 +1,4 @@
-"""What a text may cost: bytes and words are counted before anything is tokenised, and a long text holds up nobody."""
+"""Limits of a text's cost: bytes and words are counted before anything is tokenised; a long text holds up nobody."""
 
 from __future__ import annotations
 

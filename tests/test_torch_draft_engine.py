@@ -59,7 +59,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[SwitchedRuntime, Mod
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Of every kind but those with rules, and one of those, which ends first."""
+    """Requests of every kind but those with rules, and one of those, which ends first."""
     directory = demo_engine_dir()
     made = make_requests(directory, 3, MAX_TOKENS, 0.0) + make_requests(directory, 3, MAX_TOKENS, 0.8)
     made = [replace(r, request_id=f"r{i}") for i, r in enumerate(made)]
@@ -70,7 +70,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> dict[str, list[int]]:
-    """What the CPU's runtime and NumpySampler decode plainly."""
+    """Tokens that the CPU's runtime and NumpySampler decode plainly."""
     directory = demo_engine_dir()
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)

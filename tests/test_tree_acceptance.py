@@ -50,7 +50,7 @@ def plain(draws: Draws, prefix: tuple[int, ...] = ()) -> tuple[int, ...]:
 
 
 def emitted(accept: Accept, draws: Draws) -> list[tuple[int, ...]]:
-    """What plain decoding makes of what one verification emits, for every tree and cut."""
+    """Outputs once plain decoding has gone on from what one verification emits, for every tree and cut."""
     size, width = len(CASES), 3
     drafted, parents = np.zeros((size, width), np.int64), np.zeros((size, width), np.int64)
     counts, kept = np.array([len(tokens) for _, tokens, _ in CASES]), np.array([cut for _, _, cut in CASES])

@@ -104,7 +104,7 @@ def test_cancelled_requests_give_everything_back(cases) -> None:
 
 
 def test_blocks_of_a_tree_are_reused(cases) -> None:
-    """What was published behind accepted paths is what plain decoding would have published."""
+    """Blocks published behind accepted paths are those that plain decoding would have published."""
     prompt = list(range(1, 18))
     fake = open_trees(draft_noise=0.1)
     first = request("a", prompt, 40, sampling=Sampling(temperature=0.7, seed=3))

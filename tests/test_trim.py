@@ -42,7 +42,7 @@ def random_chains(rng: np.random.Generator, size: int, longest: int) -> Frontier
 
 
 def survival_of(rule: TrimRule, frontier: Frontier, b: int) -> list[float]:
-    """Of the rows 1, 2, ... of chain b, with plain loops."""
+    """Survival of the rows 1, 2, ... of chain b, with plain loops."""
     assert frontier.margins is not None
     result, product = [], 1.0
     for margin in frontier.margins[b, : frontier.num_drafted[b]].tolist():
@@ -126,7 +126,7 @@ def test_a_price_does_not_look_ahead(seed: int):
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("seed", range(20))
 def test_drafting_on_is_its_definition(seed: int, size: int):
-    """Of all numbers of chains, most hopeful first, the one that gains most beyond the price of its call."""
+    """The rule keeps as many chains, most hopeful first, as gain most beyond the price of their call."""
     rng = np.random.default_rng(seed)
     chosen, survival = random_rule(rng), rng.random(size)
     gains = sorted(

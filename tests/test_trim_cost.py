@@ -1,4 +1,4 @@
-"""What deciding by confidence takes: measured with the real engine, kept in the profile, charged by policies."""
+"""Time of deciding by confidence: measured with the real engine, kept in the profile, charged by policies."""
 
 from __future__ import annotations
 

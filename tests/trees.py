@@ -21,7 +21,7 @@ Spoil = Callable[[np.random.Generator, Nodes, list[int], int], Nodes]  # of (nod
 
 
 def random_parents(rng: np.random.Generator, count: int) -> list[int]:
-    """Of a tree of `count` draft tokens: bushy or deep."""
+    """Parents of a tree of `count` draft tokens: bushy or deep."""
     reach = int(rng.integers(1, count + 2))
     return [int(rng.integers(max(0, row - reach), row + 1)) for row in range(count)]
 

@@ -40,7 +40,7 @@ def inputs_of(*, has_batch: bool = True, **tensors: Any) -> list[triton.InferInp
 
 @dataclass
 class Answer:
-    """What one request got back."""
+    """The answer that one request got."""
 
     deltas: list[str] = field(default_factory=list)  # under llmapi each holds all text so far
     token_ids: list[int] = field(default_factory=list)
