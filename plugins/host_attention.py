@@ -20,22 +20,17 @@ same columns as in a chain: what it sees, put together in the order of positions
 
 from __future__ import annotations
 
-from functools import cache
-
 import numba
 import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from plugins.host_compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
+from plugins.host_compile import WITHIN_KERNELS
 from plugins.host_rows import LOG2_E, ONE, exp2, inlined, inlined_reassociated, spliced
 from plugins.host_vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
 
 TILE_ROWS = 8  # pairs of a tile
-
-
 POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's words; numba knows no halves
-# LLVM sees head_dim as a constant everywhere, and numba can keep the kernel on disk as its closure holds ints alone.
 
 
 def scratch_width(num_columns: int) -> int:
@@ -49,52 +44,6 @@ def has_halves() -> bool:
     return features.get("f16c", not features.get("sse2", False))  # other CPUs than x86's: as of ARMv8
 
 
-@cache
-def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
-    """The kernel for heads of head_dim values; compiled once per CPU and kept on disk, later loaded.
-
-    pool_dtype: of POOL_DTYPES; a pool of halves is given as uint16 of the same bits, where has_halves().
-    It runs without the interpreter's lock, so that threads can do ranges of units side by side. All arrays are
-    C-contiguous, writable and, where no type is given, float32: TypeError otherwise. Nothing else is checked:
-    shapes and indices that do not fit read and write foreign memory. What a row sees is finite.
-    """
-    pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), source_stamp()
-    signature = numba.void(
-        f32[3], f32[3], f32[3], pool, pool,  # q, k, v, k_pool, v_pool
-        i64[2], i64[1], i64[1],  # block_table, cu_rows, context_lens
-        i64[1], i64[1],  # trunk_lens, ancestors
-        f32[3], f32[2], f32[2],  # attended, scratch, widened
-        numba.int64, numba.int64, numba.float32, numba.boolean,  # first_unit, last_unit, scale, attends
-    )  # fmt: skip
-
-    def kernel(
-        q,  # [T, H, head_dim], rotated; query head h belongs to KV head h // (H // Hkv)
-        k,  # [T, Hkv, head_dim], rotated
-        v,
-        k_pool,  # [Hkv, NB, block, head_dim]; written in place
-        v_pool,
-        block_table,  # [B, MB] int64
-        cu_rows,  # [B + 1] int64
-        context_lens,  # [B] int64: the KV position of a sequence's first row
-        trunk_lens,  # [B] int64; like ancestors empty where there are no trees: see TreeRows in core/batch.py
-        ancestors,  # [T] int64
-        attended,  # [T, H, head_dim]: the result
-        scratch,  # [TILE_ROWS, scratch_width(MB * block)]: work space of the calling thread
-        widened,  # [block, head_dim]: likewise
-        first_unit,  # unit = sequence * Hkv + KV head
-        last_unit,  # exclusive
-        scale,
-        attends,  # False: keys and values are written and no row attends
-    ):
-        _ = stamp
-        attend_units(
-            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch,
-            widened, first_unit, last_unit, scale, attends, head_dim,
-        )  # fmt: skip
-
-    return compile_kernel(kernel, signature)
-
-
 def kernel_directory() -> str:
     """Directory of compiled kernels; numba makes the directory. Raises RuntimeError where they cannot be."""
     return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
@@ -105,8 +54,15 @@ def attend_units(
     q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch, widened,
     first_unit, last_unit, scale, attends, head_dim,
 ):  # fmt: skip
-    """The units [first_unit, last_unit) of a call, arrays as attention_kernel says. For kernels to take in whole:
-    head_dim is a constant there.
+    """Computes the units [first_unit, last_unit) of a call; unit = sequence * Hkv + KV head. For kernels to take in
+    whole: head_dim is a constant there.
+
+    q, attended [T, H, head_dim] and k, v [T, Hkv, head_dim], all rotated; query head h belongs to KV head
+    h // (H // Hkv). Pools [Hkv, NB, block, head_dim] are written in place. block_table [B, MB], cu_rows [B + 1] and
+    context_lens [B], the KV position of a sequence's first row, are int64, as are trunk_lens [B] and ancestors [T],
+    which are empty where there are no trees (TreeRows in core/batch.py). scratch [TILE_ROWS, scratch_width(MB * block)]
+    and widened [block, head_dim] are work space of the calling thread. Where attends is False, keys and values are
+    written and no row attends. Nothing is checked: indices that do not fit read and write foreign memory.
 
     What all rows of a tile find in the same blocks is read once for the tile: all that the rows of a chain see, and of
     those of a tree whole blocks of the trunk. What lies behind it is gathered row by row in the order of positions, so

@@ -87,7 +87,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         cu_rows,  # [B + 1]
         context_lens,  # [B]
         trunk_lens,  # [B], and
-        ancestors,  # [T]: see attention_kernel
+        ancestors,  # [T]: see attend_units
         block_table,  # [B, MB]
         logit_rows,  # [R], rising
         candidates,  # [T, C] of a segment with exit scores
@@ -104,7 +104,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         gathered,  # [R, H * head_dim]
         normed,  # [T, D]: work space of this thread, as all up to `widened`
         strip,  # [row_products.scratch_size(most inputs)]
-        scores,  # of attention, see attention_kernel
+        scores,  # of attention, see attend_units
         widened,
         extras,  # see EXTRAS
         storage,  # [num_layers, 2, Hkv, NB, block, head_dim]: the pool

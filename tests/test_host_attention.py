@@ -6,17 +6,40 @@ import copy
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from numba.core import caching, config
 from numpy.typing import DTypeLike
 
-from plugins import host_attention, host_compile
-from plugins.host_attention import TILE_ROWS, attention_kernel, scratch_width
+from plugins import host_compile
+from plugins.host_attention import POOL_DTYPES, TILE_ROWS, attend_units, scratch_width
+from plugins.host_compile import Kernel, compile_kernel, f32, i64
+
+
+@cache
+def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
+    """Returns attend_units alone, as a kernel that Python calls; a pool of halves is given as uint16."""
+    pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), host_compile.source_stamp()
+    arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], i64[1], i64[1], f32[3], f32[2], f32[2])
+    signature = numba.void(*arrays, numba.int64, numba.int64, numba.float32, numba.boolean)
+
+    def kernel(  # noqa: PLR0917 - kernels take their arguments by position
+        q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch, widened,
+        first_unit, last_unit, scale, attends,
+    ):  # fmt: skip
+        _ = stamp
+        attend_units(
+            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch,
+            widened, first_unit, last_unit, scale, attends, head_dim,
+        )  # fmt: skip
+
+    return compile_kernel(kernel, signature)
 
 
 @dataclass
@@ -249,7 +272,7 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
         monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
         monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
     host_compile.warn_once.cache_clear()
-    kernel = host_attention.attention_kernel.__wrapped__(8)
+    kernel = attention_kernel.__wrapped__(8)
     [record] = [record for record in caplog.records if "anew" in record.message]
     assert record.levelname == "WARNING"
     assert "NUMBA_CACHE_DIR" in record.message
@@ -268,8 +291,8 @@ def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
     num_loaded, told = [], []
     host_compile.warn_once.cache_clear()
     for stamp in (1, 1, 2):
-        monkeypatch.setattr(host_attention, "source_stamp", lambda stamp=stamp: stamp)
-        kernel: Any = host_attention.attention_kernel.__wrapped__(8)
+        monkeypatch.setattr(host_compile, "source_stamp", lambda stamp=stamp: stamp)
+        kernel: Any = attention_kernel.__wrapped__(8)
         num_loaded.append(sum(kernel.stats.cache_hits.values()))
         told.append("compiling kernels" in caplog.text)
         caplog.clear()
