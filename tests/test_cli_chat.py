@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from faser_backend import LLM, SamplingParams
+from faser_backend.manifest import FileSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = re.compile(r"== (\d+) tokens, [\d.e+]+ tokens/s; accepted (\d+) of (\d+) drafted tokens \(\d+%\)")
@@ -81,9 +83,11 @@ def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_pa
 
 
 def test_an_engine_without_a_template_says_so(run, engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    directory = shutil.copytree(engine_dir, tmp_path / "old")
+    directory = shutil.copytree(engine_dir, tmp_path / "plain")
     fields = json.loads((directory / "manifest.json").read_text())
-    del fields["prompts"]
+    prompts = directory / fields["prompts"]["name"]
+    prompts.write_text(json.dumps(json.loads(prompts.read_text()) | {"chat_template": None}))
+    fields["prompts"] = asdict(FileSpec.of(prompts))
     (directory / "manifest.json").write_text(json.dumps(fields))
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
     status, _, err = run("chat", "--engine-dir", directory)
