@@ -124,21 +124,6 @@ class TestEdges:
         assert draws == [2, 2, 3]
 
 
-class TestNoise:
-    def test_seeds_reproduce_and_differ(self) -> None:
-        sampler = NumpySampler(64, 4)
-        for slot, seed in enumerate((7, 7, 8, 2**64 - 1)):
-            sampler.add(slot, Sampling(temperature=1.0, seed=seed), np.array([1]), 1, ())
-        positions = np.arange(1, 200)
-        draws = [
-            sampler.sample(np.zeros((199, 64), np.float32), one_row_each(np.full(199, slot), positions))
-            for slot in range(4)
-        ]
-        assert np.array_equal(draws[0], draws[1])
-        assert (draws[0] == draws[2]).mean() < 0.1 and (draws[0] == draws[3]).mean() < 0.1
-        assert np.unique(draws[0]).size > 50
-
-
 def test_log_probs_are_those_of_the_raw_logits() -> None:
     sampler = single_slot(Sampling(temperature=3.0, logit_bias={0: 50.0}), vocab_size=100)
     logits = np.random.default_rng(3).normal(0, 30, (20, 100)).astype(np.float32)
