@@ -1,6 +1,6 @@
 """Worlds in virtual time on which two controllers are compared: the same texts, arrivals and disturbances for both.
 
-A world fixes what calls really take, what a policy is told of it, how requests' acceptance is spread, when requests
+A world fixes what calls really take, what a policy knows about it, how requests' acceptance is spread, when requests
 arrive and how the machine's speed wanders. `python -m lab.control_worlds --policies faser --json FILE` runs them,
 `--compare OLD NEW` prints the table that a change of the controller is accepted by.
 """

@@ -19,7 +19,7 @@ WIDE = 200  # columns
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """key: of a row, or what makes the value of it. A row without the value has an empty cell."""
+    """key: of a row, or what makes the value of it. A row without the value has an empty entry."""
 
     heading: str
     key: str | Callable[[Any], Any]

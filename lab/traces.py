@@ -1,4 +1,4 @@
-"""Request traces: lengths and arrivals from CSV files of the Azure LLM inference trace, or arrivals from a law.
+"""Request traces: lengths and arrivals from files of the Azure LLM inference trace, or arrivals by a distribution.
 
 A file has the columns TIMESTAMP, ContextTokens, GeneratedTokens. Everything is seeded, and what was done to the
 arrivals is told in words for the report.

@@ -2,7 +2,7 @@
 
 A part that raises, hangs or takes its process down is recorded and costs nobody else anything, and leaves nothing on
 the device. Whatever it has saved by then is kept. Knows nothing of GPUs or of what parts measure. The child is this
-module as a program: it runs one part and leaves what it came to in a file; all that is printed goes to standard error.
+module as a program: it runs one part and leaves its result in a file; all that is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Outcome:
 def run_parts(
     parts: Sequence[Part], setting: Setting, budget_s: float, scale: float, record: Callable[[str, Outcome], None]
 ) -> None:
-    """All parts, in order, within budget_s; `record` is told of every outcome. scale: of the parts' limits. Leaves no
+    """Runs all parts, in order, within budget_s; `record` gets every outcome. scale: of the parts' limits. Leaves no
     child behind, whatever happens."""
     end_s = time.monotonic() + budget_s
     for part in parts:

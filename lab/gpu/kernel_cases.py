@@ -1,6 +1,6 @@
 """Random ragged calls of the attention kernel, for the check of a GPU and for tests.
 
-Whatever a call may not look at holds NaN: slots that were never written, blocks of nobody, padding rows.
+Whatever a call may not read holds NaN: slots that were never written, blocks of nobody, padding rows.
 """
 
 from __future__ import annotations

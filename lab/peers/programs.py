@@ -1,7 +1,7 @@
 """Other people's programs as data, started, asked with token ids and stopped: HTTP servers, and libraries in processes.
 
 A program's processes are one group, which stands still while others have their turn: threads of some libraries spin
-while they wait, which would take cores from whoever is measured. Everybody is given the same token ids; ours goes
+while they wait, which would take cores from the one that is measured. Everybody is given the same token ids; ours goes
 through Triton, which is sent the messages that these ids were made of.
 """
 

@@ -52,7 +52,7 @@ class Latent:
         rho, fresh = self.persistence, float(np.sqrt(1.0 - self.persistence**2))
         steps = (fresh * innovations).tolist()
         if steps:
-            steps[0] = float(innovations[0])  # starts in the stationary law
+            steps[0] = float(innovations[0])  # starts in the stationary distribution
         chain = np.fromiter(accumulate(steps, lambda last, step: rho * last + step), np.float64, len(steps))
         return np.sqrt(self.request_share) * level + np.sqrt(1.0 - self.request_share) * chain
 
