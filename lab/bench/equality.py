@@ -53,10 +53,10 @@ POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "goodput", "gp-lcb", "survi
 NEAR_TIE = 1e-3  # in units of scaled logits; logits of two call shapes differ by about 1e-5
 
 
-def ways(*, has_exits: bool) -> dict[str, dict[str, str]]:
+def ways(*, is_measured: bool, has_exits: bool) -> dict[str, dict[str, str]]:
     """Options of an EngineConfig by name: every policy as it decides by itself, then forced modes and exits."""
     found = {policy: {"policy": policy} for policy in POLICIES}
-    for policy in ("fixed:4", "survival"):
+    for policy in ("fixed:4", "survival") if is_measured else ("fixed:4",):  # `survival` has to know what a mode takes
         for early_exit in ("off", "on") if has_exits else ("off",):
             for mode in ("serial", "run_ahead", "ping_pong"):
                 if (early_exit, mode) != ("off", "serial"):
@@ -171,14 +171,14 @@ def main() -> int:
     parser.add_argument("--ways", default="", help="only ways whose name contains this")
     args = parser.parse_args()
     engine_dir = args.engine_dir or demo_engine_dir()
-    has_exits = bool(load_knowledge(engine_dir, EngineManifest.load(engine_dir)).exits)
-    if not has_exits:
-        print(f"{engine_dir} has no calibrated exits: early exit is left out", file=sys.stderr)
+    knowledge = load_knowledge(engine_dir, EngineManifest.load(engine_dir))
+    known = {"is_measured": knowledge.costs.is_measured, "has_exits": bool(knowledge.exits)}
+    print(f"of {engine_dir}: {known}; what needs more is left out: run `faser profile`", file=sys.stderr)
     results = []
     for temperature in (0.0, 1.0):
         requests = make_requests(engine_dir, args.num_prompts, args.max_tokens, temperature)
         reference = Reference(engine_dir, requests)
-        for name, options in ways(has_exits=has_exits).items():
+        for name, options in ways(**known).items():
             if args.ways in name:
                 results += check(engine_dir, reference, requests, f"T={temperature:g} {name}", options)
     meta = environment.describe(SEED) | {"num_prompts": args.num_prompts, "max_tokens": args.max_tokens}
