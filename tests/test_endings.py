@@ -88,15 +88,16 @@ def streaming(engine_dir: Path, *options: object) -> Iterator[Clients]:
 def test_a_drain_waits_for_answers(engine_dir: Path):
     with streaming(engine_dir) as clients:
         clients.process.send_signal(signal.SIGTERM)
+        late = {"text_input": text("x"), "max_tokens": one(2), "stream": one(True, bool)}
+        with pytest.raises(InferenceServerException, match=SHUTTING_DOWN):
+            while True:  # (Before the drain has begun it is answered.)
+                stream_grpc(clients.grpc_port, "ensemble", late)
         deadline = time.monotonic() + SLOW_S
         while time.monotonic() < deadline:  # (One that stands still is ended by Triton.)
             clients.stop("tensorrt_llm")
             time.sleep(0.1)
             clients.stop("tensorrt_llm", signal.SIGCONT)
             time.sleep(0.002)
-        late = {"text_input": text("x"), "max_tokens": one(2), "stream": one(True, bool)}
-        with pytest.raises(InferenceServerException, match=SHUTTING_DOWN):
-            stream_grpc(clients.grpc_port, "ensemble", late)
         num_ended = 0
         while num_ended < NUM_STREAMS:
             result, error = clients.received.get(timeout=40)
