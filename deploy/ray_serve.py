@@ -32,10 +32,10 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from faser_backend.serving.openai.bodies import MAX_BODY_BYTES
-from faser_backend.serving.openai.errors import ApiError
+from faser_backend.lab.bench.servers import free_ports
+from faser_backend.openai.bodies import MAX_BODY_BYTES
+from faser_backend.openai.errors import ApiError
 from faser_backend.serving.processes import die_with_parent
-from lab.bench.servers import free_ports
 
 # Ray offers it as ray.serve.llm.request_router.PrefixCacheAffinityRouter, whose package wants vLLM or SGLang installed.
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"

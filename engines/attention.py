@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from engines.graph import GraphBuilder
 from faser_backend.core.model import ModelSpec
-from plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE, VERSION
+from faser_backend.engines.graph import GraphBuilder
+from faser_backend.plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE, VERSION
 
 
 class AttentionBody(ABC):

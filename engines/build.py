@@ -16,22 +16,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.checkpoint_base import CheckpointError
-from engines.pairs import open_pair
-from engines.prompts import read_prompts, write_tokenizer
-from engines.tensorrt_buckets import TensorRtOptions
-from engines.weight_formats import ENDS, check_formats, choose_kv_cache_dtype, choose_weights
-from engines.weights import ModelWeights
-from engines.weights_build import WeightsBuilder
 from faser_backend import files
 from faser_backend.core.model import ModelSpec, WeightFormat
+from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.pairs import open_pair
+from faser_backend.engines.prompts import read_prompts, write_tokenizer
+from faser_backend.engines.tensorrt_buckets import TensorRtOptions
+from faser_backend.engines.weight_formats import ENDS, check_formats, choose_kv_cache_dtype, choose_weights
+from faser_backend.engines.weights import ModelWeights
+from faser_backend.engines.weights_build import WeightsBuilder
 from faser_backend.manifest import DTYPES, MANIFEST_FILE, EngineManifest, FileSpec, ModelEngine
+from faser_backend.plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.version import VERSION
-from plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
 
 if TYPE_CHECKING:
-    from engines.tensorrt_build import TensorRtCompiler
+    from faser_backend.engines.tensorrt_build import TensorRtCompiler
 
 # Of a number, the scales of a quantised one included.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
@@ -155,7 +155,9 @@ def _tensorrt_compiler(
     """Raises TensorRtError where TensorRT, or what writes its graphs, is not installed."""
     flavour = import_tensorrt(RUNTIMES[runtime].tensorrt).flavour
     try:
-        from engines.tensorrt_build import TensorRtCompiler  # not above: it needs onnx, which other runtimes do without
+        from faser_backend.engines.tensorrt_build import (
+            TensorRtCompiler,  # not above: it needs onnx, which other runtimes do without
+        )
     except ModuleNotFoundError as error:
         raise TensorRtError(f"{error}; install it with pip install 'faser-backend[{EXTRAS[flavour]}]'") from None
     return TensorRtCompiler(runtime, dtype, options, kv_block_size, steps.begin, steps.note)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.checkpoint_base import (
+from faser_backend.engines.checkpoint_base import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     Checkpoint,
@@ -21,9 +21,9 @@ from engines.checkpoint_base import (
     ConfigFields,
     read_json,
 )
-from engines.gguf_checkpoint import GGUFCheckpoint
-from engines.safetensors_file import SafetensorsFile
-from engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
+from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.engines.safetensors_file import SafetensorsFile
+from faser_backend.engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

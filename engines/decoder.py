@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from engines.arrays import FLOAT_TYPES
-from engines.attention import BODIES
-from engines.eagle3 import Eagle3Head
-from engines.graph import GraphBuilder, WeightStore
-from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, rotary_tables
+from faser_backend.engines.arrays import FLOAT_TYPES
+from faser_backend.engines.attention import BODIES
+from faser_backend.engines.eagle3 import Eagle3Head
+from faser_backend.engines.graph import GraphBuilder, WeightStore
+from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import FileSpec, SegmentSpec, TensorSpec
 
 EXCLUDED = np.array([[-np.inf]], np.float32)

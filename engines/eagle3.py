@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from engines.checkpoint import HuggingFaceCheckpoint
-from engines.checkpoint_base import CheckpointError, ConfigFields
-from engines.families import read_spec
-from engines.weights import WeightSource, weight_sources
 from faser_backend.core.model import EAGLE3, ModelSpec
+from faser_backend.engines.checkpoint import HuggingFaceCheckpoint
+from faser_backend.engines.checkpoint_base import CheckpointError, ConfigFields
+from faser_backend.engines.families import read_spec
+from faser_backend.engines.weights import WeightSource, weight_sources
 
 NUM_FEATURES = 3
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of SpecForge and of vLLM

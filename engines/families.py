@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engines.checkpoint_base import ConfigFields
 from faser_backend.core.model import (
     MAX_CONTEXT,
     MAX_EXPERTS,
@@ -21,6 +20,7 @@ from faser_backend.core.model import (
     ModelSpec,
     RopeScaling,
 )
+from faser_backend.engines.checkpoint_base import ConfigFields
 
 ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",

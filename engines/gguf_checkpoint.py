@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engines.checkpoint_base import Checkpoint, CheckpointError, ConfigFields
-from engines.gguf_file import GGUFFile
-from engines.gguf_tokenizer import read_gguf_vocabulary, write_tokenizer_files
 from faser_backend.core.model import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_WIDTH, RopeScaling
+from faser_backend.engines.checkpoint_base import Checkpoint, CheckpointError, ConfigFields
+from faser_backend.engines.gguf_file import GGUFFile
+from faser_backend.engines.gguf_tokenizer import read_gguf_vocabulary, write_tokenizer_files
 
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -17,8 +17,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from engines.arrays import BFLOAT16, first_not_finite
-from engines.checkpoint_base import CheckpointError
+from faser_backend.engines.arrays import BFLOAT16, first_not_finite
+from faser_backend.engines.checkpoint_base import CheckpointError
 from faser_backend.files import FileError, check_regular
 
 VERSIONS = (2, 3)
@@ -280,7 +280,7 @@ def groups_of(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Blocks as the integers that products of runtime "llvm" read, without a rounding.
 
-    Bytes of blocks [num_outputs, row_bytes] -> numbers, scales and minimums as plugins.row_layouts.store_groups has
+    Bytes of blocks [num_outputs, row_bytes] -> numbers, scales and minimums as layouts.store_groups has
     them: [num_inputs, num_outputs], [num_inputs / 32, num_outputs], and likewise for int4 (None for int8).
 
     int8 takes Q8_0 and Q4_0, int4 takes Q4_0 and Q4_1. Nothing is checked but that: a scale may not be finite.

@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from engines.checkpoint_base import (
+from faser_backend.engines.checkpoint_base import (
     GENERIC_CLASS,
     MAX_TEMPLATE_BYTES,
     TOKENIZER_CONFIG_FILE,

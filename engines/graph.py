@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.arrays import converted_blocks
+from faser_backend.engines.arrays import converted_blocks
 from faser_backend.manifest import TensorSpec
 
 OPSET = 23

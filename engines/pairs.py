@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.checkpoint import HuggingFaceCheckpoint, end_ids, open_checkpoint
-from engines.checkpoint_base import TOKENIZER_FILE, CheckpointError
-from engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
-from engines.families import read_spec
-from engines.prompts import special_tokens
-from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
+from faser_backend.engines.checkpoint import HuggingFaceCheckpoint, end_ids, open_checkpoint
+from faser_backend.engines.checkpoint_base import TOKENIZER_FILE, CheckpointError
+from faser_backend.engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
+from faser_backend.engines.families import read_spec
+from faser_backend.engines.prompts import special_tokens
+from faser_backend.engines.weights import ModelWeights
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
 SIDES = ("target", "draft")

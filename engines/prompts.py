@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint_base import (
+from faser_backend.engines.checkpoint_base import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     GENERIC_CLASS,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from engines.arrays import BFLOAT16, first_not_finite
-from engines.checkpoint_base import CheckpointError
+from faser_backend.engines.arrays import BFLOAT16, first_not_finite
+from faser_backend.engines.checkpoint_base import CheckpointError
 from faser_backend.files import FileError, check_regular
 
 INTEGERS = ("I64", "I32", "BOOL")

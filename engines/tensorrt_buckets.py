@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from engines.checkpoint_base import CheckpointError
 from faser_backend.core.model import ModelSpec
+from faser_backend.engines.checkpoint_base import CheckpointError
 from faser_backend.manifest import BucketSpec, TensorSpec
 
 DEFAULT_MAX_CONTEXT = 4096

@@ -13,20 +13,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engines.arrays import FLOAT_TYPES
-from engines.checkpoint_base import CheckpointError
-from engines.decoder import SegmentGraph, build_head, build_segment
-from engines.eagle3 import Eagle3Head
-from engines.graph import WeightStore
-from engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of, with_free_rows
-from engines.tensorrt_copies import check_no_copies, layer_information
-from engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
-from engines.tensorrt_progress import BuildMonitor
-from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec
+from faser_backend.engines.arrays import FLOAT_TYPES
+from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.decoder import SegmentGraph, build_head, build_segment
+from faser_backend.engines.eagle3 import Eagle3Head
+from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of, with_free_rows
+from faser_backend.engines.tensorrt_copies import check_no_copies, layer_information
+from faser_backend.engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
+from faser_backend.engines.tensorrt_progress import BuildMonitor
+from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
+from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
-from plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 
 
 class TensorRtCompiler:

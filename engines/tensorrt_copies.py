@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from plugins.tensorrt_import import TensorRtError
+from faser_backend.plugins.tensorrt_import import TensorRtError
 
 POOL = re.compile(r"\b[kv]_pool(?:_out)?\.\d+\b")
 REFORMAT = re.compile(r"reformat", re.IGNORECASE)

@@ -15,7 +15,7 @@ from onnx import helper
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.manifest import BucketSpec
-from plugins.tensorrt_contract import (
+from faser_backend.plugins.tensorrt_contract import (
     ATTEND_OP,
     ATTEND_OUTPUTS,
     ATTENTION_INPUTS,
@@ -27,7 +27,7 @@ from plugins.tensorrt_contract import (
     VERSION,
     Geometry,
 )
-from plugins.tensorrt_import import TensorRt, TensorRtError
+from faser_backend.plugins.tensorrt_import import TensorRt, TensorRtError
 
 # Rows of a sequence that programs are cut for: a verification of some draft tokens. Prompts' chunks use the same.
 TILE_ROWS = 8
@@ -36,7 +36,7 @@ SUFFIX = ".plugins.onnx"
 
 def write_plugin_network(tensorrt: TensorRt, onnx_path: Path, geometry: Geometry) -> Path:
     """Registers the plugin with a TensorRT that has_plugins; returns the graph that its parser is to read."""
-    from plugins.tensorrt_aot import register_aot_plugins
+    from faser_backend.plugins.tensorrt_aot import register_aot_plugins
 
     register_aot_plugins(tensorrt.module.__name__)
     model = onnx.load(onnx_path, load_external_data=False)

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from engines.checkpoint_base import CheckpointError
-from engines.weights import ModelWeights
 from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec, WeightFormat
+from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import CPU_KV_CACHE_DTYPES
 from faser_backend.runtime_spec import RUNTIMES
 
@@ -111,7 +111,9 @@ def choose_kv_cache_dtype(runtime: str, dtype: str, asked: str | None, specs: Ma
         raise CheckpointError(f"kv_cache_dtype = {asked!r}: on {runtime!r} must be one of {', '.join(choices)}")
     if asked is not None or len(choices) == 1:
         return asked or dtype
-    from plugins.host_attention import has_halves  # not above: it loads numba, which other runtimes do without
+    from faser_backend.cpu.kernels.attention import (
+        has_halves,  # not above: it loads numba, which other runtimes do without
+    )
 
     is_half = all(spec.checkpoint_dtype in HALF_CHECKPOINTS for spec in specs.values())
     return "fp16" if is_half and has_halves() else "fp32"

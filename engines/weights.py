@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.checkpoint_base import Checkpoint, CheckpointError
 from faser_backend.core.model import ModelSpec
+from faser_backend.engines.checkpoint_base import Checkpoint, CheckpointError
 
 Shape = tuple[int, ...]
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed, not learned
@@ -79,7 +79,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         return self.sources[name].shape
 
     def stored_types(self, name: str) -> frozenset[str]:
-        """See engines.checkpoint.Checkpoint.stored_type; several where parts of the weight differ."""
+        """See faser_backend.engines.checkpoint.Checkpoint.stored_type; several where parts of the weight differ."""
         return frozenset(self._checkpoint.stored_type(part) for part, _ in self.sources[name].parts)
 
     def read_blocks(self, name: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Nothing is compiled here, and segments merely say which layers they are. The file is safetensors under the names of the
 graphs; norms and biases are float32. Of "torch" matrices have the engine's dtype. Of "llvm" they are bytes in the
-blocked layout of plugins/row_layouts.py, numbers that are quantised as a format has them taken over as they are, and
+blocked layout of cpu/kernels/layouts.py, numbers that are quantised as a format has them taken over as they are, and
 every tensor begins at a multiple of ALIGNMENT bytes, for the file is mapped and read in place.
 """
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.arrays import FLOAT_TYPES, converted_blocks
-from engines.checkpoint_base import CheckpointError
-from engines.eagle3 import Eagle3Head
-from engines.gguf_file import groups_of
-from engines.safetensors_file import NewTensor, write_safetensors
-from engines.weight_formats import INT4, INT8, format_of, is_held
-from engines.weights import ModelWeights
 from faser_backend.core.model import ModelSpec, WeightFormat
+from faser_backend.cpu.kernels.layouts import COLUMNS_AT_ONCE, store_groups, store_matrix, stored_bytes
+from faser_backend.engines.arrays import FLOAT_TYPES, converted_blocks
+from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.eagle3 import Eagle3Head
+from faser_backend.engines.gguf_file import groups_of
+from faser_backend.engines.safetensors_file import NewTensor, write_safetensors
+from faser_backend.engines.weight_formats import INT4, INT8, format_of, is_held
+from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec, TensorSpec
-from plugins.row_layouts import COLUMNS_AT_ONCE, store_groups, store_matrix, stored_bytes
 
 ALIGNMENT = 64
 TRANSPOSED = ("embedding", "lm_head")  # [vocab_size, hidden_size] in checkpoints

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from faser_backend.api.outputs import CompletionOutput, Logprob, RequestOutput
     from faser_backend.api.params import GuidedDecodingParams, SamplingParams
     from faser_backend.core.errors import ConfigError, FaserError, ManifestError, RequestError
-    from faser_backend.serving.answer_stream import TextPiece
+    from faser_backend.text.answer_stream import TextPiece
 
 _HOMES = {
     "LLM": "api.llm",

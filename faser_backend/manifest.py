@@ -1,6 +1,6 @@
 """`manifest.json`: the only contract between building engines and serving them.
 
-Plain frozen values, written once by `engines.build` and verified file by file when a server loads
+Plain frozen values, written once by `faser_backend.engines.build` and verified file by file when a server loads
 them. Knows the formats of the directory, nothing of graphs, runtimes or text.
 
 Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = block table columns,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from faser_backend.config import Option, OptionTable
+from faser_backend.core.config import Option, OptionTable
 
 
 class BenchOptions(OptionTable):

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from faser_backend.cli_options import takes
-from faser_backend.config import EngineConfig
+from faser_backend.cli.options import takes
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
+from faser_backend.lab.command_options import BenchOptions, ReplayOptions, SimulateOptions
+from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.serving.parameters import ServingOptions
-from lab.command_options import BenchOptions, ReplayOptions, SimulateOptions
-from lab.train_head.options import HeadOptions
 
 
 def profile(
@@ -34,7 +34,7 @@ def profile(
     ] = None,
 ) -> None:
     """Measure what model calls cost on this machine, and how sure the draft may be, for policies that decide by it."""
-    from lab.profiling.profile import run_profile
+    from faser_backend.profiling.profile import run_profile
 
     run_profile(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
 
@@ -42,8 +42,8 @@ def profile(
 @takes(options=BenchOptions, serving=(ServingOptions, "engine_dir"), engine=(EngineConfig, "draft num_threads"))
 def bench(*, options: BenchOptions, serving: ServingOptions, engine: EngineConfig) -> None:
     """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
-    from lab.bench.command import run_bench
-    from lab.contestants import Sizing
+    from faser_backend.lab.bench.command import run_bench
+    from faser_backend.lab.contestants import Sizing
 
     engines = {"engine_dir": serving.engine_dir, "draft": engine.draft, "num_threads": engine.num_threads}
     sizing = Sizing.quick() if options.is_quick else Sizing.full()
@@ -53,7 +53,7 @@ def bench(*, options: BenchOptions, serving: ServingOptions, engine: EngineConfi
 @takes(options=SimulateOptions)
 def simulate(*, options: SimulateOptions) -> None:
     """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
-    from lab.simulation.command import run_simulate
+    from faser_backend.lab.simulation.command import run_simulate
 
     run_simulate(options, command=_command_line())
 
@@ -61,7 +61,7 @@ def simulate(*, options: SimulateOptions) -> None:
 @takes(options=ReplayOptions)
 def replay(*, options: ReplayOptions) -> None:
     """Send a trace's requests to a running server when they are due; print latencies and errors."""
-    from lab.bench.replay import run_replay
+    from faser_backend.lab.bench.replay import run_replay
 
     raise typer.Exit(run_replay(options))
 
@@ -71,7 +71,7 @@ def train_head(*, options: HeadOptions) -> None:
     """Train an EAGLE-3 head for a target, on conversations that the target writes itself."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("train-head needs torch: pip install 'faser-backend[train]'")
-    from lab.train_head.run import save_trained, train, write
+    from faser_backend.lab.train_head.run import save_trained, train, write
 
     stages = {"write": write, "train": train, "save": save_trained}
     for stage in options.stage or stages:

@@ -8,7 +8,7 @@
 A contestant is a policy on an engine directory, with who drafts in brackets, in this process or behind a Triton server
 of its own; or a text model of a server that is running. Engines in this process take turns of 0.1 s, servers a load
 each. The first contestant is the reference: ratios are taken within a repeat, answers are compared with its answers.
-Writes NAME.json, NAME.md and NAME_light.png, NAME_dark.png. Other people's programs: lab.peers.
+Writes NAME.json, NAME.md and NAME_light.png, NAME_dark.png. Other people's programs: faser_backend.lab.peers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from faser_backend.cli_options import print_steps
-from faser_backend.config import EngineConfig
+from faser_backend.cli.options import print_steps
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.lab import environment
+from faser_backend.lab.answers import Job, jobs_of
+from faser_backend.lab.bench.measure import Served, measure
+from faser_backend.lab.bench.servers import LoadClient, Run, serve_all
+from faser_backend.lab.contestants import split_names
+from faser_backend.lab.drive import ClosedLoop, InProcess
+from faser_backend.lab.options import add_prompt_options, asked_prompts, integers, make_parser
+from faser_backend.lab.prompts import Prompt
+from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
-from lab import environment
-from lab.answers import Job, jobs_of
-from lab.bench.measure import Served, measure
-from lab.bench.servers import LoadClient, Run, serve_all
-from lab.contestants import split_names
-from lab.drive import ClosedLoop, InProcess
-from lab.options import add_prompt_options, asked_prompts, integers, make_parser
-from lab.prompts import Prompt
-from lab.tables import Column, markdown_table, write_results
 
 DRAFTS = {"(ngram)": "ngram", "(model+ngram)": "model+ngram"}
 PLACES = ("process", "triton")

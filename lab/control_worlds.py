@@ -18,9 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request, Sampling
+from faser_backend.lab.answers import summarise
+from faser_backend.lab.drive import OpenLoop, finished, serve_requests
+from faser_backend.lab.simulation.acceptance import AcceptancePath, AcceptanceProcess, demo_process
+from faser_backend.lab.simulation.engine import SimEngine, World, build_sim_engine
+from faser_backend.lab.simulation.worlds import roofline_world
 from faser_backend.policy.cost_model import (
     DRAFT,
     TARGET,
@@ -33,11 +38,6 @@ from faser_backend.policy.cost_model import (
 )
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
-from lab.answers import summarise
-from lab.drive import OpenLoop, finished, serve_requests
-from lab.simulation.acceptance import AcceptancePath, AcceptanceProcess, demo_process
-from lab.simulation.engine import SimEngine, World, build_sim_engine
-from lab.simulation.worlds import roofline_world
 
 NUM_SEEDS = 8
 TRIM_FREE = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0)

@@ -19,16 +19,16 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.core.request import EngineOutput, Request, Sampling
+from faser_backend.lab.answers import Answer, Job
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.drafting import serving_knowledge
-from faser_backend.serving.tokenizer import load_tokenizer
-from lab.answers import Answer, Job
+from faser_backend.text.tokenizer import load_tokenizer
 
 TURN_S = 0.1  # some steps of the longest kind; what a turn finds cold is cold for everybody
 

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lab.places import ROOT
+from faser_backend.lab.places import ROOT
 
 GPU_PACKAGES = ("torch", "triton", "cuda-python", "tensorrt-cu13", "tensorrt-rtx-cu13-libs")
 PACKAGES = ("faser-backend", "numpy", "numba", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
@@ -25,7 +25,7 @@ _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,po
 
 def describe(seed: int) -> dict[str, Any]:
     """Meta data of a run: plain values for JSON. gpu: the one that is there, used or not; None without one."""
-    from faser_backend.device.cpu_runtime import cpu_name
+    from faser_backend.cpu.runtime import cpu_name
 
     gpu = gpu_name()
     return {
@@ -50,8 +50,8 @@ def describe_checkout() -> dict[str, Any]:
 
 
 def gpu_name() -> str | None:
-    from faser_backend.device.cuda.green_contexts import DriverError
-    from faser_backend.device.cuda.identity import gpu_facts, load_driver
+    from faser_backend.cuda.green_contexts import DriverError
+    from faser_backend.cuda.identity import gpu_facts, load_driver
 
     try:
         facts = gpu_facts(load_driver())

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TypeVar
 
 from faser_backend.core.errors import FaserError
-from faser_backend.device.llvm_runner import LlvmRunner
+from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.serving.processes import die_with_parent
 
 LOOK_S = 1.0  # between two looks at whether all workers are there

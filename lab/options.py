@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import FaserError
+from faser_backend.lab.places import RESULTS
+from faser_backend.lab.prompts import PromptLimits, PromptSet, load_prompt_set
 from faser_backend.manifest import EngineManifest
-from lab.places import RESULTS
-from lab.prompts import PromptLimits, PromptSet, load_prompt_set
 
 SHARED: dict[str, dict[str, Any]] = {
     "engine-dir": {"type": Path, "help": "default: the demo pair, built here"},

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
+from faser_backend.lab.places import DEMO
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.tokenizer import TextTokenizer
-from lab.places import DEMO
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
 
 DEMO_PROMPTS = DEMO / "prompts.jsonl"
 WINDOW_STRIDE = 977  # tokens between two prompts; a prime, so that wrapped windows begin elsewhere

@@ -11,7 +11,7 @@ from typing import Any
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
-from lab import environment
+from faser_backend.lab import environment
 
 Row = Mapping[str, Any]
 WIDE = 200  # columns

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import reference
-from plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
+from faser_backend.plugins import reference
+from faser_backend.plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
 
 BLOCK_C = 4  # candidates of a program: enough to share the hidden state, few enough to fill a GPU with programs
 BLOCK_D = 1024

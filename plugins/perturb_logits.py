@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins.launch import cdiv, check_tensor, on_grid
+from faser_backend.plugins.launch import cdiv, check_tensor, on_grid
 
 BLOCK_V = 2048
 NUM_WARPS = 4

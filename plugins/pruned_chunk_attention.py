@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import reference
-from plugins.attention_config import launch_config, num_tiles, padded_head_dim
-from plugins.attention_tiles import attend_chunk, attend_context, write_rows
-from plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
-from plugins.split_combine import combine_splits, empty_parts
+from faser_backend.plugins import reference
+from faser_backend.plugins.attention_config import launch_config, num_tiles, padded_head_dim
+from faser_backend.plugins.attention_tiles import attend_chunk, attend_context, write_rows
+from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
+from faser_backend.plugins.split_combine import combine_splits, empty_parts
 
 LOG2_E = math.log2(math.e)
 

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import reference
-from plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
+from faser_backend.plugins import reference
+from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 NUM_WARPS = 1  # a program turns one head of one row
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins import reference
-from plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
+from faser_backend.plugins import reference
+from faser_backend.plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
 
 BLOCK_D = 2048
 NUM_WARPS = 4

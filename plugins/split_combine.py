@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plugins.launch import on_grid
+from faser_backend.plugins.launch import on_grid
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits"], do_not_specialize_on_alignment=["cu_rows"])

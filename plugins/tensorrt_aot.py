@@ -13,8 +13,8 @@ from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any
 
-from plugins.compile import Compiled
-from plugins.tensorrt_contract import (
+from faser_backend.plugins.compile import Compiled
+from faser_backend.plugins.tensorrt_contract import (
     ATTEND_OP,
     ATTENTION_INPUTS,
     COMBINE_INPUTS,
@@ -29,7 +29,7 @@ from plugins.tensorrt_contract import (
     combine_launch,
     part_rows,
 )
-from plugins.tensorrt_kernels import compile_attend, compile_combine
+from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combine
 
 WARP_SIZE = 32
 # What a kernel may use without being allowed more; nothing says that TensorRT allows a plugin's kernel more.

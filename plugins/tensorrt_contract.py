@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from plugins.attention_config import MAX_SPLITS, MIN_TOKENS_PER_SPLIT, PROGRAMS_PER_SM, LaunchConfig, launch_config
+from faser_backend.plugins.attention_config import (
+    MAX_SPLITS,
+    MIN_TOKENS_PER_SPLIT,
+    PROGRAMS_PER_SM,
+    LaunchConfig,
+    launch_config,
+)
 
 NAMESPACE = "faser"
 VERSION = "1"

@@ -14,11 +14,11 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
-from plugins.compile import Compiled, compile_kernel
-from plugins.pruned_chunk_attention import attend_tile
-from plugins.split_combine import combine_splits_kernel
-from plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, Geometry
+from faser_backend.plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
+from faser_backend.plugins.compile import Compiled, compile_kernel
+from faser_backend.plugins.pruned_chunk_attention import attend_tile
+from faser_backend.plugins.split_combine import combine_splits_kernel
+from faser_backend.plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, Geometry
 
 COMBINE_WARPS = 4
 

@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$ROOT"
 unset PYTHONPATH
 
-TESTS=(test_cli test_cli_chat test_llm test_examples test_llvm_exits test_structured_output test_chat test_answer_stream
-  test_gguf_tokenizer test_files)
+TESTS=(cli/test_cli cli/test_cli_chat api/test_llm test_examples cpu/test_llvm_exits text/test_structured_output
+  text/test_chat text/test_answer_stream engines/test_gguf_tokenizer test_files)
 
 VENV="$ROOT/build/newest"
 rm -rf "$VENV"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lab.bench.weights import main
+from faser_backend.lab.bench.weights import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -36,12 +36,18 @@ site "$VENV/bin/python" >"$(site "$work/venv/bin/python")/dependencies.pth"
 VENV="$work/venv"
 cd "$work"
 "$VENV/bin/python" - "$work" <<'PY'
+import importlib.util
 import sys
-import engines, faser_backend, lab, plugins
+from importlib.metadata import files
 from faser_backend.places import DEMO_PAIR, MODEL_REPO, MODEL_REPO_LLMAPI, data_folder
 
-for module in (engines, faser_backend, lab, plugins):
-    assert module.__file__.startswith(sys.argv[1]), module.__file__
+names = {file.parts[0] for file in files("faser-backend") if not file.parts[0].startswith((".", "faser_backend-"))}
+assert names == {"faser_backend"}, names
+for name in ("engines", "plugins", "lab", "lab.bench", "lab.simulation", "lab.train_head"):
+    place = importlib.util.find_spec(f"faser_backend.{name}").origin
+    assert place.startswith(sys.argv[1]), place
+for name in ("lab.abuse", "lab.gpu", "lab.peers"):
+    assert importlib.util.find_spec(f"faser_backend.{name}") is None, name
 assert str(data_folder()).startswith(sys.argv[1]), data_folder()
 for file in (MODEL_REPO / "ensemble/1/model.py", MODEL_REPO_LLMAPI / "tensorrt_llm/config.pbtxt", DEMO_PAIR / "prompts.jsonl"):
     assert file.is_file(), file
@@ -68,7 +74,7 @@ say "tritonserver over a model repository that the wheel wrote"
 # Out of the way of `faser serve`: Triton's own program starts, and its Python stub finds what is installed by itself.
 install="$("$VENV/bin/python" - <<'PY'
 import os
-from faser_backend.serving.server import find_triton
+from faser_backend.triton.server import find_triton
 
 found = find_triton()
 os.makedirs("backends/python")
@@ -77,7 +83,7 @@ for file in [*(found.backends / "python").glob("[!_]*"), found.stub]:
 print(found.binary, os.pathsep.join(map(str, found.libraries)))
 PY
 )"
-"$VENV/bin/python" -m faser_backend.serving.model_configs . >/dev/null
+"$VENV/bin/python" -m faser_backend.triton.model_configs . >/dev/null
 mapfile -t ports < <(free_ports 3)
 env PATH="$VENV/bin:$PATH" LD_LIBRARY_PATH="${install#* }" "${install%% *}" --model-repository=model_repo \
   --backend-directory=backends --http-port="${ports[0]}" --grpc-port="${ports[1]}" --metrics-port="${ports[2]}" \

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from faser_backend.cli import main
+from faser_backend.cli.main import main
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before any test loads ONNX Runtime, whose release 1.31 sends usage data
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -30,7 +30,7 @@ def _signals_stay_as_they_are() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pair of random weights, which nobody writes to."""
-    from tests.serving_pair import build_pair  # what most tests need not load
+    from tests.support.serving_pair import build_pair  # what most tests need not load
 
     return build_pair(tmp_path_factory.mktemp("pair"))
 

@@ -17,8 +17,8 @@ from scipy import stats
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.request import Sampling
-from faser_backend.device import noise
-from faser_backend.device.sampler import NumpySampler
+from faser_backend.cpu import noise
+from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.policy import acceptance
 from faser_backend.policy.acceptance import accept_by_rejection, accept_matches, draw
 

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import typer
 
-from faser_backend.cli import app
-from tests.cli_page import PAGE, cli_page
+from faser_backend.cli.main import app
+from tests.support.cli_page import PAGE, cli_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -160,7 +160,7 @@ def test_the_check_sees_a_wrong_command(line: str):
 
 
 def test_the_reference_of_the_command_is_what_it_takes():
-    assert PAGE.read_text() == cli_page(), "python -m tests.cli_page writes it anew"
+    assert PAGE.read_text() == cli_page(), "python -m tests.support.cli_page writes it anew"
 
 
 # -- links --------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline import step
 from faser_backend.pipeline.commit import RoundCounts, commit_tokens
 from faser_backend.policy.drafter_choice import DrafterChoice
-from tests.forced_engine import LANES, POLICIES, Case, GuessWatcher, agrees, guessing, open_forced
-from tests.forcing import (
+from tests.pipeline.test_engine import alone, random_requests
+from tests.support.forced_engine import LANES, POLICIES, Case, GuessWatcher, agrees, guessing, open_forced
+from tests.support.forcing import (
     ADMITS_ALL,
     ADMITS_NOTHING,
     Change,
@@ -37,8 +38,7 @@ from tests.forcing import (
     random_lengths,
     random_rule,
 )
-from tests.harness import drive, request
-from tests.test_engine import alone, random_requests
+from tests.support.harness import drive, request
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 MODES = list(PipelineMode)

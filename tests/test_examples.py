@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from faser_backend import LLM, SamplingParams
-from lab.bench.servers import free_ports
-from tests.served import serve
-from tests.serving_pair import build_pair
+from faser_backend.lab.bench.servers import free_ports
+from tests.support.served import serve
+from tests.support.serving_pair import build_pair
 from tests.test_docs import command_lines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from engines import build
+from faser_backend.cli.main import doctor
 from faser_backend.core.errors import ConfigError, ManifestError, RequestError
+from faser_backend.engines import build
 from faser_backend.files import FileError, check_room, read_bytes, read_json, read_text
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving import doctor, server
-from faser_backend.serving.tokenizer import TextTokenizer
-from tests.serving_pair import build_pair
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton import server
+from tests.support.serving_pair import build_pair
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

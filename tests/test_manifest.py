@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engines.build import build_engines
-from engines.checkpoint_base import CheckpointError
 from faser_backend.core.errors import FaserError, ManifestError
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.checkpoint_base import CheckpointError
 from faser_backend.manifest import EngineManifest, file_sha256
-from tests.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
+from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
 
 
 @pytest.fixture(scope="module")

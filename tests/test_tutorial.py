@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engines.build import build_engines
-from faser_backend.cli import app
+from faser_backend.cli.main import app
 from faser_backend.core.errors import ConfigError
+from faser_backend.engines.build import build_engines
+from faser_backend.lab.contestants import choose_contestants
+from faser_backend.lab.control_worlds import all_worlds, run
 from faser_backend.policy.registry import parse_policy
-from lab.contestants import choose_contestants
-from lab.control_worlds import all_worlds, run
-from tests.harness import drive, fake_engine, guessed
-from tests.serving_pair import write_pair
-from tests.test_engine import alone, random_requests
+from tests.pipeline.test_engine import alone, random_requests
+from tests.support.harness import drive, fake_engine, guessed
+from tests.support.serving_pair import write_pair
 
 TUTORIAL = Path(__file__).resolve().parents[1] / "docs" / "tutorial-policy.md"
 

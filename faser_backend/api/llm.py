@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from faser_backend.api.batch import AnyParams, Batch, Conversation, Model, Prompt, is_conversation
 from faser_backend.api.outputs import RequestOutput
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import RequestError, UnavailableError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput
@@ -27,9 +27,9 @@ from faser_backend.serving import loading
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
-from faser_backend.serving.guides import GuideCompiler
-from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.text.guides import GuideCompiler
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
 
 Prompts = Prompt | Sequence[Prompt]
 

@@ -11,12 +11,12 @@ from faser_backend.api.batch import Prompt, check_params
 from faser_backend.api.llm import LLM
 from faser_backend.api.outputs import CompletionOutput, RequestOutput
 from faser_backend.api.params import SamplingParams
-from faser_backend.config import DEFAULT_POLICY
+from faser_backend.core.config import DEFAULT_POLICY
 from faser_backend.core.errors import RequestError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason
-from faser_backend.serving.chat import read_messages
 from faser_backend.serving.profile_store import PROFILE_FILE
+from faser_backend.text.chat import read_messages
 
 
 def read_prompt(

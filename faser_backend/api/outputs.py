@@ -11,8 +11,8 @@ from typing import NamedTuple
 from faser_backend.api.params import SamplingParams
 from faser_backend.core.errors import Failure
 from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
-from faser_backend.serving.answer_stream import AnswerStream, AnswerToken, TextPiece
-from faser_backend.serving.tokenizer import TextTokenizer
+from faser_backend.text.answer_stream import AnswerStream, AnswerToken, TextPiece
+from faser_backend.text.tokenizer import TextTokenizer
 
 _REASONS = {
     FinishReason.END_ID: "stop",

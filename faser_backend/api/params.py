@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
-from faser_backend.serving.guides import read_guide
-from faser_backend.serving.validation import refusal_of
+from faser_backend.core.validation import refusal_of
+from faser_backend.text.guides import read_guide
 
 MAX_SEQUENCES = 1024  # answers to one prompt
 MAX_LOGPROBS = 20

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler

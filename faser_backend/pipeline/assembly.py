@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord

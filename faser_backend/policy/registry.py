@@ -8,7 +8,7 @@ from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, NamedTuple
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord

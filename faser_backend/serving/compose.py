@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Clock, Partition, Sampler

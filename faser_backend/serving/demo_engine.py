@@ -44,7 +44,7 @@ def demo_engine_dir(
         try:
             EngineManifest.load(directory)
         except ManifestError:
-            from engines.build import build_engines  # build-time code: only where it is needed
+            from faser_backend.engines.build import build_engines  # build-time code: only where it is needed
 
             for left in cache.glob(f".{directory.name}.*"):  # by builds that were killed: we hold the lock
                 shutil.rmtree(left, ignore_errors=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair

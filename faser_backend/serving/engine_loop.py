@@ -18,7 +18,7 @@ from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserEr
 from faser_backend.core.grammar import Grammar
 from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
 from faser_backend.pipeline.engine import Engine, EngineMetrics
-from faser_backend.serving.guides import GuideCompiler
+from faser_backend.text.guides import GuideCompiler
 
 _log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1

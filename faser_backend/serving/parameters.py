@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from faser_backend.config import CAPACITY, Option, OptionTable
+from faser_backend.core.config import CAPACITY, Option, OptionTable
 from faser_backend.serving.access import ALSO_RESTRICTABLE
 
 PORTS, ACCESS, CONTRACT, OPENAI = "Ports and logs", "Access", "Triton's contract", "OpenAI's API"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.device import cpu_runtime
+from faser_backend.cpu import runtime as cpu_runtime
 from faser_backend.device.runtime import Runtime
 from faser_backend.manifest import EngineManifest
 from faser_backend.runtime_spec import RUNTIMES
@@ -26,7 +26,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
     if spec.is_cpu:
         return cpu_runtime.open_llvm(engine_dir, manifest, config)
     try:
-        from faser_backend.device.cuda.runtime import open_cuda_runtime
+        from faser_backend.cuda.runtime import open_cuda_runtime
     except ImportError as error:
         raise ConfigError(
             f"runtime = {spec.name!r}: needs torch and Triton-language; "
@@ -39,7 +39,7 @@ def identity_of(runtime: str) -> dict[str, str | int]:
     """Returns the facts that decide how long its calls take on this machine, without opening the device."""
     if RUNTIMES[runtime].is_cpu:
         return cpu_runtime.identity()
-    from faser_backend.device.cuda.identity import identity
+    from faser_backend.cuda.identity import identity
 
     return identity(runtime)
 

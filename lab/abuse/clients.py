@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
 from tritonclient.utils import triton_to_np_dtype
 
-from faser_backend.serving.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
+from faser_backend.triton.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
 
 TIMEOUT_S = 60.0  # of an answer: nothing that is asked here takes a tenth of it
 PAUSE_S = 0.02  # of a neighbour, between an answer and the next request

@@ -24,16 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from faser_backend.lab import environment
+from faser_backend.lab.abuse.cases import PROMPT, SCHEMAS, Case
+from faser_backend.lab.abuse.clients import GrpcClient, Reply, make_request
+from faser_backend.lab.abuse.fuzz import END_S, fuzz
+from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, report
+from faser_backend.lab.abuse.soak import ask_to_stop
+from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.options import make_parser
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.processes import is_running
-from lab import environment
-from lab.abuse.cases import PROMPT, SCHEMAS, Case
-from lab.abuse.clients import GrpcClient, Reply, make_request
-from lab.abuse.fuzz import END_S, fuzz
-from lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, report
-from lab.abuse.soak import ask_to_stop
-from lab.bench.servers import free_ports
-from lab.options import make_parser
 
 NUM_STREAMS, BEGIN_S = 4, 30.0  # answers under way when something happens
 DRAIN_S = 66.0  # what `faser serve` gives answers in flight, and Triton to end

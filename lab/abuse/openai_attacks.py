@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, Neighbour, Reply, ask_http
+from faser_backend.lab.abuse.served import OPENAI, memory_mib, report, serving
+from faser_backend.lab.bench.servers import free_ports
 from faser_backend.serving.processes import cpu_seconds
-from lab.abuse.clients import PAUSE_S, TIMEOUT_S, Neighbour, Reply, ask_http
-from lab.abuse.served import OPENAI, memory_mib, report, serving
-from lab.bench.servers import free_ports
 
 LIMIT = 4 << 20  # bytes of a body
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from faser_backend.lab.abuse.cases import PROMPT, make_case, pick
+from faser_backend.lab.abuse.clients import GrpcClient, Reply, ask_http, judge, make_request
+from faser_backend.lab.abuse.fuzz import send
+from faser_backend.lab.abuse.served import Served, Usage, end_servers_on_sigterm, report, serving, usage
+from faser_backend.lab.options import make_parser
+from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import is_running
-from lab.abuse.cases import PROMPT, make_case, pick
-from lab.abuse.clients import GrpcClient, Reply, ask_http, judge, make_request
-from lab.abuse.fuzz import send
-from lab.abuse.served import Served, Usage, end_servers_on_sigterm, report, serving, usage
-from lab.options import make_parser
-from lab.tables import markdown_table
 
 NUM_CLIENTS = 8
 # Blocks for one context of the demo pair: what twelve sequences need together is more, so that some are preempted. The

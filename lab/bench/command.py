@@ -18,24 +18,20 @@ from typing import Any
 
 from rich.console import Console
 
-from faser_backend.cli_options import print_steps
-from faser_backend.config import EngineConfig
+from faser_backend.cli.options import print_steps
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
-from faser_backend.manifest import EngineManifest
-from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.profile_store import load_profile
-from faser_backend.serving.tokenizer import load_tokenizer
-from lab import environment
-from lab.answers import jobs_of
-from lab.bench.compare import add_comparisons, in_words, spread_warning
-from lab.bench.measure import Ladder, Workload, reference_speeds
-from lab.bench.oracle import make_oracle
-from lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
-from lab.bench.report import render, roofline
-from lab.bench.timeline import trace_events
-from lab.command_options import BenchOptions
-from lab.contestants import (
+from faser_backend.lab import environment
+from faser_backend.lab.answers import jobs_of
+from faser_backend.lab.bench.compare import add_comparisons, in_words, spread_warning
+from faser_backend.lab.bench.measure import Ladder, Workload, reference_speeds
+from faser_backend.lab.bench.oracle import make_oracle
+from faser_backend.lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
+from faser_backend.lab.bench.report import render, roofline
+from faser_backend.lab.bench.timeline import trace_events
+from faser_backend.lab.command_options import BenchOptions
+from faser_backend.lab.contestants import (
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
     ORACLE,
@@ -45,14 +41,18 @@ from lab.contestants import (
     choose_contestants,
     split_names,
 )
-from lab.drive import ClosedLoop, InProcess
-from lab.interrupts import terminable
-from lab.profiling.profile import run_profile
-from lab.progress import progress_bar
-from lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
-from lab.steps import StepLog
-from lab.tables import check_output
-from lab.traces import read_trace
+from faser_backend.lab.drive import ClosedLoop, InProcess
+from faser_backend.lab.interrupts import terminable
+from faser_backend.lab.progress import progress_bar
+from faser_backend.lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
+from faser_backend.lab.steps import StepLog
+from faser_backend.lab.tables import check_output
+from faser_backend.lab.traces import read_trace
+from faser_backend.manifest import EngineManifest
+from faser_backend.profiling.profile import run_profile
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.profile_store import load_profile
+from faser_backend.text.tokenizer import load_tokenizer
 
 REPORT_BYTES = 32 << 20  # of all three files, at most
 # Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from lab.contestants import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+from faser_backend.lab.contestants import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
 
 CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # in the median of several repeats, in a single one
 BUSY_SPREAD = 0.15  # between the slowest and the fastest repeat, of the median throughput

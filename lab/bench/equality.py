@@ -19,22 +19,22 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.request import FinishReason, Request, Sampling
-from faser_backend.device.noise import GumbelNoise
+from faser_backend.cpu.noise import GumbelNoise
+from faser_backend.lab import environment
+from faser_backend.lab.answers import jobs_of
+from faser_backend.lab.drive import write_all
+from faser_backend.lab.options import make_parser
+from faser_backend.lab.prompts import DEMO_PROMPTS, interleaved, read_prompts
+from faser_backend.lab.steps import StepLog, figures
+from faser_backend.lab.tables import Column, markdown_table, write_results
+from faser_backend.lab.target import OpenTarget
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import load_knowledge
-from lab import environment
-from lab.answers import jobs_of
-from lab.drive import write_all
-from lab.options import make_parser
-from lab.prompts import DEMO_PROMPTS, interleaved, read_prompts
-from lab.steps import StepLog, figures
-from lab.tables import Column, markdown_table, write_results
-from lab.target import OpenTarget
 
 COLUMNS = (
     Column("way", "name"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.answers import (
+from faser_backend.lab.answers import (
     Answer,
     Categories,
     Job,
@@ -23,12 +23,12 @@ from lab.answers import (
     summarise,
     summarise_categories,
 )
-from lab.bench.plan import CLOSED_LOADS, PROBE_TOKENS, Speed
-from lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing, taking_part
-from lab.drive import ClosedLoop, Feed, InProcess, OpenLoop, turn_orders
-from lab.prompts import Prompt, PromptMaker
-from lab.steps import StepLog, figures
-from lab.traces import Trace, fitted_to, make_lengths, picked, with_rate_curve
+from faser_backend.lab.bench.plan import CLOSED_LOADS, PROBE_TOKENS, Speed
+from faser_backend.lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing, taking_part
+from faser_backend.lab.drive import ClosedLoop, Feed, InProcess, OpenLoop, turn_orders
+from faser_backend.lab.prompts import Prompt, PromptMaker
+from faser_backend.lab.steps import StepLog, figures
+from faser_backend.lab.traces import Trace, fitted_to, make_lengths, picked, with_rate_curve
 
 PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated

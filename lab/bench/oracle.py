@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from faser_backend.core.decision import Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.lab.simulation.engine import OraclePolicy
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from lab.simulation.engine import OraclePolicy
 
 Text = tuple[bytes, int, float]  # prompt, seed, temperature: what fixes an answer
 

@@ -12,11 +12,11 @@ from itertools import product
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.kv_pool import KvPool
+from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.device.runtime import ModelPair
+from faser_backend.lab.answers import Answer
+from faser_backend.lab.contestants import LOADS, MAX_NUM_SEQS, Contestant, Load, Sizing, taking_part
 from faser_backend.manifest import EngineManifest
-from lab.answers import Answer
-from lab.contestants import LOADS, MAX_NUM_SEQS, Contestant, Load, Sizing, taking_part
 
 GIB = 1 << 30
 POOL_SHARE = 0.5  # of the memory that is left beside weights: answers, buffers and others need some too

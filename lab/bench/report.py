@@ -21,12 +21,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from faser_backend.core.model import ModelSpec
-from lab.answers import category_rows
-from lab.bench.compare import gain, gains, groups, in_words
-from lab.bench.rows import MachineLimits
-from lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
-from lab.shapes import row_flops
-from lab.tables import Column
+from faser_backend.lab.answers import category_rows
+from faser_backend.lab.bench.compare import gain, gains, groups, in_words
+from faser_backend.lab.bench.rows import MachineLimits
+from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
+from faser_backend.lab.shapes import row_flops
+from faser_backend.lab.tables import Column
 
 Row = dict[str, Any]
 ROOFLINE_REPEATS = 5
@@ -137,7 +137,9 @@ CATEGORIES = tuple(
 
 def render(bench: dict[str, Any]) -> str:
     """bench: the content of bench.json."""
-    environment = Environment(loader=PackageLoader("lab.bench", "."), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=PackageLoader("faser_backend.lab.bench", "."), autoescape=True, undefined=StrictUndefined
+    )
     environment.filters["ticks"] = _ticks
     rows, meta = bench["rows"], bench["meta"]
     with plt.rc_context(STYLE):

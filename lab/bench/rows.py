@@ -22,8 +22,8 @@ import numba
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from lab.options import integers, make_parser
-from lab.target import OpenTarget
+from faser_backend.lab.options import integers, make_parser
+from faser_backend.lab.target import OpenTarget
 
 READ_BYTES = 1 << 28  # of a thread: no cache holds them
 MATRIX_SIZE = 1024

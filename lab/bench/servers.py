@@ -22,8 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lab.answers import Answer, Job
-from lab.places import ROOT
+from faser_backend.lab.answers import Answer, Job
+from faser_backend.lab.places import ROOT
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
@@ -87,7 +87,7 @@ Run = Callable[[list[Job], int], tuple[list[Answer], float]]  # jobs and clients
 
 
 class LoadClient:
-    """lab.bench.wire in a process of its own, which the stack ends."""
+    """faser_backend.lab.bench.wire in a process of its own, which the stack ends."""
 
     def __init__(self, stack: ExitStack) -> None:
         # Linux shares cores between sessions first: in one with other busy programs the client
@@ -101,7 +101,7 @@ class LoadClient:
 
 def _run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
     os.environ["GRPC_VERBOSITY"] = "ERROR"
-    from lab.bench.wire import run_jobs  # gRPC reads the environment when it is loaded
+    from faser_backend.lab.bench.wire import run_jobs  # gRPC reads the environment when it is loaded
 
     return asyncio.run(run_jobs(url, jobs, num_clients))
 

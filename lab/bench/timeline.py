@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from lab.steps import StepLog, StepNote
+from faser_backend.lab.steps import StepLog, StepNote
 
 LANES = {"step": 1, "draft": 2, "target": 3}
 STEP_PHASES = frozenset({"schedule", "accept", "commit", "observe", "wait"})

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
 
 from faser_backend.core.errors import FaserError
-from lab.answers import Answer, Job
+from faser_backend.lab.answers import Answer, Job
 
 Received = tuple[float, Any]  # seconds, and the response that came then
 NUM_TOKENS = "num_output_tokens"  # of a response

@@ -17,22 +17,22 @@ import signal
 import sys
 from pathlib import Path
 
-from lab.environment import query_gpu
-from lab.gpu.harness import Outcome, Part, Setting, run_parts
-from lab.gpu.report import Report, default_path, describe, render
+from faser_backend.lab.environment import query_gpu
+from faser_backend.lab.gpu.harness import Outcome, Part, Setting, run_parts
+from faser_backend.lab.gpu.report import Report, default_path, describe, render
 
 FULL_BUDGET_S = 500.0
 PARTS = (
-    Part("device", "device and libraries", "lab.gpu.device:device", 20),
-    Part("first", "first contact: captures, serving, steps", "lab.gpu.first_contact:run", 160),
-    Part("peaks", "copy bandwidth and matrix products", "lab.gpu.speed:peaks", 20),
-    Part("kernels", "kernels against their references", "lab.gpu.kernels:correctness", 45),
-    Part("bandwidth", "bandwidth of kernels", "lab.gpu.speed:bandwidth", 35),
-    Part("sms", "SM splits", "lab.gpu.sms:run", 20, needs_gpu=True),
-    Part("parity", "runtime torch against runtime llvm", "lab.gpu.parity:torch_runtime", 50),
-    Part("ladder", "policies and mechanisms, demo pair", "lab.gpu.ladder:demo", 120),
-    Part("rtx", "TensorRT-RTX", "lab.gpu.parity:rtx_runtime", 60),
-    Part("tensorrt", "full TensorRT", "lab.gpu.parity:tensorrt_runtime", 65),
+    Part("device", "device and libraries", "faser_backend.lab.gpu.device:device", 20),
+    Part("first", "first contact: captures, serving, steps", "faser_backend.lab.gpu.first_contact:run", 160),
+    Part("peaks", "copy bandwidth and matrix products", "faser_backend.lab.gpu.speed:peaks", 20),
+    Part("kernels", "kernels against their references", "faser_backend.lab.gpu.kernels:correctness", 45),
+    Part("bandwidth", "bandwidth of kernels", "faser_backend.lab.gpu.speed:bandwidth", 35),
+    Part("sms", "SM splits", "faser_backend.lab.gpu.sms:run", 20, needs_gpu=True),
+    Part("parity", "runtime torch against runtime llvm", "faser_backend.lab.gpu.parity:torch_runtime", 50),
+    Part("ladder", "policies and mechanisms, demo pair", "faser_backend.lab.gpu.ladder:demo", 120),
+    Part("rtx", "TensorRT-RTX", "faser_backend.lab.gpu.parity:rtx_runtime", 60),
+    Part("tensorrt", "full TensorRT", "faser_backend.lab.gpu.parity:tensorrt_runtime", 65),
 )  # fmt: skip
 PARTS_BY_NAME = {part.name: part for part in PARTS}
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from lab.gpu.harness import Context, Result
-from plugins.tensorrt_import import Flavour, import_tensorrt
+from faser_backend.lab.gpu.harness import Context, Result
+from faser_backend.plugins.tensorrt_import import Flavour, import_tensorrt
 
 FLAVOURS: dict[str, Flavour] = {"tensorrt": "full", "tensorrt_rtx": "rtx"}
 MODULES = (
@@ -71,7 +71,7 @@ def _run_kernel() -> str:
     """The row compaction kernel, the smallest of ours."""
     import torch
 
-    from plugins.row_compaction import compact_rows
+    from faser_backend.plugins.row_compaction import compact_rows
 
     hidden, kept = torch.randn(8, 64, device="cuda"), torch.tensor([1, 5], device="cuda")
     out = torch.empty(2, 64, device="cuda")

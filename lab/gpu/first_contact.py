@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from engines.build import build_engines
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.request import Request, Sampling
+from faser_backend.engines.build import build_engines
+from faser_backend.lab.gpu.harness import Context, Result
+from faser_backend.lab.gpu.pairs import DTYPE, checked_device, opened_pair, write_untrained_head
+from faser_backend.lab.gpu.speed import copy_bytes_per_s, median_us
+from faser_backend.lab.shapes import PAIRS, TINY_PAIR, weight_count
 from faser_backend.serving.demo_engine import DEMO_PAIR
-from faser_backend.serving.engine_host import EngineHost
 from faser_backend.serving.parameters import ServingOptions
-from lab.gpu.harness import Context, Result
-from lab.gpu.pairs import DTYPE, checked_device, opened_pair, write_untrained_head
-from lab.gpu.speed import copy_bytes_per_s, median_us
-from lab.shapes import PAIRS, TINY_PAIR, weight_count
+from faser_backend.triton.engine_host import EngineHost
 
 FIRST_PROMPT = 1000  # tokens
 NUM_ANSWER_TOKENS = 20
@@ -73,7 +73,7 @@ def _failed_capture() -> None:
     import torch
 
     from faser_backend.core.graph_counts import GraphCounts
-    from faser_backend.device.cuda.graphs import GraphCapturer
+    from faser_backend.cuda.graphs import GraphCapturer
 
     rows = torch.ones((64, 64), device="cuda", dtype=torch.bfloat16)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -101,7 +101,7 @@ def _many_shapes() -> None:
     import torch
 
     from faser_backend.core.graph_counts import GraphCounts
-    from faser_backend.device.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
+    from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 
     weight = torch.randn((256, 256), device="cuda", dtype=torch.bfloat16)
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lab.places import ROOT
+from faser_backend.lab.places import ROOT
 
 SOFT_SHARE = 0.85  # of its limit, after which a part should stop by itself; at the limit it is killed
 LEAST_SHARE = 0.25  # of its limit, below which a part is not begun
@@ -121,7 +121,7 @@ def _run_child(job: dict[str, Any], limit_s: float) -> int | None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     # More hardware queues than streams, so that no stream waits behind another's; read when CUDA starts.
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    command = [sys.executable, "-m", "lab.gpu.harness", json.dumps(job)]
+    command = [sys.executable, "-m", "faser_backend.lab.gpu.harness", json.dumps(job)]
     child = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
     )

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from faser_backend.device.cuda.noise import TorchNoise
-from faser_backend.device.cuda.pool import DTYPES
-from lab.gpu.harness import Context, Result
-from lab.gpu.kernel_cases import SENTINEL, Call, make_call, random_shape
-from plugins import reference
-from plugins.add_rms_norm import add_rms_norm
-from plugins.exit_scores import exit_scores
-from plugins.gated_silu import gated_silu
-from plugins.kv_write import write_kv
-from plugins.pruned_chunk_attention import pruned_chunk_attention
-from plugins.rotate_heads import rotate_heads
-from plugins.row_compaction import compact_rows
+from faser_backend.cuda.noise import TorchNoise
+from faser_backend.cuda.pool import DTYPES
+from faser_backend.lab.gpu.harness import Context, Result
+from faser_backend.lab.gpu.kernel_cases import SENTINEL, Call, make_call, random_shape
+from faser_backend.plugins import reference
+from faser_backend.plugins.add_rms_norm import add_rms_norm
+from faser_backend.plugins.exit_scores import exit_scores
+from faser_backend.plugins.gated_silu import gated_silu
+from faser_backend.plugins.kv_write import write_kv
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
+from faser_backend.plugins.rotate_heads import rotate_heads
+from faser_backend.plugins.row_compaction import compact_rows
 
 NUM_CASES = 24  # of each type
 # Largest difference from the float32 reference, relative to 1 + its size. Products of float32 are exact in the kernel;

@@ -9,19 +9,19 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from engines.build import build_engines
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
+from faser_backend.engines.build import build_engines
+from faser_backend.lab.answers import jobs_of
+from faser_backend.lab.bench.measure import measure
+from faser_backend.lab.contestants import choose_contestants
+from faser_backend.lab.drive import ClosedLoop, InProcess
+from faser_backend.lab.gpu.harness import Context, Result
+from faser_backend.lab.gpu.pairs import DTYPE, checked_device
+from faser_backend.lab.prompts import DEMO_PROMPTS, read_prompts
+from faser_backend.lab.steps import StepLog, figures
 from faser_backend.manifest import EngineManifest
+from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.demo_engine import DEMO_PAIR
-from lab.answers import jobs_of
-from lab.bench.measure import measure
-from lab.contestants import choose_contestants
-from lab.drive import ClosedLoop, InProcess
-from lab.gpu.harness import Context, Result
-from lab.gpu.pairs import DTYPE, checked_device
-from lab.profiling.profile import run_profile
-from lab.prompts import DEMO_PROMPTS, read_prompts
-from lab.steps import StepLog, figures
 
 FIELDS = (
     "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup", "e2e_ms_p50", "ttft_ms_p50",

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.weights_build import weight_segments
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.device.cuda.pool import DTYPES
-from faser_backend.device.cuda.runtime import current_device, open_on_device
-from faser_backend.device.cuda.torch_programs import TorchPrograms
-from faser_backend.device.cuda.torch_weights import LayerTensors, ModelTensors
+from faser_backend.cuda.pool import DTYPES
+from faser_backend.cuda.runtime import current_device, open_on_device
+from faser_backend.cuda.torch_programs import TorchPrograms
+from faser_backend.cuda.torch_weights import LayerTensors, ModelTensors
 from faser_backend.device.runtime import ModelPair
+from faser_backend.engines.weights_build import weight_segments
+from faser_backend.lab.gpu.harness import Context
+from faser_backend.lab.shapes import Pair, stored_count
+from faser_backend.lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
 from faser_backend.manifest import FileSpec, ModelEngine
-from lab.gpu.harness import Context
-from lab.shapes import Pair, stored_count
-from lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
 KV_BLOCK_SIZE = 16

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab.environment import describe_checkout, installed_versions, without_places
-from lab.gpu.harness import Outcome, Result, Setting
-from lab.places import RESULTS
-from lab.tables import markdown_table, number, pairs
+from faser_backend.lab.environment import describe_checkout, installed_versions, without_places
+from faser_backend.lab.gpu.harness import Outcome, Result, Setting
+from faser_backend.lab.places import RESULTS
+from faser_backend.lab.tables import markdown_table, number, pairs
 
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer, smid
 
-from lab.gpu.harness import Context, Result
+from faser_backend.lab.gpu.harness import Context, Result
 
 SPIN_NS = 20_000
 LONG_SPIN_NS = 200_000
@@ -47,9 +47,9 @@ class Probe:
 
 def run(context: Context) -> Result:
     """Every split of the menu: histograms of %smid, eager and replayed, and how long both shares worked together."""
-    from faser_backend.device.cuda.identity import load_driver
-    from faser_backend.device.cuda.runtime import prepare_cuda
-    from faser_backend.device.cuda.streams import open_menu
+    from faser_backend.cuda.identity import load_driver
+    from faser_backend.cuda.runtime import prepare_cuda
+    from faser_backend.cuda.streams import open_menu
 
     if not prepare_cuda():
         raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} sees no GPU")

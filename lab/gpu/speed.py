@@ -13,12 +13,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from lab.environment import query_gpu
-from lab.gpu.harness import Context, Result
-from lab.gpu.kernel_cases import Shape, make_call
-from lab.shapes import AttentionShape, attention_bytes
-from plugins.attention_config import choose_num_splits
-from plugins.pruned_chunk_attention import pruned_chunk_attention
+from faser_backend.lab.environment import query_gpu
+from faser_backend.lab.gpu.harness import Context, Result
+from faser_backend.lab.gpu.kernel_cases import Shape, make_call
+from faser_backend.lab.shapes import AttentionShape, attention_bytes
+from faser_backend.plugins.attention_config import choose_num_splits
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 
 GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
 ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache

@@ -5,7 +5,7 @@
     python -m lab.peers --prompts question.jsonl --chat --only llama,openvino --clients 16
 
 Measures SmolLM2-135M-Instruct or another GGUF file, a piece (a peer and ours beside it) after the other. Writes
-NAME.json, NAME.md and the picture, as lab.compare does.
+NAME.json, NAME.md and the picture, as faser_backend.lab.compare does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import FaserError
-from lab.compare import measure_loads, one_after_the_other, write
-from lab.interrupts import terminable
-from lab.options import add_prompt_options, asked_prompts, integers, make_parser
-from lab.peers.files import ModelFiles, model_files, profile, smollm2
-from lab.peers.programs import PIECES, Setting, ours
-from lab.prompts import PromptSet, read_prompts
+from faser_backend.lab.compare import measure_loads, one_after_the_other, write
+from faser_backend.lab.interrupts import terminable
+from faser_backend.lab.options import add_prompt_options, asked_prompts, integers, make_parser
+from faser_backend.lab.peers.files import ModelFiles, model_files, profile, smollm2
+from faser_backend.lab.peers.programs import PIECES, Setting, ours
+from faser_backend.lab.prompts import PromptSet, read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -18,11 +18,11 @@ import gguf
 import numpy as np
 from safetensors.numpy import save_file
 
-from engines.build import build_engines
-from engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.core.errors import ConfigError
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.lab.places import PEERS, ROOT
 from faser_backend.serving.profile_store import PROFILE_FILE
-from lab.places import PEERS, ROOT
 
 STORED = {  # by our name of the format
     "fp16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),

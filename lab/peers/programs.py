@@ -26,13 +26,21 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
+from faser_backend.lab.answers import Answer, Job
+from faser_backend.lab.bench.servers import (
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    LoadClient,
+    Run,
+    ServerProcess,
+    free_ports,
+    serve_all,
+)
+from faser_backend.lab.environment import installed_versions
+from faser_backend.lab.peers.files import ModelFiles
+from faser_backend.lab.places import PEERS, ROOT
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.processes import die_with_parent
-from lab.answers import Answer, Job
-from lab.bench.servers import START_TIMEOUT_S, STOP_TIMEOUT_S, LoadClient, Run, ServerProcess, free_ports, serve_all
-from lab.environment import installed_versions
-from lab.peers.files import ModelFiles
-from lab.places import PEERS, ROOT
 
 LLAMA = PEERS / "llama" / "llama-server"
 MIN_SLOT_CONTEXT, SPARE_TOKENS = 512, 16  # of llama.cpp
@@ -269,7 +277,7 @@ def library(python: Path, name: str, model: Callable[[Setting], Path]) -> Callab
     def start(setting: Setting, shown: str, options: Sequence[str]) -> Library:
         end_id = next(iter(EngineManifest.load(setting.engine_dir).end_ids), -1)
         own = [name, model(setting), "--threads", setting.threads, "--end-id", end_id, *options]
-        command = [python, "-m", "lab.peers.worker", *own]
+        command = [python, "-m", "faser_backend.lab.peers.worker", *own]
         return Library(command, setting.engine_dir / "tokenizer.json", setting.log(shown))
 
     return start

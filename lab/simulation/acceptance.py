@@ -198,7 +198,7 @@ def separation(auc: float) -> float:
 
 def fitted_fits() -> dict[str, Any]:
     """acceptance_demo.json: "greedy" and "sampled" (temperature 0.8), each with its process and what was measured."""
-    return json.loads(resources.files("lab.simulation").joinpath("acceptance_demo.json").read_text())
+    return json.loads(resources.files("faser_backend.lab.simulation").joinpath("acceptance_demo.json").read_text())
 
 
 def demo_process(kind: str) -> AcceptanceProcess:

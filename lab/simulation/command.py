@@ -8,15 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from lab.command_options import SimulateOptions
-from lab.contestants import FIXED_REFERENCE, ORACLE, STATIC, Contestant, simulated_contestants, split_names
-from lab.environment import commit
-from lab.interrupts import in_processes, terminable
-from lab.progress import progress_bar
-from lab.simulation.engine import World, build_sim_engine, run_open_loop
-from lab.simulation.worlds import (
+from faser_backend.lab.command_options import SimulateOptions
+from faser_backend.lab.contestants import (
+    FIXED_REFERENCE,
+    ORACLE,
+    STATIC,
+    Contestant,
+    simulated_contestants,
+    split_names,
+)
+from faser_backend.lab.environment import commit
+from faser_backend.lab.interrupts import in_processes, terminable
+from faser_backend.lab.progress import progress_bar
+from faser_backend.lab.simulation.engine import World, build_sim_engine, run_open_loop
+from faser_backend.lab.simulation.worlds import (
     ACCEPTANCE,
     EXIT_AUC,
     behind_host,
@@ -25,8 +32,16 @@ from lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from lab.tables import Column, check_output, markdown_table, table_console, terminal_table
-from lab.traces import Trace, arriving_as, fitted_to, read_trace, scaled, with_mean_lengths, with_rate_curve
+from faser_backend.lab.tables import Column, check_output, markdown_table, table_console, terminal_table
+from faser_backend.lab.traces import (
+    Trace,
+    arriving_as,
+    fitted_to,
+    read_trace,
+    scaled,
+    with_mean_lengths,
+    with_rate_curve,
+)
 
 AT_ONCE = 9e5  # requests per second
 MOST_REQUESTS = 1000  # unless more are asked for

@@ -17,8 +17,8 @@ import numpy as np
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
+from faser_backend.lab.shapes import Machine, Pair, head_weights, kv_bytes_per_token, layer_weights, stored_count
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from lab.shapes import Machine, Pair, head_weights, kv_bytes_per_token, layer_weights, stored_count
 
 BANDWIDTH_EFFICIENCY = 0.80  # of the memory's peak, streaming weights or KV
 MATMUL_EFFICIENCY = 0.65  # of peak arithmetic, activations and norms included

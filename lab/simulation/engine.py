@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.config import EngineConfig
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Partition
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.lab.answers import Answer, summarise
+from faser_backend.lab.contestants import ORACLE
+from faser_backend.lab.drive import OpenLoop, finished, serve_requests
+from faser_backend.lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes, knowledge_of
+from faser_backend.lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
+from faser_backend.lab.steps import StepLog, figures
+from faser_backend.lab.traces import Trace
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
-from lab.answers import Answer, summarise
-from lab.contestants import ORACLE
-from lab.drive import OpenLoop, finished, serve_requests
-from lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProcess, Outcomes, knowledge_of
-from lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
-from lab.steps import StepLog, figures
-from lab.traces import Trace
 
 KV_BLOCK_SIZE = 16
 

@@ -10,12 +10,12 @@ from statistics import NormalDist
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.lab.shapes import MACHINES, PAIRS
+from faser_backend.lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
+from faser_backend.lab.simulation.costs import ASSUMPTIONS, kv_capacity_tokens, roofline, with_host
+from faser_backend.lab.simulation.engine import World
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.serving.profile_store import load_cost_model
-from lab.shapes import MACHINES, PAIRS
-from lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
-from lab.simulation.costs import ASSUMPTIONS, kv_capacity_tokens, roofline, with_host
-from lab.simulation.engine import World
 
 AGREEMENT = ("Draft and target agree", "Acceptance is that")  # how what is assumed of acceptance begins
 SPREAD_LEVELS = 64  # acceptances that stand for a normal distribution

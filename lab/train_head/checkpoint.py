@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.checkpoint import open_checkpoint
-from engines.families import read_spec
-from engines.weights import ModelWeights
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import EAGLE3, ModelSpec
-from lab.train_head.head import Head
+from faser_backend.engines.checkpoint import open_checkpoint
+from faser_backend.engines.families import read_spec
+from faser_backend.engines.weights import ModelWeights
+from faser_backend.lab.train_head.head import Head
 
 NUM_FEATURES = 3
 SPREAD = 0.02  # deviation of what is not taken from the target

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from faser_backend.config import Option, OptionTable
+from faser_backend.core.config import Option, OptionTable
 
 
 class Stage(StrEnum):

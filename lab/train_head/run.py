@@ -16,14 +16,14 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from engines.build import build_engines
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.engines.build import build_engines
+from faser_backend.lab.progress import progress_bar
+from faser_backend.lab.train_head.checkpoint import feature_layers, head_spec, read_target, save_head
+from faser_backend.lab.train_head.options import HeadOptions
+from faser_backend.lab.train_head.training import Progress, Trainer, device_of, load_state
+from faser_backend.lab.train_head.writing import write_dialogues
 from faser_backend.manifest import MANIFEST_FILE
-from lab.progress import progress_bar
-from lab.train_head.checkpoint import feature_layers, head_spec, read_target, save_head
-from lab.train_head.options import HeadOptions
-from lab.train_head.training import Progress, Trainer, device_of, load_state
-from lab.train_head.writing import write_dialogues
 
 CURVE_FILE = "curve.png"
 PATIENCE = timedelta(minutes=30)  # with the process that checks held-out dialogues, or writes a checkpoint

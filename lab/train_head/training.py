@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear, pad, rms_norm
 
 from faser_backend.core.errors import ConfigError
-from lab.train_head.checkpoint import TargetParts, head_spec, new_head
-from lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue
-from lab.train_head.head import Head
-from lab.train_head.options import HeadOptions
+from faser_backend.lab.train_head.checkpoint import TargetParts, head_spec, new_head
+from faser_backend.lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue
+from faser_backend.lab.train_head.head import Head
+from faser_backend.lab.train_head.options import HeadOptions
 
 STATE_FILE = "training.pt"
 DEFAULT_NUM_IDS = 8192

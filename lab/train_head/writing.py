@@ -16,14 +16,14 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.kv_pool import KvPool
-from faser_backend.device.llvm_runner import LlvmRunner
+from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
+from faser_backend.lab.train_head.data import Corpus, Dialogue, shard_paths, write_shard
+from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.prompts import PromptFormat
-from faser_backend.serving.tokenizer import TextTokenizer
-from lab.train_head.data import Corpus, Dialogue, shard_paths, write_shard
-from lab.train_head.options import HeadOptions
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
 
 OPENINGS = Path(__file__).with_name("openings.txt")  # beginnings of questions
 OPENING_SHARE = 0.8  # of the conversations that begin with one

@@ -1,3 +1,3 @@
-from faser_backend.serving.triton_model import PreprocessingModel as TritonPythonModel
+from faser_backend.triton.model import PreprocessingModel as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -1,3 +1,3 @@
-from faser_backend.serving.triton_model import TextModel as TritonPythonModel
+from faser_backend.triton.model import TextModel as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

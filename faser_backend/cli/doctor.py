@@ -1,0 +1,283 @@
+"""`faser doctor`: what this machine can run, and what an engine directory takes of it. Leaves everything as it was."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.cuda.green_contexts import DriverError, GreenSplits
+from faser_backend.cuda.identity import gpu_facts, load_driver, memory_bytes
+from faser_backend.cuda.memory_plan import plan_memory
+from faser_backend.device.partition import core_partitions
+from faser_backend.device.runtime import ModelPair
+from faser_backend.manifest import EngineManifest
+from faser_backend.places import DEMO_PAIR, MODEL_REPO
+from faser_backend.plugins.tensorrt_import import import_tensorrt
+from faser_backend.serving.compose import choose_num_blocks
+from faser_backend.serving.drafting import served_models
+from faser_backend.serving.runtimes import open_runtime
+from faser_backend.triton.server import check_libpython, find_triton
+
+RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
+TORCH_EXTRA = "pip install 'faser-backend[torch]'"
+
+CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
+
+LoadDriver = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `is_needed`: without it nothing can be served here."""
+
+    name: str
+    is_ok: bool
+    detail: str
+    is_needed: bool = False
+
+
+def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
+    """All findings, in the order of the report. load_driver: imports cuda.bindings.driver."""
+    gpu = _check("NVIDIA GPU", lambda: _gpu(load_driver))
+    return [
+        _check("Python", _python, is_needed=True),
+        _check("CPU partitions", lambda: core_partitions().note),
+        _check("CPU kernels", _host_kernels, is_needed=True),
+        _check("Triton server", lambda: str(find_triton().binary), is_needed=True),
+        _check("Triton Python stub", _stub, is_needed=True),
+        _check("model repository", _repository, is_needed=True),
+        _check("demo pair", _demo_pair),
+        gpu,
+        _check("green contexts", lambda: _green_contexts(load_driver))
+        if gpu.is_ok
+        else Finding("green contexts", False, "need an NVIDIA GPU"),
+        _check("TensorRT-RTX", lambda: _tensorrt("rtx")),
+        _check("TensorRT", lambda: _tensorrt("full")),
+        _check("torch", lambda: _torch(gpu.is_ok), hint=TORCH_EXTRA),
+        _check("Triton-language", lambda: version("triton"), hint=TORCH_EXTRA),
+    ]
+
+
+def print_report(findings: list[Finding]) -> None:
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "yes" if finding.is_ok else "NO " if finding.is_needed else "no "
+        print(f"{mark}  {finding.name:<{width}}  {finding.detail}")
+    can_serve = all(finding.is_ok for finding in findings if finding.is_needed)
+    print("This machine can serve." if can_serve else "This machine cannot serve: mend what is marked NO.")
+
+
+def _check(name: str, look: Callable[[], str], *, is_needed: bool = False, hint: str = "") -> Finding:
+    try:
+        return Finding(name, True, look(), is_needed)
+    except PackageNotFoundError:
+        return Finding(name, False, f"not installed ({hint})", is_needed)
+    except (FaserError, ImportError, OSError) as error:
+        return Finding(name, False, str(error), is_needed)
+
+
+def _python() -> str:
+    import numpy as np
+
+    if int(np.__version__.split(".")[0]) != 1:
+        raise ImportError(f"numpy {np.__version__}: the server's stubs need numpy 1, pip install 'numpy<2'")
+    return f"{platform.python_version()} at {sys.executable}, numpy {np.__version__}"
+
+
+def _host_kernels() -> str:
+    """Compiles nothing: what a runner opens here is compiled when it opens."""
+    import llvmlite
+    import numba
+
+    from faser_backend.cpu.kernels import attention as host_attention
+
+    try:
+        keeping = f"kernels are kept in {host_attention.kernel_directory()}"
+    except RuntimeError:
+        keeping = "kernels are compiled anew in every process: set NUMBA_CACHE_DIR to where they can be kept"
+    halves = (
+        "fp16 KV caches are converted by instructions"
+        if host_attention.has_halves()
+        else "this CPU cannot convert fp16 KV caches: build engines with --kv-cache-dtype fp32"
+    )
+    compiler = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}"
+    return f"{compiler}, {_vectors()}, {keeping}; {halves}"
+
+
+def _vectors() -> str:
+    """Names the instructions that products of runtime llvm are compiled for here."""
+    from llvmlite import binding
+
+    from faser_backend.cpu.kernels.vector_products import TILE_ROWS
+
+    has = binding.get_host_cpu_features()
+    widths = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE2", "neon": "NEON"}
+    width = next((name for feature, name in widths.items() if has.get(feature, False)), "no known vectors")
+    return f"float32 products of {width} in tiles of {TILE_ROWS} rows; {_matrix_units()}"
+
+
+def _matrix_units() -> str:
+    """Which weights meet something better than vectors, or why none do."""
+    from faser_backend.cpu.kernels.matrix_units import PRODUCTS, find_matrix_units
+
+    is_there, found = find_matrix_units()
+    return f"of {', '.join(sorted(PRODUCTS))} weights on {found}" if is_there else f"no matrix units ({found})"
+
+
+def _stub() -> str:
+    check_libpython()
+    stub = find_triton().stub
+    return "brought by the server itself" if stub is None else str(stub)
+
+
+def _repository() -> str:
+    if not (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").is_file():
+        raise FileNotFoundError(f"{MODEL_REPO}: missing; install faser-backend again")
+    return str(MODEL_REPO)
+
+
+def _demo_pair() -> str:
+    if not (DEMO_PAIR / "target" / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{DEMO_PAIR}: missing; --engine-dir is needed")
+    return str(DEMO_PAIR)
+
+
+def _gpu(load_driver: LoadDriver) -> str:
+    try:
+        facts = gpu_facts(load_driver())
+    except ImportError:
+        raise DriverError(f"{_driver_library()}, but cuda-python is missing ({TORCH_EXTRA})") from None
+    several = f" x {facts.num_gpus}" if facts.num_gpus > 1 else ""
+    cuda = f"{facts.driver // 1000}.{facts.driver % 1000 // 10}"
+    return f"{facts.name}{several}, {facts.num_sms} SMs, driver for CUDA {cuda}"
+
+
+def _driver_library() -> str:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise DriverError("no NVIDIA driver (libcuda.so.1); engines run on the CPU") from None
+    return "an NVIDIA driver is here"
+
+
+def _green_contexts(load_driver: LoadDriver) -> str:
+    """Makes the shares that an engine would get, and gives them back."""
+    try:
+        green = GreenSplits(load_driver(), 0)
+    except (DriverError, ImportError) as error:
+        raise DriverError(f"{error}; draft and target share streams of two priorities, or take turns") from None
+    names = ", ".join(f"{draft.num_sms}/{target.num_sms}" for draft, target in green.splits)
+    note = f"; {green.note}" if green.note else ""
+    green.close()
+    return f"{green.num_sms} SMs in groups of {green.group_sms}, draft/target {names}{note}"
+
+
+def _tensorrt(flavour: Literal["rtx", "full"]) -> str:
+    tensorrt = import_tensorrt(flavour)
+    targets = tensorrt.compute_capabilities
+    builds = f"builds for compute capability {', '.join(targets)}" if targets else "builds for the GPU at hand"
+    if flavour == "rtx":
+        where = (
+            f"engines run on GPUs of compute capability {RTX_GPUS}; an H100 (9.0) is not listed: use torch or TensorRT"
+        )
+        return f"{tensorrt.title}, {builds}; {where}"
+    return f"{tensorrt.title}, {builds}; engines run on a GPU"
+
+
+def _torch(has_gpu: bool) -> str:
+    """Imports torch, which takes seconds, only where there is a GPU to ask it for."""
+    number = version("torch")
+    if not has_gpu:
+        return f"{number}; computes on the CPU here, for tests alone"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError(f"torch {number} does not see the GPU: it was built for CUDA {torch.version.cuda}")
+    return f"{number} for CUDA {torch.version.cuda}"
+
+
+# -- an engine directory ------------------------------------------------------------------------------
+# What it takes of memory, before anything is loaded: on a GPU the plan by which KV blocks are given out; on a CPU
+# weights, what a token takes in the caches, and the pool that a server of this configuration would open now.
+
+
+def memory_report(
+    engine_dir: Path,
+    *,
+    gpu_gib: float | None = None,
+    config: EngineConfig | None = None,
+    load_driver: LoadDriver = load_driver,
+) -> list[str]:
+    """Returns the memory of a directory's engines, a line per purpose, in MiB.
+
+    gpu_gib: of a GPU that is not here. Raises ManifestError; ConfigError where a GPU's size is given for engines of a
+    CPU, or where not even one context fits; DriverError where there is no GPU and none was named.
+    """
+    manifest, config = EngineManifest.load(engine_dir), config or EngineConfig()
+    models = served_models(manifest, config)
+    if manifest.runtime_spec.is_cpu:
+        if gpu_gib is not None:
+            raise ConfigError(f"--gpu-gib = {gpu_gib:g}: engines of runtime {manifest.runtime!r} run on a CPU")
+        return _cpu_report(engine_dir, manifest, models, config)
+    total = int(gpu_gib * 2**30) if gpu_gib is not None else memory_bytes(load_driver())
+    return _gpu_report(manifest, models, config, total)
+
+
+def _gpu_report(manifest: EngineManifest, models: ModelPair, config: EngineConfig, total: int) -> list[str]:
+    """With one split beside the whole device, where draft and target do not run in turn."""
+    has_split = models.draft is not None and not models.draft.spec.reads_target
+    plan = plan_memory(
+        models.present,
+        dtype=manifest.dtype,
+        kv_block_size=manifest.kv_block_size,
+        free_bytes=total - CONTEXT_BYTES,
+        num_partitions=2 if has_split else 1,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens,
+        unloaded_bytes=sum(model.num_weight_bytes for model in models.present),
+    )
+    return [
+        f"{total / 2**20:8.0f} MiB  of the GPU, less {CONTEXT_BYTES >> 20} MiB of CUDA's own:",
+        *plan.report(manifest.kv_block_size),
+    ]
+
+
+def _cpu_report(engine_dir: Path, manifest: EngineManifest, models: ModelPair, config: EngineConfig) -> list[str]:
+    runtime = open_runtime(engine_dir, replace(manifest, draft=models.draft), config)
+    try:
+        size = manifest.kv_block_size
+        num_blocks = choose_num_blocks(runtime, models, config)
+        block_bytes = [runtime.bytes_per_block(model.spec) for model in models.present]
+        free_bytes = runtime.free_bytes()
+    finally:
+        runtime.close()
+    # Kernels of ours read weights from the file; graphs hold their own.
+    how = "mapped: pages that engines of the directory share" if manifest.runtime_spec.is_weights_only else "resident"
+    num_contexts = num_blocks * size / models.max_context
+    lines = [_line(free_bytes, "free on this machine")]
+    lines += [
+        _line(model.num_weight_bytes, f"weights of the {name}, {how}")
+        for name, model in zip(ModelPair._fields, models.present, strict=False)
+    ]
+    pool = f"{num_blocks} KV blocks of {size} tokens, {num_blocks * size} in all: {num_contexts:.1f} requests of"
+    lines += [
+        _line(num_blocks * sum(block_bytes), f"{pool} {models.max_context} tokens, the context"),
+        *(
+            f"{num_bytes // size:8d} bytes of a token in the {name}'s cache ({manifest.kv_cache_dtype})"
+            for name, num_bytes in zip(ModelPair._fields, block_bytes, strict=False)
+        ),
+        _line(-(-models.max_context // size) * sum(block_bytes), "of a request of maximal length in the caches"),
+    ]
+    return lines
+
+
+def _line(num_bytes: int, what: str) -> str:
+    return f"{num_bytes / 2**20:8.1f} MiB  {what}"

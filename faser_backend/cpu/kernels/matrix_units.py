@@ -1,0 +1,397 @@
+# ruff: noqa: PLR0917 (emitters take their arguments by position)
+"""Products of `row_products` on the matrix units of a CPU (Intel's AMX), written as LLVM instructions.
+
+A unit multiplies up to 16 rows of 32 bfloat16 numbers by 32 rows of 16 and adds up in float32, in the time that vectors
+take for one or two rows, so up to 16 rows cost little more than reading their weights. Units take bfloat16 alone: an
+input is split into two such numbers, the nearest and what is left, which hold it to 2^-17. Weights of bf16 are read as
+they are stored; vectors widen the numbers of int8 and int4, which bfloat16 holds, and make two of those of fp16. The
+product of what is left of both is left out.
+
+A result adds up the products of 32 inputs, parts in one order, then those of the next 32, whatever rows and blocks are
+beside it; of the integer formats these sums are scaled and added up as `row_vectors` does it. Its bits are those of the
+units and not those of vectors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import cache
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from llvmlite import binding, ir
+from numba.core import cgutils
+
+from faser_backend.cpu.kernels.layouts import GROUP_SIZE, LANES, Layout, num_groups
+from faser_backend.cpu.kernels.vector_products import (
+    BIT,
+    INTEGERS,
+    SHORT,
+    VOID,
+    ask_ahead,
+    ceil_divide,
+    new_function,
+    numbers,
+    put,
+    read,
+    scale,
+    sums_function,
+)
+from faser_backend.cpu.kernels.vectors import (
+    BYTE,
+    BYTES,
+    CACHE_LINE,
+    FLOAT,
+    FLOATS,
+    INT64,
+    VECTOR,
+    load,
+    multiply_add,
+    splat,
+    store,
+)
+
+SWITCH = "FASER_MATRIX_UNITS"  # of the environment: "off" leaves products to the vectors
+UNIT_FEATURES = ("amx-tile", "amx-bf16", "avx512bw")
+ARCH_PRCTL, ASK_FOR_PERMISSION, TILE_DATA = 158, 0x1023, 18  # a process asks Linux once for the tiles' registers
+
+TILE_SIZE, TILE_BYTES = 16, 1024  # rows of a register, of CACHE_LINE bytes each
+TILE_ROWS = 2 * TILE_SIZE  # rows of x that go over a matrix together
+NUM_PARTS = 2  # bfloat16 numbers of an input, and at most of a weight
+# Registers: sums of two tiles of rows by two blocks, a part of each tile of rows, and the weights of the blocks.
+SUMS, PARTS, WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
+# Bytes of the work space, in this order: shapes of registers, sums as registers leave them and what they add up to,
+# weights of two blocks, twice. Behind them the sums of groups of the rows, and the rows in parts.
+FLOAT_BYTES = 4
+SPACES = (CACHE_LINE, 4 * TILE_BYTES, 4 * TILE_BYTES, 2 * 2 * NUM_PARTS * TILE_BYTES)
+STRIP_BYTES = 1 << 19  # see row_products: rows are split anew for each strip, and CPUs with AMX have large caches
+ROWS_AT_ONCE = 4  # whose sums are scaled, some of them of no row
+SHORTS = ir.VectorType(SHORT, LANES)
+# Which part of an input meets which of a weight, in this order.
+PRODUCTS = dict.fromkeys(("bf16", "int8", "int4"), ((0, 0), (1, 0))) | {"fp16": ((0, 0), (1, 0), (0, 1))}
+
+
+def has_matrix_units() -> bool:
+    """Whether products may use them: see find_matrix_units."""
+    return find_matrix_units()[0]
+
+
+@cache
+def find_matrix_units() -> tuple[bool, str]:
+    """Whether this CPU has them, Linux lets this process use them and the environment does not say otherwise; and the
+    name of the units, or what is missing."""
+    if os.environ.get(SWITCH) == "off":
+        return False, f"{SWITCH} = off"
+    features = binding.get_host_cpu_features()
+    missing = [name for name in UNIT_FEATURES if not features.get(name, False)]
+    if missing:
+        return False, f"this CPU has no {', '.join(missing)}"
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False, "used on Linux alone"
+    if ctypes.CDLL(None).syscall(ARCH_PRCTL, ASK_FOR_PERMISSION, TILE_DATA):
+        return False, "Linux refuses the tiles' registers to this process"
+    return True, "AMX"
+
+
+def takes(layout: Layout) -> bool:
+    """Whether products of this layout are for the matrix units here."""
+    return layout.name in PRODUCTS and has_matrix_units()
+
+
+def scratch_size(num_inputs: int) -> int:
+    """Floats of the work space; it may begin anywhere."""
+    groups = num_groups(num_inputs)
+    num_bytes = CACHE_LINE + sum(SPACES) + TILE_ROWS * groups * (FLOAT_BYTES + NUM_PARTS * CACHE_LINE)
+    return num_bytes // FLOAT_BYTES
+
+
+class Space(NamedTuple):
+    """Addresses in a work space."""
+
+    shapes: ir.Value
+    sums: ir.Value  # [tile][block][row][LANES] float32
+    totals: ir.Value  # likewise
+    weights: ir.Value  # [turn][block][part], tiles
+    group_sums: ir.Value  # [row][group] float32
+    parts: ir.Value  # [tile][group][part][row][GROUP_SIZE] bfloat16
+
+
+def space_at(builder, address, num_inputs) -> Space:
+    """The addresses in a work space of scratch_size(num_inputs)."""
+    aligned = builder.and_(builder.add(builder.ptrtoint(address, INT64), INT64(CACHE_LINE - 1)), INT64(-CACHE_LINE))
+    places = [builder.inttoptr(aligned, BYTES)]
+    for num_bytes in SPACES:
+        places.append(builder.gep(places[-1], [INT64(num_bytes)]))
+    groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    parts = builder.gep(places[-1], [builder.mul(groups, INT64(TILE_ROWS * FLOAT_BYTES))])
+    shapes, sums, totals, weights, group_sums = places
+    return Space(shapes, sums, totals, weights, builder.bitcast(group_sums, FLOATS), parts)
+
+
+def set_shapes(builder, shapes, num_rows) -> None:
+    """Tells the unit the rows and bytes of each register: the 64 bytes of palette 1."""
+    zeros = ir.VectorType(BYTE, CACHE_LINE)([0] * CACHE_LINE)
+    builder.store(zeros, builder.bitcast(shapes, zeros.type.as_pointer()), align=CACHE_LINE)
+    builder.store(BYTE(1), shapes)
+    rows = dict.fromkeys(WEIGHTS, INT64(TILE_SIZE))
+    for tile in range(len(SUMS)):
+        count = rows_of_tile(builder, INT64(tile), num_rows)
+        is_there = builder.icmp_signed(">", count, INT64(0))
+        rows |= dict.fromkeys((*SUMS[tile], PARTS[tile]), builder.select(is_there, count, INT64(1)))
+    for register, count in rows.items():
+        line_bytes = builder.bitcast(builder.gep(shapes, [INT64(16 + 2 * register)]), SHORT.as_pointer())
+        builder.store(SHORT(CACHE_LINE), line_bytes)
+        builder.store(builder.trunc(count, BYTE), builder.gep(shapes, [INT64(48 + register)]))
+    unit(builder, "ldtilecfg", shapes)
+
+
+def unit(builder, name: str, *values) -> None:
+    """An instruction of the unit; registers are numbers."""
+    values = [BYTE(value) if isinstance(value, int) else value for value in values]
+    kind = ir.FunctionType(VOID, [value.type for value in values])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
+
+
+def rows_of_tile(builder, tile, num_rows):
+    """The number of rows that are a tile's; not more than 0 where it has none."""
+    left = builder.sub(num_rows, builder.mul(tile, INT64(TILE_SIZE)))
+    return builder.select(builder.icmp_signed("<", left, INT64(TILE_SIZE)), left, INT64(TILE_SIZE))
+
+
+def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
+    """prepared = a work space with the parts of rows of x, and for int4 the sums of their groups; parameters as of
+    `row_products.prepare_rows`."""
+    has_sums = layout.num_scales > 1
+    function, builder = new_function(module, f"row_parts{has_sums:d}", [FLOATS, FLOATS, INT64, INT64, INT64])
+    if builder is None:
+        return function
+    prepared, x, x_stride, num_inputs, num_rows = function.args
+    space = space_at(builder, prepared, num_inputs)
+    if has_sums:
+        builder.call(sums_function(module), [space.group_sums, x, x_stride, num_inputs, num_rows])
+    groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
+        inputs = builder.gep(x, [builder.mul(row, x_stride)])
+        tile = builder.udiv(row, INT64(TILE_SIZE))
+        part_bytes = builder.mul(rows_of_tile(builder, tile, num_rows), INT64(CACHE_LINE))
+        first = builder.mul(builder.mul(tile, groups), INT64(NUM_PARTS * TILE_BYTES))
+        first = builder.add(first, builder.mul(builder.urem(row, INT64(TILE_SIZE)), INT64(CACHE_LINE)))
+        with cgutils.for_range_slice(builder, INT64(0), groups, INT64(1), INT64) as (group, _):
+            at = builder.add(first, builder.mul(builder.mul(group, INT64(NUM_PARTS)), part_bytes))
+            for half in range(GROUP_SIZE // LANES):
+                k = builder.add(builder.mul(group, INT64(GROUP_SIZE)), INT64(half * LANES))
+                values = load_up_to(builder, inputs, k, num_inputs)
+                for part in range(NUM_PARTS):
+                    nearest = round_to_bfloat16(builder, values)
+                    place = builder.add(at, builder.mul(INT64(part), part_bytes))
+                    place = builder.add(place, INT64(half * CACHE_LINE // 2))
+                    target = builder.bitcast(builder.gep(space.parts, [place]), SHORTS.as_pointer())
+                    shorts = builder.trunc(builder.lshr(builder.bitcast(nearest, INTEGERS), integers(16)), SHORTS)
+                    builder.store(shorts, target, align=CACHE_LINE // 2)
+                    values = builder.fsub(values, nearest)
+    builder.ret_void()
+    return function
+
+
+def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
+    """A range of blocks times up to TILE_ROWS rows that are split; parameters as of `row_vectors.blocks_function`."""
+    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS]
+    function, builder = new_function(module, f"row_unit_blocks_{layout.name}", kinds)
+    if builder is None:
+        return function
+    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared = function.args
+    set_shapes(builder, space_at(builder, prepared, num_inputs).shapes, num_rows)
+    has_two_tiles = builder.icmp_signed(">", num_rows, INT64(TILE_SIZE))
+    block_bytes = builder.mul(ceil_divide(builder, num_inputs, GROUP_SIZE), INT64(layout.unit_bytes))
+
+    def multiply(block, blocks: int) -> None:
+        column = builder.mul(block, INT64(LANES))
+        target, left = builder.gep(y, [column]), builder.sub(num_columns, column)
+        stored = builder.gep(weights, [builder.mul(block, block_bytes)])
+        with builder.if_else(has_two_tiles) as branches:
+            for branch, tiles in zip(branches, (2, 1), strict=True):
+                with branch:
+                    function = _tiles_function(module, layout, tiles, blocks)
+                    builder.call(function, [target, y_stride, stored, num_inputs, left, num_rows, adds, prepared])
+
+    pairs = builder.and_(num_blocks, INT64(-2))
+    with cgutils.for_range_slice(builder, INT64(0), pairs, INT64(2), INT64) as (block, _):
+        multiply(block, 2)
+    with builder.if_then(builder.icmp_signed("<", pairs, num_blocks)):
+        multiply(pairs, 1)
+    unit(builder, "tilerelease")
+    builder.ret_void()
+    return function
+
+
+def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) -> ir.Function:
+    """y[:num_rows] = (or +=) split rows @ one or two blocks, one or two tiles of rows; shapes are set."""
+    kinds = [FLOATS, INT64, BYTES, INT64, INT64, INT64, BIT, FLOATS]
+    function, builder = new_function(module, f"row_unit_tiles_{layout.name}_{tiles}_{blocks}", kinds)
+    if builder is None:
+        return function
+    y, y_stride, weights, num_inputs, num_columns, num_rows, adds, prepared = function.args
+    space = space_at(builder, prepared, num_inputs)
+    groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    block_bytes = builder.mul(groups, INT64(layout.unit_bytes))
+    rows = [rows_of_tile(builder, INT64(tile), num_rows) for tile in range(tiles)]
+    places = [(tile, block) for tile in range(tiles) for block in range(blocks)]
+    for tile, block in places:
+        if layout.num_scales:
+            clear(builder, tile_of(builder, space.totals, tile, block))
+        else:
+            unit(builder, "tilezero", SUMS[tile][block])
+    with cgutils.for_range_slice(builder, INT64(0), groups, INT64(1), INT64) as (group, _):
+        at = builder.mul(group, INT64(layout.unit_bytes))
+        units = [
+            builder.gep(weights, [builder.add(builder.mul(INT64(block), block_bytes), at)]) for block in range(blocks)
+        ]
+        for address in units:
+            ask_ahead(builder, address, layout.unit_bytes)
+        _add_products(builder, layout, units, space, group, groups, rows)
+        if layout.num_scales:
+            for tile, block in places:
+                unit(builder, "tilestored64", SUMS[tile][block], tile_of(builder, space.sums, tile, block), line())
+            for block, address in enumerate(units):
+                for tile in range(tiles):
+                    _scale_sums(builder, layout, address, space, tile, block, group, groups, rows[tile])
+    for tile, block in places:
+        totals = tile_of(builder, space.totals, tile, block)
+        if not layout.num_scales:
+            unit(builder, "tilestored64", SUMS[tile][block], totals, line())
+        column = INT64(block * LANES)
+        with cgutils.for_range_slice(builder, INT64(0), rows[tile], INT64(1), INT64) as (row, _):
+            total = builder.bitcast(builder.gep(totals, [builder.mul(row, line())]), VECTOR.as_pointer())
+            place = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), y_stride), column)
+            put(builder, total, builder.gep(y, [place]), builder.sub(num_columns, column), adds)
+    builder.ret_void()
+    return function
+
+
+def _add_products(builder, layout: Layout, units, space: Space, group, groups, rows) -> None:
+    """Sums in registers += the products of GROUP_SIZE inputs; those of scaled formats begin at 0."""
+    tiles_of_weights = [
+        _weight_tiles(builder, layout, address, space, block, group) for block, address in enumerate(units)
+    ]
+    held_part = held_weight = None
+    for part, weight in PRODUCTS[layout.name]:
+        if weight != held_weight:
+            for block, tiles in enumerate(tiles_of_weights):
+                unit(builder, "tileloadd64", WEIGHTS[block], tiles[weight], line())
+        for tile, num_rows in enumerate(rows):
+            if part != held_part:
+                part_bytes = builder.mul(num_rows, line())
+                number = builder.add(builder.mul(group, INT64(NUM_PARTS)), INT64(part))
+                first = builder.mul(INT64(tile * NUM_PARTS * TILE_BYTES), groups)
+                address = builder.gep(space.parts, [builder.add(first, builder.mul(number, part_bytes))])
+                unit(builder, "tileloadd64", PARTS[tile], address, line())
+            for block in range(len(units)):
+                if layout.num_scales and held_part is None:
+                    unit(builder, "tilezero", SUMS[tile][block])
+                unit(builder, "tdpbf16ps", SUMS[tile][block], PARTS[tile], WEIGHTS[block])
+        held_part, held_weight = part, weight
+
+
+def _weight_tiles(builder, layout: Layout, address, space: Space, block: int, group):
+    """Addresses of the weights' parts as a unit reads them: where they are stored, or widened in the work space, every
+    other group in another place, so that it need not wait for the unit to have read the last one."""
+    if layout.name == "bf16":
+        return [address]
+    num_parts = 1 + max(weight for _, weight in PRODUCTS[layout.name])
+    turn = builder.mul(builder.and_(group, INT64(1)), INT64(len(WEIGHTS) * NUM_PARTS * TILE_BYTES))
+    places = [INT64((block * NUM_PARTS + part) * TILE_BYTES) for part in range(num_parts)]
+    tiles = [builder.gep(space.weights, [builder.add(turn, place)]) for place in places]
+    for pair in range(GROUP_SIZE // 2):
+        if layout.name == "int4":
+            put_line(builder, _look_up_pairs(builder, address, pair), tiles[0], pair)
+            continue
+        both = [numbers(builder, layout, address, INT64(2 * pair), step) for step in range(2)]
+        for tile in tiles:
+            nearest = both if num_parts == 1 else [cut_to_bfloat16(builder, values) for values in both]
+            even, odd = (builder.bitcast(values, INTEGERS) for values in nearest)
+            put_line(builder, builder.or_(builder.lshr(even, integers(16)), odd), tile, pair)
+            both = [builder.fsub(values, of_them) for values, of_them in zip(both, nearest, strict=True)]
+    return tiles
+
+
+def _look_up_pairs(builder, address, pair: int):
+    """The numbers of a pair of rows of int4 as bfloat16, [LANES] pairs: each is one of sixteen."""
+    stored = read(builder, builder.gep(address, [INT64(pair * LANES)]), BYTE)
+    values = builder.zext(stored, INTEGERS)
+    places = builder.and_(builder.or_(values, builder.shl(values, integers(12))), integers(0xF000F))
+    numbers = np.arange(16, dtype=ml_dtypes.bfloat16).view(np.uint16).tolist()
+    kind = ir.VectorType(SHORT, 2 * LANES)
+    look_up = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx512.permvar.hi.512"
+    )
+    found = builder.call(look_up, [kind(numbers * 2), builder.bitcast(places, kind)])
+    return builder.bitcast(found, INTEGERS)
+
+
+def _scale_sums(builder, layout: Layout, address, space: Space, tile, block, group, groups, num_rows) -> None:
+    """Totals += scale * sums, then, for int4, += minimum * the sums of the rows' groups."""
+    sums, totals = (tile_of(builder, place, tile, block) for place in (space.sums, space.totals))
+    scales = [scale(builder, layout, address, index) for index in range(layout.num_scales)]
+    with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(ROWS_AT_ONCE), INT64) as (first, _):
+        for step in range(ROWS_AT_ONCE):
+            row = builder.add(first, INT64(step))
+            at = builder.mul(row, line())
+            place = builder.bitcast(builder.gep(totals, [at]), VECTOR.as_pointer())
+            of_group = builder.load(builder.bitcast(builder.gep(sums, [at]), VECTOR.as_pointer()))
+            total = multiply_add(builder, scales[0], of_group, builder.load(place))
+            if len(scales) > 1:
+                own = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), groups), group)
+                x_sum = splat(builder, load(builder, space.group_sums, own, FLOAT), LANES)
+                total = multiply_add(builder, scales[1], x_sum, total)
+            builder.store(total, place)
+
+
+def put_line(builder, words, tile, index: int) -> None:
+    target = builder.bitcast(builder.gep(tile, [INT64(index * CACHE_LINE)]), words.type.as_pointer())
+    builder.store(words, target, align=CACHE_LINE)
+
+
+def clear(builder, tile) -> None:
+    for row in range(TILE_SIZE):
+        put_line(builder, VECTOR([0.0] * LANES), tile, row)
+
+
+def tile_of(builder, place, tile: int, block: int):
+    return builder.gep(place, [INT64((2 * tile + block) * TILE_BYTES)])
+
+
+def line():
+    return INT64(CACHE_LINE)
+
+
+def load_up_to(builder, inputs, k, num_inputs):
+    """inputs[k : k + LANES], 0 from num_inputs on."""
+    place = cgutils.alloca_once(builder, VECTOR)
+    with builder.if_else(builder.icmp_signed("<=", builder.add(k, INT64(LANES)), num_inputs)) as (whole, part):
+        with whole:
+            builder.store(load(builder, inputs, k, VECTOR), place)
+        with part:
+            builder.store(VECTOR([0.0] * LANES), place)
+            with cgutils.for_range_slice(builder, k, num_inputs, INT64(1), INT64) as (at, _):
+                store(builder, load(builder, inputs, at, FLOAT), builder.bitcast(place, FLOATS), builder.sub(at, k))
+    return builder.load(place)
+
+
+def round_to_bfloat16(builder, values):
+    """The nearest, ties to even, as float32."""
+    bits = builder.bitcast(values, INTEGERS)
+    is_odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
+    rounded = builder.add(bits, builder.add(is_odd, integers(0x7FFF)))
+    return builder.bitcast(builder.and_(rounded, integers(-0x10000)), VECTOR)
+
+
+def cut_to_bfloat16(builder, values):
+    """As float32, cut towards 0: what is left of a half is a bfloat16 number."""
+    return builder.bitcast(builder.and_(builder.bitcast(values, INTEGERS), integers(-0x10000)), VECTOR)
+
+
+def integers(value: int):
+    return INTEGERS([value] * LANES)

@@ -1,0 +1,236 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Products of packed rows and a big matrix on a CPU, compiled by numba: weights as stored, sums in float32.
+
+Weights are widened in registers, and the rows of a tile share one pass over them; many rows go tile by tile over a
+strip of blocks while it is in the cache. `row_layouts` says how weights are stored, `row_vectors` holds the tiles, and
+`row_units` those of a CPU with matrix units, which have bits of their own. Threads share out a matrix's blocks of
+columns and need not meet for a product. Knows nothing of layers, models or engines.
+
+The bits of a result depend on its row and its column alone, not on the other rows, the range of blocks or the tile: a
+lane adds up k = 0, 1, 2, ... by fused multiply-adds. Of the integer formats it adds up a group that way and then
+scale * that sum to its total, then, for int4, minimum * the sum of the group's inputs.
+
+The functions are called from compiled code, `code` (an index into FORMATS) being a constant there: each format is
+compiled when it is called for. Vector code becomes functions of the module that is compiled, which has them once,
+however often they are called; as compiled functions of numba's they would be compiled again with each caller. Nothing
+is checked: shapes and offsets that do not fit touch foreign memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+from numba.misc.special import literally
+
+from faser_backend.cpu.kernels import matrix_units as row_units
+from faser_backend.cpu.kernels import vector_products as row_vectors
+from faser_backend.cpu.kernels.compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
+from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, LANES, LAYOUTS, num_groups
+from faser_backend.cpu.kernels.rows import inlined
+from faser_backend.cpu.kernels.vector_products import BYTES, numbers, scale
+from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
+
+STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
+# Typed, so that `multiply` is compiled for all such values at once and not for each of them.
+NO_BIAS, REPLACES, ADDS = np.int64(-1), np.bool_(False), np.bool_(True)
+FLOAT_BYTES = 4
+# By format. Tiles: rows of x that go over a matrix together. Strips: bytes of weights that stay in the second-level
+# cache while many rows go over them.
+_LAYOUTS = tuple(LAYOUTS.values())
+_VECTOR_CODE = tuple(row_units if row_units.takes(layout) else row_vectors for layout in _LAYOUTS)
+UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
+TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))
+i64 = types.int64
+
+
+def scratch_size(num_inputs: int) -> int:
+    """Numbers of `scratch`: a block's products, and what is prepared of a tile's rows in any format. What is enough for
+    some num_inputs is so for fewer."""
+    group_sums = row_vectors.TILE_ROWS * num_groups(num_inputs)
+    return LANES + max(group_sums, row_units.scratch_size(num_inputs) if row_units.has_matrix_units() else 0)
+
+
+@inlined
+def share_of(num_columns, thread, num_threads):
+    """The blocks [first, last) of a matrix's columns that are this thread's."""
+    num_blocks = -(-num_columns // LANES)
+    return num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
+
+
+@numba.njit(**WITHIN_KERNELS)
+def multiply(code, out, rows, offset, bias_offset, adds, num_rows, crew, file):
+    """A thread's columns of out = rows @ matrix + bias, or of out += it, for the first num_rows rows.
+
+    crew: the thread's number and how many there are. file: weights, vectors and the thread's scratch. Offsets are of
+    the matrix, bytes into weights, and of the bias, numbers into vectors.
+    """
+    code = literally(code)
+    weights, vectors, scratch = file
+    first, last = share_of(out.shape[1], crew[0], crew[1])
+    multiply_rows(code, out, rows, weights, offset, first, last, num_rows, adds, scratch)
+    if bias_offset >= 0:
+        for row in range(num_rows):
+            for column in range(first * LANES, min(last * LANES, out.shape[1])):
+                out[row, column] += vectors[bias_offset + column]
+
+
+@numba.njit(forceinline=True, **WITHIN_KERNELS)
+def multiply_rows(
+    code,
+    y,  # [at least num_rows, num_outputs] float32
+    x,  # [at least num_rows, num_inputs] float32
+    weights,  # [bytes] uint8
+    offset,  # of the matrix, bytes into weights; a multiple of 64
+    first_block,
+    last_block,  # exclusive
+    num_rows,
+    adds,
+    scratch,  # [scratch_size(num_inputs)] float32, the calling thread's own
+):
+    """y[:num_rows] = x[:num_rows] @ W in the columns of these blocks; where it adds, += the finished sums."""
+    code = literally(code)
+    num_inputs, num_outputs, tile_rows = x.shape[1], y.shape[1], TILE_ROWS[code]
+    block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
+    stored, results = weights.ctypes.data + offset, y.ctypes.data
+    inputs, prepared = x.ctypes.data, scratch.ctypes.data
+    num_tiles = -(-num_rows // tile_rows)
+    strip_blocks = max(STRIP_BYTES[code] // block_bytes if num_tiles > 1 else last_block - first_block, 1)
+    for first in range(first_block, last_block, strip_blocks):
+        for tile in range(num_tiles):
+            row, end = tile * tile_rows, min((tile + 1) * tile_rows, num_rows)
+            x_rows = inputs + row * num_inputs * FLOAT_BYTES
+            prepare_rows(code, prepared, x_rows, num_inputs, num_inputs, end - row)  # pyright: ignore[reportCallIssue]
+            multiply_blocks(  # pyright: ignore[reportCallIssue]
+                code, results + (row * num_outputs + first * LANES) * FLOAT_BYTES, num_outputs, x_rows, num_inputs,
+                stored + first * block_bytes, num_inputs, num_outputs - first * LANES,
+                min(strip_blocks, last_block - first), end - row, adds, prepared,
+            )  # fmt: skip
+
+
+@numba.njit(forceinline=True, **WITHIN_KERNELS)
+def read_column(code, out, weights, offset, column):
+    """out [num_inputs] = W[:, column]: an embedding where the head is tied to it."""
+    code = literally(code)
+    block_bytes = -(-out.size // UNIT_ROWS[code]) * UNIT_BYTES[code]
+    block = weights.ctypes.data + offset + column // LANES * block_bytes
+    for k in range(out.size):
+        out[k] = weight_at(code, block, k, column % LANES)  # pyright: ignore[reportCallIssue]
+
+
+@numba.njit(forceinline=True, **WITHIN_KERNELS)
+def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
+    """scores[c] = x_row @ W[:, candidates[c]], with the bits of multiply_rows."""
+    code = literally(code)
+    num_inputs = x_row.size
+    block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
+    stored, inputs = weights.ctypes.data + offset, x_row.ctypes.data
+    products, prepared = scratch.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
+    prepare_rows(code, prepared, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
+    held = -1  # the block whose products these are: columns of a block are one tile
+    for c in range(candidates.shape[0]):
+        block, lane = candidates[c] // LANES, candidates[c] % LANES
+        if block != held:
+            multiply_blocks(  # pyright: ignore[reportCallIssue]
+                code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs, LANES, 1, 1,
+                False, prepared,
+            )  # fmt: skip
+            held = block
+        scores[c] = scratch[lane]
+
+
+@cache
+def product_kernel(weight_format: str) -> Kernel:
+    """out = rows @ matrix alone; the matrix in weight_format, of FORMATS.
+
+    Compiled once per CPU and kept on disk. Every thread of a call runs it; as of a segment's, nothing is checked.
+    """
+    code = FORMATS.index(weight_format)
+    stamp = source_stamp()
+    signature = numba.void(numba.int64, numba.int64, f32[2], f32[2], STORED, numba.int64, f32[1])
+
+    def kernel(
+        thread,
+        num_threads,
+        out,  # [T, num_outputs]
+        rows,  # [T, num_inputs]
+        weights,
+        offset,  # of the matrix, bytes into weights
+        scratch,  # [scratch_size(num_inputs)]: this thread's own
+    ):
+        _ = stamp
+        crew, file = (thread, num_threads), (weights, scratch, scratch)
+        multiply(code, out, rows, offset, NO_BIAS, REPLACES, rows.shape[0], crew, file)
+
+    return compile_kernel(kernel, signature)
+
+
+# Vector code as functions of compiled code. Memory is given by addresses: int64. Whoever calls keeps the arrays alive.
+
+
+@intrinsic(prefer_literal=True)
+def multiply_blocks(
+    _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared
+):
+    """y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks that begin at `weights`, up to TILE_ROWS rows.
+
+    y is the address of the first row's first block, strides are in floats, num_columns goes from there on to the end of
+    y's row, and `prepared` is what prepare_rows made of these rows.
+    """
+    code_value = code.literal_value
+
+    def emit(context, builder, _signature, arguments):
+        _, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared = arguments
+        y, x, prepared = (builder.inttoptr(address, FLOATS) for address in (y, x, prepared))
+        weights = builder.inttoptr(weights, BYTES)
+        values = [y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared]
+        function = _VECTOR_CODE[code_value].blocks_function(builder.module, _LAYOUTS[code_value])
+        builder.call(function, values)
+        return context.get_dummy_value()
+
+    return types.void(code, *[i64] * 9, types.boolean, i64), emit
+
+
+@intrinsic(prefer_literal=True)
+def prepare_rows(_typing, code, prepared, x, x_stride, num_inputs, num_rows):
+    """prepared = what products read of up to TILE_ROWS rows of x beside x, or in its place.
+
+    The sums of their groups for int4, [num_rows, num_groups], each in one fixed order; rows in parts for a matrix unit;
+    else nothing.
+    """
+    code_value = code.literal_value
+
+    def emit(context, builder, _signature, arguments):
+        _, prepared, x, *values = arguments
+        prepared, x = (builder.inttoptr(address, FLOATS) for address in (prepared, x))
+        function = _VECTOR_CODE[code_value].prepare_function(builder.module, _LAYOUTS[code_value])
+        if function is not None:
+            builder.call(function, [prepared, x, *values])
+        return context.get_dummy_value()
+
+    return types.void(code, i64, i64, i64, i64, i64), emit
+
+
+@intrinsic(prefer_literal=True)
+def weight_at(_typing, code, block, k, lane):
+    """The block's weight for input k and column `lane`, float32: number * scale + minimum, rounded once or twice."""
+    layout = _LAYOUTS[code.literal_value]
+
+    def emit(_context, builder, _signature, arguments):
+        _, block, k, lane = arguments
+        group = builder.inttoptr(block, BYTES)
+        if layout.num_scales:
+            group = builder.gep(group, [builder.mul(builder.udiv(k, INT64(GROUP_SIZE)), INT64(layout.unit_bytes))])
+            k = builder.urem(k, INT64(GROUP_SIZE))
+        weights = numbers(builder, layout, group, k)
+        scales = [scale(builder, layout, group, index) for index in range(layout.num_scales)]
+        if len(scales) == 1:
+            weights = builder.fmul(weights, scales[0])
+        elif scales:
+            weights = multiply_add(builder, weights, scales[0], scales[1])
+        return builder.extract_element(weights, builder.trunc(lane, INT32))
+
+    return types.float32(code, i64, i64, i64), emit

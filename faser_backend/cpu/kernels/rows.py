@@ -1,0 +1,88 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""The parts of a decoder's layer that take one row at a time, on a CPU: norms, rotary embedding, SwiGLU.
+
+For kernels to take in whole. A row's bits depend on the row alone: every row runs through the same code.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from faser_backend.cpu.kernels.compile import WITHIN_KERNELS
+from faser_backend.cpu.kernels.vectors import power_of_2
+
+LOG2_E = np.float32(np.log2(np.e))
+HALF, ONE = np.float32(0.5), np.float32(1)
+LARGEST_EXPONENT = np.float32(126)  # where powers of two begin to leave float32
+
+inlined = numba.njit(forceinline=True, **WITHIN_KERNELS)
+spliced = numba.njit(inline="always", **WITHIN_KERNELS)
+# Sums of a whole row. Their order is a function of the row's size: their loops exist once.
+inlined_reassociated = numba.njit(
+    forceinline=True, fastmath={"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}, **WITHIN_KERNELS
+)
+
+
+@inlined
+def normalise_rows(out, rows, weight, eps, num_rows):
+    """The first num_rows rows."""
+    for row in range(num_rows):
+        normalise(out[row], rows[row], weight, eps)
+
+
+@inlined
+def normalise_both(out, left, right, left_weight, right_weight, eps, num_rows):
+    """out[row] = the norms of left[row] and of right[row], side by side."""
+    width = left.shape[1]
+    for row in range(num_rows):
+        normalise(out[row, :width], left[row], left_weight, eps)
+        normalise(out[row, width:], right[row], right_weight, eps)
+
+
+@inlined_reassociated
+def normalise(out, x, weight, eps):
+    """RMSNorm of one row; out may be x."""
+    total = np.float32(0)
+    for d in range(x.size):
+        total += x[d] * x[d]
+    factor = ONE / np.sqrt(total / np.float32(x.size) + eps)
+    for d in range(x.size):
+        out[d] = x[d] * factor * weight[d]  # weight may go on behind the row
+
+
+@inlined
+def rotate(x, cos, sin):
+    """Rotary embedding of one head in place: value i turns with value i + half."""
+    half = cos.size
+    for i in range(half):
+        a, b = x[i], x[i + half]
+        x[i] = a * cos[i] - b * sin[i]
+        x[i + half] = b * cos[i] + a * sin[i]
+
+
+@inlined
+def gated_silu(gate, up):
+    """gate = gate / (1 + exp(-gate)) * up."""
+    for j in range(gate.size):
+        gate[j] = gate[j] / (ONE + exp2(-gate[j] * LOG2_E)) * up[j]
+
+
+@inlined
+def exp2(x):
+    """2^x for x from -126 to 126, and for what is beyond, that of the bound: the least and the most that matter beside
+    a 1.
+
+    2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial is the one of degree 5 with the least relative
+    error on that range, 7.5e-8, or 2.2e-7 with the roundings of float32.
+    """
+    x = min(max(x, -LARGEST_EXPONENT), LARGEST_EXPONENT)
+    n = np.floor(x + HALF)
+    f = x - n
+    power = np.float32(1.3276472e-3)
+    power = power * f + np.float32(9.6755414e-3)
+    power = power * f + np.float32(5.5507133e-2)
+    power = power * f + np.float32(2.4022120e-1)
+    power = power * f + np.float32(6.9314697e-1)
+    power = power * f + np.float32(1.0000001)
+    return power * power_of_2(np.int32(n))  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,250 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Layers of a decoder on a CPU as one compiled call per thread: products, norms, rotary embedding, attention, head.
+
+Threads share the work of a call by columns of matrices, by units of attention and by rows, and meet at barriers in
+between; nothing of the interpreter runs until the last layer is done. What is cheap is done by every thread for itself
+(norms of all rows), for a barrier would cost more. Knows arrays and offsets; nothing of models, engines or pools.
+
+A row's bits depend on its own inputs alone: products sum in the order of the reduction (row_products), attention says
+so of itself (host_attention), and everything else goes row by row through the same code.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numba
+from numba.misc.special import literally
+
+from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_units
+from faser_backend.cpu.kernels.compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
+from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
+from faser_backend.cpu.kernels.layouts import FORMATS, LANES
+from faser_backend.cpu.kernels.products import (
+    ADDS,
+    NO_BIAS,
+    REPLACES,
+    STORED,
+    multiply,
+    read_column,
+    score_columns,
+    share_of,
+)
+from faser_backend.cpu.kernels.rows import gated_silu, inlined, normalise, normalise_both, normalise_rows, rotate
+from faser_backend.cpu.kernels.threads import barrier_wait
+from faser_backend.cpu.kernels.vectors import copy_row
+
+# Places of a layer's matrices and vectors in the kernel's tables of offsets; -1 where a model has no such vector.
+Q, K, V, ATTENTION_OUT, GATE, UP, DOWN = range(7)  # with experts, those of host_experts from the place of GATE on
+INPUT_NORM, MLP_NORM, Q_BIAS, K_BIAS, V_BIAS, ATTENTION_OUT_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(9)
+Q_NORM, K_NORM, HIDDEN_NORM = 9, 10, 11
+FEATURE = 12  # no vector, but the place among `features` of what goes into the layer; -1 where nobody reads that
+EMBEDDING, HEAD = 0, 1  # places of the matrices beside the layers'
+# Places of `sizes`.
+FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES = range(4)
+# What a kernel of each kind of model is given beside the arrays of all: nothing, what leads rows to experts, or what an
+# EAGLE-3 head reads beside hidden states.
+DENSE, EXPERTS, EAGLE3_HEAD = "dense", "experts", "eagle3_head"
+HEAD_INPUTS = numba.types.Tuple([
+    f32[2],  # embedded [T, D]: shared by the threads
+    f32[2],  # inputs [T, 2 * D]: each thread's own
+    STORED,  # the weight file that holds the embedding: the head's, or its target's
+])  # fmt: skip
+EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPUTS}
+
+
+@cache
+def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, str, str], kind: str = DENSE) -> Kernel:
+    """The kernel for heads of head_dim values, keys and values in pool_dtype, and matrices in weight_formats.
+
+    weight_formats: of FORMATS, for the layers, the embedding and the head. kind: of EXTRAS; what the
+    others alone need is not compiled. Compiled once per CPU and kept on disk. Every thread of a call runs it with the
+    same arrays and its own number and work space; all arrays are C-contiguous. Nothing is checked: shapes and indices
+    that do not fit read and write foreign memory.
+    """
+    code, embedding_code, head_code = map(FORMATS.index, weight_formats)
+    has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
+    stamp = source_stamp()
+    signature = numba.void(
+        numba.int64, numba.int64, i64[1],  # thread, num_threads, barrier
+        i64[1], i64[1], i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
+        f32[2], f32[2], f32[2],  # hidden, logits, exit_scores
+        f32[3], f32[3], f32[3], f32[3], f32[3], f32[2], f32[2], f32[2],  # features .. gathered
+        f32[2], f32[1], f32[2], f32[2], EXTRAS[kind],  # normed, strip, scores, widened, extras
+        numba.types.Array(POOL_DTYPES[pool_dtype], 6, "C"),  # storage
+        STORED, i64[2], i64[1],  # weights, matrices, end_matrices
+        f32[1], i64[2], f32[1],  # vectors, vector_offsets, last_norm
+        f32[2], f32[2], i64[1], i64[1],  # cos, sin, bounds, sizes
+        numba.float32, numba.float32, numba.boolean,  # eps, scale, has_scores
+    )  # fmt: skip
+
+    def kernel(
+        thread,
+        num_threads,
+        barrier,  # host_threads.barrier_state
+        token_ids,  # [T] of the first segment
+        positions,  # [T]
+        cu_rows,  # [B + 1]
+        context_lens,  # [B]
+        trunk_lens,  # [B], and
+        ancestors,  # [T]: see attend_units
+        block_table,  # [B, MB]
+        logit_rows,  # [R], rising
+        candidates,  # [T, C] of a segment with exit scores
+        hidden,  # [T, D]: the input, and the result; that of the last layer in its first R rows
+        logits,  # [R, V]
+        exit_scores,  # [T, C]
+        features,  # [F, T, D]: what goes into layers that a draft head reads
+        q,  # [T, H, head_dim]: work space that threads share, as all up to `gathered`
+        k,  # [T, Hkv, head_dim]
+        v,
+        attended,  # [T, H, head_dim]
+        gate,  # [T, I]; with experts [T * K, I]
+        up,
+        gathered,  # [R, H * head_dim]
+        normed,  # [T, D]: work space of this thread, as all up to `widened`
+        strip,  # [row_products.scratch_size(most inputs)]
+        scores,  # of attention, see attend_units
+        widened,
+        extras,  # see EXTRAS
+        storage,  # [num_layers, 2, Hkv, NB, block, head_dim]: the pool
+        weights,  # the weight file
+        matrices,  # [layers of the segment, matrices of a layer] bytes into it
+        end_matrices,  # [2]
+        vectors,  # norms and biases of all layers, one behind the other
+        vector_offsets,  # [layers of the segment, FEATURE + 1]
+        last_norm,  # [D]
+        cos,  # [max_context, head_dim / 2]
+        sin,
+        bounds,  # [num_threads + 1] units of attention
+        sizes,
+        eps,
+        scale,
+        has_scores,
+    ):
+        _ = stamp
+        num_rows = hidden.shape[0]
+        num_heads, num_kv_heads = q.shape[1], k.shape[1]
+        first_layer, num_layers = sizes[FIRST_LAYER], sizes[NUM_LAYERS]
+        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        queries, mixed = q.reshape(num_rows, q_width), attended.reshape(num_rows, q_width)
+        keys, values = k.reshape(num_rows, kv_width), v.reshape(num_rows, kv_width)
+        crew, file, inputs = (thread, num_threads, barrier), (weights, vectors, strip), normed
+        if is_head:
+            embedded, inputs, embedding_file = extras
+            embed(embedding_code, embedded, token_ids, embedding_file, end_matrices[EMBEDDING], crew)
+        elif first_layer == 0:
+            embed(embedding_code, hidden, token_ids, weights, end_matrices[EMBEDDING], crew)
+        for layer in range(first_layer, sizes[LAST_LAYER]):
+            own, at = matrices[layer - first_layer], vector_offsets[layer - first_layer]
+            is_last = layer == num_layers - 1
+            keep_rows(features, at[FEATURE], hidden, thread, num_threads)
+            if is_head:
+                norms = vectors[at[INPUT_NORM] :], vectors[at[HIDDEN_NORM] :]
+                normalise_both(inputs, embedded, hidden, *norms, eps, num_rows)
+            else:
+                normalise_rows(inputs, hidden, vectors[at[INPUT_NORM] :], eps, num_rows)
+            for output, matrix, bias in ((queries, Q, Q_BIAS), (keys, K, K_BIAS), (values, V, V_BIAS)):
+                multiply(code, output, inputs, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+            barrier_wait(barrier, num_threads)
+            apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, bounds[thread], bounds[thread + 1])
+            attend_units(
+                q, k, v, storage[layer, 0], storage[layer, 1], block_table, cu_rows, context_lens, trunk_lens,
+                ancestors, attended, scores, widened, bounds[thread], bounds[thread + 1], scale,
+                not is_last or logit_rows.size > 0, head_dim,
+            )  # fmt: skip
+            barrier_wait(barrier, num_threads)
+            if is_last:  # from here on for the logit rows alone
+                num_rows = logit_rows.size
+                if num_rows == 0:
+                    return
+                gather(gathered, mixed, hidden, logit_rows, crew)
+                mixed = gathered
+            multiply(code, hidden, mixed, own[ATTENTION_OUT], at[ATTENTION_OUT_BIAS], ADDS, num_rows, crew, file)
+            barrier_wait(barrier, num_threads)
+            if has_experts:
+                norm, normalises = vectors[at[MLP_NORM] :], sizes[NORMALISES_SHARES] > 0
+                mix_experts(code, hidden, gate, up, normed, own, norm, extras, num_rows, crew, file, eps, normalises)
+            else:
+                feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps)
+        if sizes[LAST_LAYER] == num_layers:
+            normalise_rows(normed, hidden, last_norm, eps, num_rows)
+            multiply(head_code, logits, normed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew, file)
+        elif has_scores:
+            normalise_rows(normed, hidden, last_norm, eps, num_rows)
+            score_rows(head_code, exit_scores, normed, end_matrices[HEAD], candidates, crew, file)
+
+    return compile_kernel(kernel, signature)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def embed(code, out, token_ids, weights, offset, crew):
+    """A thread's share of the tokens' rows of the embedding; ends at a barrier."""
+    code = literally(code)
+    thread, num_threads, barrier = crew
+    for row in range(thread, token_ids.size, num_threads):
+        read_column(code, out[row], weights, offset, token_ids[row])
+    barrier_wait(barrier, num_threads)
+
+
+@inlined
+def keep_rows(features, place, hidden, thread, num_threads):
+    """A thread's share of hidden goes to its place among the features, where it has one."""
+    if place >= 0:
+        for row in range(thread, hidden.shape[0], num_threads):
+            copy_row(features[place, row], hidden[row], hidden.shape[1])  # pyright: ignore[reportCallIssue]
+
+
+@inlined
+def gather(gathered, mixed, hidden, logit_rows, crew):
+    """gathered = the logit rows, which rise, of mixed; those of hidden become its first. Ends at a barrier."""
+    thread, num_threads, barrier = crew
+    if thread == 0:
+        for row in range(logit_rows.size):
+            copy_row(gathered[row], mixed[logit_rows[row]], mixed.shape[1])  # pyright: ignore[reportCallIssue]
+            copy_row(hidden[row], hidden[logit_rows[row]], hidden.shape[1])  # pyright: ignore[reportCallIssue]
+    barrier_wait(barrier, num_threads)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def score_rows(code, scores, normed, offset, candidates, crew, file):
+    """A thread's share of the logits of each row's candidates."""
+    code = literally(code)
+    (thread, num_threads, _), (weights, _, strip) = crew, file
+    for row in range(thread, normed.shape[0], num_threads):
+        score_columns(code, scores[row], normed[row], weights, offset, candidates[row], strip)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps):
+    """A thread's share of hidden += down(silu(gate(x)) * up(x)), x being the normalised rows; ends at a barrier."""
+    code = literally(code)
+    (thread, num_threads, barrier), (_, vectors, _) = crew, file
+    normalise_rows(normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows)
+    for output, matrix, bias in ((gate, GATE, GATE_BIAS), (up, UP, UP_BIAS)):
+        multiply(code, output, normed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+    first, last = share_of(gate.shape[1], thread, num_threads)
+    columns = slice(first * LANES, min(last * LANES, gate.shape[1]))
+    for row in range(num_rows):
+        gated_silu(gate[row, columns], up[row, columns])
+    barrier_wait(barrier, num_threads)
+    multiply(code, hidden, gate, own[DOWN], at[DOWN_BIAS], ADDS, num_rows, crew, file)
+    barrier_wait(barrier, num_threads)
+
+
+@inlined
+def apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, first_unit, last_unit):
+    """Norms and rotary embedding, in place, of the queries and keys of units: a KV head of a sequence each."""
+    num_kv_heads = k.shape[1]
+    heads_per_kv = q.shape[1] // num_kv_heads
+    for unit in range(first_unit, last_unit):
+        sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
+        for row in range(cu_rows[sequence], cu_rows[sequence + 1]):
+            row_cos, row_sin = cos[positions[row]], sin[positions[row]]
+            for head in range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv):
+                if at[Q_NORM] >= 0:
+                    normalise(q[row, head], q[row, head], vectors[at[Q_NORM] :], eps)
+                rotate(q[row, head], row_cos, row_sin)
+            if at[K_NORM] >= 0:
+                normalise(k[row, kv_head], k[row, kv_head], vectors[at[K_NORM] :], eps)
+            rotate(k[row, kv_head], row_cos, row_sin)

@@ -1,0 +1,315 @@
+"""`LlvmRunner`: a model whose layers are kernels of ours, with its KV pool; implements core.ports.ModelRunner.
+
+A call is one compiled function on each of its threads (cpu/kernels/segment.py), which share the work and meet at
+barriers; between calls the helpers sleep. The weight file is mapped and read in place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+import numpy as np
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import ModelSpec, rotary_tables
+from faser_backend.cpu.kernels import attention as host_attention
+from faser_backend.cpu.kernels.attention import TILE_ROWS, scratch_width
+from faser_backend.cpu.kernels.compile import Kernel
+from faser_backend.cpu.kernels.products import scratch_size
+from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
+from faser_backend.cpu.kernels.threads import barrier_state
+from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.weights import WeightFile, segment_tables, useful_threads
+from faser_backend.device.partition import CorePartition
+from faser_backend.manifest import ModelEngine
+
+ROWS_TO_READ = 5  # rows whose arithmetic takes as long as it takes to read what they attend to
+_NO_CANDIDATES = np.zeros((0, 0), np.int64)
+NO_ROWS = np.zeros(0, np.int64)
+
+
+class CallResults(NamedTuple):
+    """Buffers that the segment's next call overwrites."""
+
+    hidden: np.ndarray  # [T, hidden_size]; behind the last layer that of the logit rows, which come first
+    logits: np.ndarray  # [R, num_logits], of the last segment
+    exit_scores: np.ndarray  # [T, C], of no use without candidates
+
+
+class Workspace:
+    """Float buffers by name, as large as the largest call needed."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def view(self, name: str, *shape: int) -> np.ndarray:
+        """The first numbers of the buffer of this name, in this shape."""
+        size = int(np.prod(shape))
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            capacity = size if buffer is None else max(size, 2 * buffer.size)
+            buffer = self._buffers[name] = np.zeros(capacity, np.float32)
+        return buffer[:size].reshape(shape)
+
+
+class Helper:
+    """A thread that runs kernels. Queues hand over in a fraction of what a thread pool's futures take."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Kernel, tuple] | None] = SimpleQueue()
+        self._errors: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def start(self, kernel: Kernel, arguments: tuple) -> None:
+        """The first time, starts the thread on the cores of the caller's."""
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, name="kernels", daemon=True)
+            self._thread.start()
+        self._work.put((kernel, arguments))
+
+    def wait(self) -> BaseException | None:
+        """Until what was started has ended. Returns what it raised."""
+        return self._errors.get()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            kernel, arguments = work
+            try:
+                kernel(*arguments)
+            except BaseException as error:
+                self._errors.put(error)
+            else:
+                self._errors.put(None)
+
+
+class LlvmRunner:
+    """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+
+    def __init__(
+        self,
+        model: ModelEngine,
+        engine_dir: Path,
+        partition: CorePartition,
+        pool: KvPool,
+        *,
+        num_threads: int | None = None,
+        lender: ModelEngine | None = None,
+    ) -> None:
+        """num_threads: at most this many of the partition's cores. lender: whose embedding is read where the model has
+        none. Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read."""
+        if num_threads is not None and num_threads < 1:
+            raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
+        assert model.weights is not None, "an engine of this runtime has one weight file"
+        spec = model.spec
+        self.spec, self.partition = spec, partition
+        most_threads = useful_threads(model, partition)
+        self.num_threads = min(num_threads or most_threads, most_threads)
+        self.pool = pool
+        self.num_segments = len(model.segments)
+        self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
+        self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
+        self.vocab_size = spec.vocab_size
+        self.max_logit_rows: int | None = None
+        self._weights = WeightFile(engine_dir / model.weights.name)
+        self._embedding_file = self._weights
+        layers_format, embedding_format, head_format = model.weight_format.formats
+        if "embedding" not in self._weights:
+            assert lender is not None and lender.weights is not None, "the embedding is in no file"
+            self._embedding_file = WeightFile(engine_dir / lender.weights.name)
+            embedding_format = lender.weight_format.formats[1]
+        self._segments = [segment_tables(spec, segment, self._weights) for segment in model.segments]
+        head = self._weights.offset("embedding" if spec.tie_word_embeddings else "lm_head")
+        self._end_matrices = np.array([self._embedding_file.offset("embedding"), head], np.int64)
+        last_norm = self._weights.vector("norm")
+        assert last_norm is not None
+        self._last_norm = last_norm.copy()  # kernels take arrays that can be written
+        self._cos, self._sin = rotary_tables(spec)
+        self._eps, self._scale = np.float32(spec.rms_eps), np.float32(spec.head_dim**-0.5)
+        kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
+        formats = (layers_format, embedding_format, head_format)
+        self._kernel = segment_kernel(spec.head_dim, readable_dtype(pool), formats, kind)
+        self._most_inputs = max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
+        self._num_logits = spec.vocab_size  # of a row
+        bits = np.uint16 if self.pool.storage.dtype == np.float16 else np.float32
+        self._storage = self.pool.storage.view(bits)
+        self._workspace = Workspace()
+        self._own = [Workspace() for _ in range(self.num_threads)]
+        self._helpers = [Helper() for _ in range(self.num_threads - 1)]
+        self._barrier = barrier_state()
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        """See core.ports.ModelRunner. The result is a buffer that the segment's next call overwrites."""
+        results = self._run(segment, rows, hidden, None)
+        return results.logits if segment == self.num_segments - 1 else results.hidden
+
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See core.ports.ModelRunner."""
+        assert self._segments[segment].spec.has_exit_scores, f"segment {segment} has no exit scores"
+        results = self._run(segment, rows, hidden, exit_candidates)
+        return results.hidden, results.exit_scores
+
+    def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """See core.ports.ModelRunner."""
+        return hidden[kept]
+
+    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """See core.ports.TreeRunner."""
+        self.pool.move_kv(block_tables, sources, targets)
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+
+    def close(self) -> None:
+        """Ends the threads and lets go of buffers; the runner cannot be used afterwards."""
+        for helper in self._helpers:
+            helper.close()
+        self._helpers.clear()
+
+    def _run(
+        self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None
+    ) -> CallResults:
+        spec, tables, view = self.spec, self._segments[segment], self._workspace.view
+        counts, num_rows, num_logits = rows.rows_per_sequence, rows.num_rows, rows.logit_rows.size
+        last_tokens = rows.context_lens + counts
+        check_blocks(self.pool, rows.block_tables, int(last_tokens.max()))
+        bounds = unit_bounds(spec, counts, last_tokens, self.num_threads)
+        state = view(f"hidden.{segment}", num_rows, spec.hidden_size)
+        if hidden is not None:
+            state[:] = hidden
+        is_last = tables.spec.last_layer == spec.num_layers
+        logits = view("logits", num_logits if is_last else 0, self._num_logits)
+        asked = _NO_CANDIDATES if candidates is None else np.ascontiguousarray(candidates)
+        scores = view("exit_scores", *asked.shape)
+        features = view("features", len(tables.feature_layers), num_rows, spec.hidden_size)
+        trunk_lens, ancestors = (NO_ROWS, NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
+        num_slots = num_rows * max(spec.num_experts_per_token, 1)
+        integers = (rows.token_ids, rows.positions, rows.cu_rows, rows.context_lens, trunk_lens, ancestors)
+        integers += (rows.block_tables, rows.logit_rows)
+        shared = (
+            *map(np.ascontiguousarray, integers), asked, state, logits, scores, features,
+            view("q", num_rows, spec.num_heads, spec.head_dim),
+            view("k", num_rows, spec.num_kv_heads, spec.head_dim),
+            view("v", num_rows, spec.num_kv_heads, spec.head_dim),
+            view("attended", num_rows, spec.num_heads, spec.head_dim),
+            view("gate", num_slots, spec.intermediate_size),
+            view("up", num_slots, spec.intermediate_size),
+            view("gathered", num_logits, spec.num_heads * spec.head_dim),
+        )  # fmt: skip
+        constants = (
+            self._storage, self._weights.data, tables.matrices, self._end_matrices, tables.vectors,
+            tables.vector_offsets, self._last_norm, self._cos, self._sin, np.array(bounds, np.int64), tables.sizes,
+            self._eps, self._scale, candidates is not None,
+        )  # fmt: skip
+        width = -(-int(last_tokens.max()) // self.pool.kv_block_size) * self.pool.kv_block_size
+        calls = [
+            (
+                *(thread, self.num_threads, self._barrier, *shared),
+                *(*self._work_space(thread, num_rows, width), self._extras(thread, num_rows), *constants),
+            )
+            for thread in range(self.num_threads)
+        ]
+        self._on_all_threads(self._kernel, calls)
+        if tables.feature_layers:
+            blocks, offsets = places_of(rows, self.pool.kv_block_size)
+            for layer, of_layer in zip(tables.feature_layers, features, strict=True):
+                self.pool.features[layer][blocks, offsets] = of_layer
+        return CallResults(state, logits, scores)
+
+    def _work_space(self, thread: int, num_rows: int, num_columns: int) -> tuple[np.ndarray, ...]:
+        """A thread's own: normed rows, a strip of weights, attention's scores, a widened block."""
+        spec, view = self.spec, self._own[thread].view
+        columns = scratch_width(num_columns)
+        return (
+            view("normed", num_rows, spec.hidden_size),
+            self._strip(thread),
+            view("scores", TILE_ROWS, columns),
+            view("widened", self.pool.kv_block_size, spec.head_dim),
+        )
+
+    def _strip(self, thread: int) -> np.ndarray:
+        """A thread's work space for products."""
+        return self._own[thread].view("strip", scratch_size(self._most_inputs))
+
+    def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
+        """Arguments that kernels of other kinds of models lack: see EXTRAS in cpu/kernels/segment.py."""
+        spec = self.spec
+        if not spec.num_experts:
+            return ()
+        view, own, num_chosen = self._workspace.view, self._own[thread].view, spec.num_experts_per_token
+        return (
+            view("chances", num_rows, spec.num_experts),
+            view("shares", num_rows, num_chosen),
+            view("chosen", num_rows, num_chosen).view(np.int32),
+            view("outputs", num_rows * num_chosen, spec.hidden_size),
+            own("taken", num_rows, spec.hidden_size),
+            own("ends", spec.num_experts).view(np.int32),
+            own("slots", num_rows, num_chosen).view(np.int32),
+            own("rows", num_rows * num_chosen).view(np.int32),
+        )
+
+    def _on_all_threads(self, kernel: Kernel, calls: list[tuple]) -> None:
+        """One call of the kernel per thread, the first one here. All have ended when this returns or raises."""
+        for helper, call in zip(self._helpers, calls[1:], strict=True):
+            helper.start(kernel, call)
+        try:
+            kernel(*calls[0])
+        finally:
+            errors = [helper.wait() for helper in self._helpers]
+        for error in errors:
+            if error is not None:
+                raise error
+
+
+def unit_bounds(spec: ModelSpec, counts: np.ndarray, last_tokens: np.ndarray, num_threads: int) -> list[int]:
+    """Units of attention (one KV head of one sequence) of each thread: between two neighbours of num_threads + 1.
+
+    counts: [B] rows; last_tokens: [B] tokens that the last row sees. Threads get as much to read, arithmetic counted as
+    what could be read meanwhile.
+    """
+    bounds = [0, counts.size * spec.num_kv_heads]
+    if num_threads > 1:
+        reads = counts * (spec.num_heads // spec.num_kv_heads) + (ROWS_TO_READ - 1)
+        before = np.concatenate([[0], np.cumsum(reads * last_tokens)])
+        goals = before[-1] * np.arange(1, num_threads) / num_threads
+        units = np.interp(goals, before, np.arange(counts.size + 1) * spec.num_kv_heads)
+        bounds[1:1] = np.rint(units).astype(np.int64).tolist()
+    return bounds
+
+
+def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:
+    """Kernels trust their indices. Raises IndexError before anything is read or written."""
+    num_blocks, size = pool.num_blocks, pool.kv_block_size
+    least, most = int(block_tables.min()), int(block_tables.max())
+    if least < 0 or most >= num_blocks:
+        raise IndexError(f"block_tables = {least} to {most}: blocks of the pool are 0 to {num_blocks - 1}")
+    if num_tokens > block_tables.shape[1] * size:
+        raise IndexError(f"block_tables: {num_tokens} tokens need more than {block_tables.shape[1]} blocks of {size}")
+
+
+def readable_dtype(pool: KvPool) -> str:
+    """The pool's dtype in the words of kernels. Raises ConfigError where this CPU has no instructions for it."""
+    if pool.storage.dtype != np.float16:
+        return "fp32"
+    if not host_attention.has_halves():
+        raise ConfigError(
+            "kv_cache_dtype = fp16: this CPU cannot convert halves; build the engine with --kv-cache-dtype fp32"
+        )
+    return "fp16"
+
+
+def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks and offsets [T] at which a pool holds what belongs to each row."""
+    counts = rows.rows_per_sequence
+    blocks, offsets = np.divmod(rows.kv_positions, kv_block_size)
+    return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets

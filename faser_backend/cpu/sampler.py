@@ -1,0 +1,287 @@
+"""`NumpySampler`: logits to tokens on the CPU, with parameters kept per slot in persistent arrays.
+
+Three classes of rows, so that none pays for another: greedy (argmax), random (temperature alone: scaled
+logits plus noise) and special (rules or filters: processed in one vectorised sub-batch). A row's token is
+the same, bit for bit, in every batch. Ties go to the lowest id. Knows nothing of models or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from faser_backend.core.batch import SamplingRows
+from faser_backend.core.errors import Failure, FaserError, blamed
+from faser_backend.core.ports import DraftChildren, DraftTokens
+from faser_backend.core.request import Sampling
+from faser_backend.cpu import noise
+from faser_backend.cpu.logit_rules import LogitRules
+from faser_backend.cpu.logits import keep_min_p, keep_top, log_softmax_at, rank, second_best, softmax
+from faser_backend.cpu.slot_parameters import SlotParameters
+
+MAX_MARGIN = 1e4  # of a token that is the only one allowed
+Result = TypeVar("Result")
+
+
+class NumpySampler:
+    """core.ports.Sampler for up to max_num_seqs slots.
+
+    `sample_draft`, `candidate_margins`, `probabilities` and `uniforms` may run at the same time on different
+    threads, as in a step that overlaps drafting and verification: they write nothing but their results and failures.
+    `add`, `remove` and `append` must run alone.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
+        self._vocab_size = vocab_size
+        self._noise = noise.GumbelNoise(vocab_size)
+        self._rules = LogitRules(vocab_size)
+        self.failures: dict[int, Failure] = {}  # by slot; lanes may note one at the same time
+        self.parameters = SlotParameters(vocab_size, max_num_seqs)  # for reading
+        # Counts over active slots decide the path of a whole batch without looking at its rows.
+        self._num_active = 0
+        self._num_random = 0
+        self._num_special = 0
+
+    def add(
+        self,
+        slot: int,
+        sampling: Sampling,
+        token_ids: np.ndarray,
+        num_prompt_tokens: int,
+        end_ids: tuple[int, ...],
+    ) -> None:
+        """See core.ports.Sampler. The parameters are valid (Sampling.validate)."""
+        self.parameters.check_free(slot)
+        rules = (slot, sampling, token_ids, num_prompt_tokens, end_ids)
+        has_rules = self._noting_failure(slot, False, self._rules.add, *rules)
+        self.parameters.add(slot, sampling, has_rules=has_rules)
+        self._count()
+
+    def remove(self, slot: int) -> None:
+        self.parameters.check_active(slot)
+        self._rules.remove(slot)
+        self.failures.pop(slot, None)
+        self.parameters.remove(slot)
+        self._count()
+
+    def append(self, slot: int, tokens: list[int]) -> None:
+        if self.parameters.has_rules[slot]:
+            self._noting_failure(slot, None, self._rules.append, slot, tokens)
+
+    def forced(self, slot: int) -> list[int]:
+        """See core.ports.Sampler."""
+        return self._noting_failure(slot, [], self._rules.forced, slot) if self.parameters.has_rules[slot] else []
+
+    def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """logits [R, V] float32 (unchanged) -> token ids [R] int64.
+
+        Raises FaserError naming the first row whose logits hold NaN or +inf, or nothing but -inf.
+        """
+        return self._pick(self._scores(logits, rows), rows)
+
+    def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
+        """See core.ports.Sampler; num_candidates in [0, vocab_size]. Raises as `sample` does.
+
+        Tokens are those of `sample`. Margins end at MAX_MARGIN, which a token without rivals has. Where fewer
+        tokens than num_candidates are allowed, forbidden ones of low id follow them.
+        """
+        if not 0 <= num_candidates <= self._vocab_size:
+            raise ValueError(f"num_candidates = {num_candidates}: must be in [0, {self._vocab_size}]")
+        scores = self._scores(logits, rows)
+        token_ids = self._pick(scores, rows)
+        best = scores[np.arange(token_ids.size), token_ids]
+        if num_candidates < 2:
+            second = second_best(scores, token_ids)
+            candidates = token_ids[:, None] if num_candidates else None
+        else:
+            candidates, second = rank(scores, token_ids, num_candidates, can_overwrite=scores is not logits)
+        with np.errstate(over="ignore"):
+            margins = np.minimum((best - second) / self.parameters.inverse_temperature[rows.slots], MAX_MARGIN)
+        return DraftTokens(token_ids, margins, candidates)
+
+    def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
+        """See core.ports.TreeSampler; num_children in [1, vocab_size]. Raises as `sample` does."""
+        if not 1 <= num_children <= self._vocab_size:
+            raise ValueError(f"num_children = {num_children}: must be in [1, {self._vocab_size}]")
+        scores = self._scores(logits, rows)
+        tokens = self._pick(scores, rows)[:, None]
+        if num_children > 1:
+            tokens, _ = rank(scores, tokens[:, 0], num_children, can_overwrite=False)
+        temperatures = 1 / self.parameters.inverse_temperature[rows.slots, None]
+        return DraftChildren(tokens, np.take_along_axis(scores, tokens, axis=1) * temperatures)
+
+    def candidate_margins(
+        self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
+    ) -> np.ndarray:
+        """See core.ports.Sampler; at least two candidates a row. Rules and filters are left out: this is a guess
+        about a token, not a draw. Only reads what `add` wrote."""
+        if with_noise and self._num_random:
+            slots = rows.slots
+            known = self.parameters
+            temperature = np.where(known.is_random[slots], 1.0 / known.inverse_temperature[slots], np.float32(0.0))
+            log_exponentials = self._noise.log_exponentials_at(self.parameters.keys[slots], rows.positions, candidates)
+            scores = scores - temperature[:, None] * log_exponentials
+        return scores[:, 0] - scores[:, 1:].max(axis=1)
+
+    def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """logits [R, V] float32 -> processed probabilities [R, V] float32, one-hot where greedy.
+
+        Raises as `sample` does.
+        """
+        scores = self._processed(logits, rows, np.arange(rows.slots.size))
+        probs = softmax(scores)
+        greedy = np.flatnonzero(~self.parameters.is_random[rows.slots])
+        if greedy.size:
+            probs[greedy] = 0.0
+            probs[greedy, scores[greedy].argmax(axis=1)] = 1.0
+        return probs
+
+    def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
+        """See core.ports.Sampler; float64 [R]."""
+        return noise.uniforms(self.parameters.keys[rows.slots], rows.positions, purpose, num_steps)
+
+    def log_probs(self, logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """See core.ports.Sampler; float32 [R]."""
+        return log_softmax_at(logits, token_ids)
+
+    def to_host(self, logits: np.ndarray) -> np.ndarray:
+        """See core.ports.Sampler: logits may be a buffer that the runner's next call overwrites."""
+        return logits.astype(np.float32)
+
+    def check_integrity(self) -> None:
+        self.parameters.check_integrity()
+        self._rules.check_integrity(set(np.flatnonzero(self.parameters.is_active).tolist()))
+        counts = (self._num_active, self._num_random, self._num_special)
+        self._count()
+        assert counts == (self._num_active, self._num_random, self._num_special)
+
+    def _count(self) -> None:
+        self._num_active = int(np.count_nonzero(self.parameters.is_active))
+        self._num_random = int(np.count_nonzero(self.parameters.is_random))
+        self._num_special = int(np.count_nonzero(self.parameters.is_special))
+
+    def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
+        slots, positions = rows.slots, rows.positions
+        if not self._num_special:
+            return self._perturbed(logits, slots, positions, has_siblings=rows.has_siblings)
+        is_special = self.parameters.is_special[slots]
+        special = np.flatnonzero(is_special)
+        if special.size == 0:
+            return self._perturbed(logits, slots, positions)
+        processed = self._processed(logits, rows, special)
+        random = np.flatnonzero(self.parameters.is_random[slots[special]])
+        self._subtract_noise(processed, random, slots[special], positions[special])
+        if special.size == slots.size:
+            return processed
+        plain = np.flatnonzero(~is_special)
+        scores = np.empty_like(logits)
+        scores[special] = processed
+        scores[plain] = self._perturbed(logits[plain], slots[plain], positions[plain])
+        return scores
+
+    def _perturbed(
+        self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, has_siblings: bool = False
+    ) -> np.ndarray:
+        """Scores [R, V] of plain rows; `logits` itself where all are greedy."""
+        if self._num_random == 0:
+            return logits
+        if self._num_random == self._num_active:
+            random = None
+        else:
+            random = np.flatnonzero(self.parameters.is_random[slots])
+            if random.size == 0:
+                return logits
+        scores = logits * self.parameters.inverse_temperature[slots, None]
+        if has_siblings and random is None:  # who draw with the same noise, which is most of the work
+            places: dict[tuple[int, int], int] = {}
+            drawing = zip(slots.tolist(), positions.tolist(), strict=True)
+            which = [places.setdefault(key, len(places)) for key in drawing]
+            slots, positions = np.array(list(places), np.int64).T
+            scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)[which]
+        else:
+            self._subtract_noise(scores, random, slots, positions)
+        return scores
+
+    def _subtract_noise(
+        self, scores: np.ndarray, random: np.ndarray | None, slots: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """In place on scores [n, V] of slots [n]; `random` lists the rows to perturb, None = all."""
+        if random is None or random.size == slots.size:
+            scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)
+        elif random.size:
+            scores[random] -= self._noise.log_exponentials(self.parameters.keys[slots[random]], positions[random])
+
+    def _processed(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> np.ndarray:
+        """Logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
+        scores = logits.take(index, axis=0)
+        slots = rows.slots[index]
+        known = self.parameters
+        if known.has_rules[slots].any():
+            try:
+                self._rules.apply(scores, rows, index)
+            except Exception:
+                self._apply_by_slot(logits, scores, rows, index)
+            all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
+            scores[all_forbidden] = logits[index[all_forbidden]]
+        check_finite(scores.max(axis=1), rows, index)  # before filters, which presume numbers
+        scores *= known.inverse_temperature[slots, None]
+        top_k, top_p, min_p = known.top_k[slots], known.top_p[slots], known.min_p[slots]
+        _apply(keep_top, scores, (top_k < self._vocab_size) | (top_p < 1.0), top_k, top_p)
+        _apply(keep_min_p, scores, min_p > 0.0, min_p)
+        return scores
+
+    def _apply_by_slot(self, logits: np.ndarray, scores: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
+        """Applies the rules anew, slot by slot, to find out whose they are that fail: the others' rows get the same
+        scores as in one batch."""
+        slots = rows.slots[index]
+        for slot in np.unique(slots).tolist():
+            where = np.flatnonzero(slots == slot)
+            lines = logits.take(index[where], axis=0)
+            has_failed = self._noting_failure(slot, True, self._rules.apply, lines, rows, index[where])
+            scores[where] = logits[index[where]] if has_failed else lines
+
+    def _noting_failure(self, slot: int, otherwise: Result, rule: Callable[..., Any], *arguments: Any) -> Result:
+        """Returns what a slot's rule returns; where it fails, `otherwise`, and the failure is the slot's alone."""
+        try:
+            return rule(*arguments)
+        except Exception as error:
+            self.failures.setdefault(slot, blamed("sampling", error))
+            return otherwise
+
+    @staticmethod
+    def _pick(scores: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        """argmax [R] of scores [R, V]."""
+        token_ids = scores.argmax(axis=1)
+        # argmax stops at the first NaN, so the chosen score tells whether a row is sound.
+        check_finite(scores[np.arange(token_ids.size), token_ids], rows, None)
+        return token_ids
+
+
+def check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None) -> None:
+    """Raises FaserError for the first entry of best [n], the largest score of each row, that is no number."""
+    is_finite = np.isfinite(best)
+    if is_finite.all():
+        return
+    bad = int(is_finite.argmin())
+    row = bad if index is None else int(index[bad])
+    held = "only -inf" if best[bad] == -np.inf else "NaN" if np.isnan(best[bad]) else "+inf"
+    raise FaserError(
+        f"logits of row {row} (slot {int(rows.slots[row])}, position {int(rows.positions[row])}) "
+        f"hold {held}: no token can be drawn"
+    )
+
+
+def _apply(keep: Callable[..., None], scores: np.ndarray, is_on: np.ndarray, *parameters: np.ndarray) -> None:
+    """Runs a filter in place on the rows of scores [n, V] where is_on [n]; each of its parameters is [n]."""
+    on = np.flatnonzero(is_on)
+    if on.size == 0:
+        return
+    if on.size == scores.shape[0]:
+        keep(scores, *parameters)
+        return
+    kept = scores[on]
+    keep(kept, *(parameter[on] for parameter in parameters))
+    scores[on] = kept

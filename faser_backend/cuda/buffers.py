@@ -1,0 +1,253 @@
+"""The tensors of calls on a GPU by their names in the manifest: inputs in one block, pools, hidden states, results.
+
+A call's integers are written by numpy into pinned host memory and reach the device in one asynchronous copy.
+Knows names and shapes; nothing of what programs do with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.cuda.call_shapes import CallBounds
+from faser_backend.cuda.pool import CudaKvPool
+from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
+
+ALIGNMENT = 256  # bytes: what compiled engines ask of an address
+TABLE, WIDTH = "block_table", "table_width"
+NO_SLOT = -1  # of a row that writes no key and value
+SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
+TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
+FEATURES = "features"  # what a draft head reads, in the target's pool
+FEATURE_ROWS = "aux_hidden"  # of one layer of these: what enters or leaves a compiled engine
+COLUMNS = "columns"  # an integer input that is the same in every call
+TENSOR_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+
+
+def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
+    """The shape of an integer input that changes from call to call. Raises ConfigError for an unknown one."""
+    shapes = {
+        "token_ids": (bounds.num_rows,),
+        "positions": (bounds.num_rows,),
+        "slot_mapping": (bounds.num_rows,),
+        "cu_rows": (bounds.num_sequences + 1,),
+        "context_lens": (bounds.num_sequences,),
+        "block_table": (bounds.num_sequences, bounds.num_blocks),
+        "table_width": (1,),
+        "logit_rows": (bounds.num_logit_rows,),
+        "exit_candidates": (bounds.num_rows, bounds.num_candidates),
+        "pad_idx": (bounds.num_sequences, bounds.max_rows),
+        "unpad_idx": (bounds.num_rows,),
+    }
+    if name not in shapes:
+        raise ConfigError(f"segment input {name}: not one that a GPU runner fills; must be one of {', '.join(shapes)}")
+    return shapes[name]
+
+
+class InputBlock:
+    """Integer inputs of one call shape: `tensors` by name, all of them views of `block` on the device.
+
+    The block table comes last. Where table_width is among the inputs its rows lie without gaps, and a call uploads as
+    much of it as its sequences need.
+    """
+
+    def __init__(self, inputs: Iterable[TensorSpec], bounds: CallBounds, device: torch.device) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._places: list[tuple[str, slice, np.dtype, tuple[int, ...]]] = []  # name, bytes, dtype, shape
+        num_bytes = 0
+        for tensor in sorted(inputs, key=lambda tensor: tensor.name == TABLE):
+            dtype, shape = np.dtype(tensor.dtype), input_shape(tensor.name, bounds)
+            end = num_bytes + math.prod(shape) * dtype.itemsize
+            self._places.append((tensor.name, slice(num_bytes, end), dtype, shape))
+            num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+        self.block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        for name, place, dtype, shape in self._places:
+            self.tensors[name] = self.block[place].view(TENSOR_DTYPES[dtype.name]).view(shape)
+
+    def fill_idle(self) -> None:
+        """Rows of nobody, on the device itself: no sequence has any, and none is written."""
+        self.block.zero_()
+        self.tensors["slot_mapping"].fill_(NO_SLOT)
+
+    def num_bytes(self, num_sequences: int, num_columns: int) -> int:
+        """Bytes of `block` that a call with block tables [num_sequences, num_columns] fills."""
+        if WIDTH not in self.tensors:
+            return self.block.numel()
+        _, place, dtype, shape = self._places[-1]
+        assert num_sequences * num_columns <= math.prod(shape), f"tables {num_sequences} x {num_columns} in {shape}"
+        return place.start + num_sequences * num_columns * dtype.itemsize
+
+    def views(self, area: np.ndarray) -> dict[str, np.ndarray]:
+        """The inputs by name as views of host memory area [num_bytes(...)] uint8; a table without gaps is flat."""
+        found = {}
+        for name, place, dtype, shape in self._places:
+            is_flat = name == TABLE and WIDTH in self.tensors
+            found[name] = area[place].view(dtype) if is_flat else area[place].view(dtype).reshape(shape)
+        return found
+
+
+def fill_inputs(
+    inputs: Mapping[str, np.ndarray],
+    rows: RowBatch,
+    bounds: CallBounds,
+    kv_block_size: int,
+    candidates: np.ndarray | None = None,
+) -> None:
+    """Writes a batch into arrays of the shapes that `bounds` say; names that are not in `inputs` are left out.
+
+    What pads a call: rows of token 0 at position 0 without a slot, sequences without rows or context, logit
+    rows that repeat row 0. Entries of pad_idx past a sequence's rows repeat its last row.
+    """
+    assert rows.tree is None, "refused where policies are made"
+    num_rows, num_sequences = rows.num_rows, rows.num_sequences
+    sequence = np.repeat(np.arange(num_sequences), rows.cu_rows[1:] - rows.cu_rows[:-1])  # [T]
+    offset = np.arange(num_rows) - rows.cu_rows[sequence]
+    cells = rows.context_lens[sequence] + offset
+    block, cell = np.divmod(cells, kv_block_size)
+    _put(inputs, "token_ids", rows.token_ids, 0)
+    _put(inputs, "positions", cells, 0)
+    _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + cell, NO_SLOT)
+    _put(inputs, "cu_rows", rows.cu_rows, num_rows)
+    _put(inputs, "context_lens", rows.context_lens, 0)
+    put_tables(inputs, rows.block_tables[:, : bounds.num_blocks])
+    _put(inputs, "logit_rows", rows.logit_rows, 0)
+    if candidates is not None:
+        _put(inputs, "exit_candidates", candidates, 0)
+    if "pad_idx" in inputs:
+        columns = np.arange(bounds.max_rows)
+        padded = np.minimum(rows.cu_rows[:-1, None] + columns, rows.cu_rows[1:, None] - 1)
+        _put(inputs, "pad_idx", padded, 0)
+        _put(inputs, "unpad_idx", sequence * bounds.max_rows + offset, 0)
+
+
+def num_columns(rows: RowBatch, kv_block_size: int) -> int:
+    """Columns of the block tables that a batch reads or writes through."""
+    return -(-int((rows.context_lens + rows.rows_per_sequence).max(initial=1)) // kv_block_size)
+
+
+def put_tables(inputs: Mapping[str, np.ndarray], tables: np.ndarray) -> None:
+    """tables [B, any]: with zeros around them, or without gaps in a flat array that holds B rows of them."""
+    if WIDTH not in inputs:
+        _put(inputs, TABLE, tables, 0)
+        return
+    count = tables.shape[0]
+    width = inputs[TABLE].size // max(count, 1)
+    inputs[WIDTH][0] = width
+    inputs[TABLE].reshape(count, width)[:] = tables[:, :width]
+
+
+def _put(inputs: Mapping[str, np.ndarray], name: str, values: np.ndarray, filler: int) -> None:
+    """values in the corner of an input, `filler` in the rest of it."""
+    target = inputs.get(name)
+    if target is None:
+        return
+    num = values.shape[0]
+    target[num:] = filler
+    if target.ndim == 1:
+        target[:num] = values
+    else:
+        target[:num, : values.shape[1]] = values
+        target[:num, values.shape[1] :] = filler
+
+
+class TensorStore:
+    """Tensors that calls share, each by name and shape; made when they are first asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed when new: rows that pad a call are computed from the first on, and hold numbers."""
+        key = (name, shape)
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._tensors[key]
+
+    def arange(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """0, 1, ..., count - 1; nobody writes to it."""
+        key = ("arange", (count,))
+        if key not in self._tensors:
+            self._tensors[key] = torch.arange(count, dtype=dtype, device=self._device)
+        return self._tensors[key]
+
+
+def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
+    """The integer inputs that a batch is written into; slot_mapping is among them in any case. packs_tables: of the
+    segment's program."""
+    filled = [tensor for tensor in segment.inputs if tensor.dtype.startswith("int") and tensor.name != COLUMNS]
+    if SLOT_MAPPING.name not in {tensor.name for tensor in filled}:
+        filled.append(SLOT_MAPPING)
+    return [*filled, TABLE_WIDTH] if packs_tables else filled
+
+
+def call_tensors(
+    spec: ModelSpec,
+    segment: SegmentSpec,
+    bounds: CallBounds,
+    *,
+    inputs: InputBlock,
+    store: TensorStore,
+    pool: CudaKvPool,
+) -> dict[str, torch.Tensor]:
+    """The tensors that a program of the segment is prepared with. Those in `store` are shared by calls of a shape.
+
+    A pool that is an output too is the input's own memory, and what a segment passes on the next one finds where
+    it is.
+    """
+    tensors = dict(inputs.tensors)
+    for tensor in (*segment.inputs, *segment.outputs):
+        name, _, layer = tensor.name.partition(".")
+        dtype = TENSOR_DTYPES[tensor.dtype]
+        if name in {"k_pool", "k_pool_out"}:
+            tensors[tensor.name] = pool.keys(int(layer))
+        elif name in {"v_pool", "v_pool_out"}:
+            tensors[tensor.name] = pool.values(int(layer))
+        elif name == FEATURES:
+            tensors[name] = pool.features
+        elif name == FEATURE_ROWS:
+            tensors[FEATURES] = pool.features
+            tensors[tensor.name] = store.get(tensor.name, (bounds.num_rows, int(tensor.shape[1])), dtype)
+        elif name == COLUMNS:
+            tensors[name] = store.arange(bounds.num_blocks * pool.kv_block_size, dtype)
+        elif name == "logits":
+            tensors[name] = pool.logits.rows(bounds.num_logit_rows, spec.vocab_size)
+        elif name not in inputs.tensors:
+            shape = _result_shape(tensor, spec, bounds)
+            tensors[tensor.name] = store.get(_shared_name(tensor.name, segment), shape, dtype)
+    return tensors
+
+
+def _shared_name(name: str, segment: SegmentSpec) -> str:
+    """hidden_out of a segment and hidden of the next one are the same, named for the layer between them."""
+    if name == "hidden":
+        return f"hidden {segment.first_layer}"
+    return f"hidden {segment.last_layer}" if name == "hidden_out" else name
+
+
+def _result_shape(tensor: TensorSpec, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:
+    kind = tensor.name.partition(".")[0]
+    num_made = bounds.num_logit_rows if tensor.shape[0] == "R" else bounds.num_rows  # a draft head goes on from few
+    shapes = {
+        "hidden": (bounds.num_rows, spec.hidden_size),
+        "hidden_out": (num_made, spec.hidden_size),
+        "exit_scores": (bounds.num_rows, bounds.num_candidates),
+        "k_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
+        "v_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
+    }
+    if kind not in shapes:
+        raise ConfigError(
+            f"segment tensor {tensor.name}: not one that a GPU runner holds; must be one of {', '.join(shapes)}"
+        )
+    return shapes[kind]

@@ -1,0 +1,154 @@
+"""From logits to tokens on a device: temperature, filters, noise, argmax and runners-up, row by row.
+
+The rules of cpu/sampler.py and cpu/logits.py in torch; ties go to the lowest id, and a filter keeps what ties
+with the last token that it keeps. Values differ from the host's in the last bits of a logarithm or an exponential
+alone. Every row is processed independently of its batch. Nothing here reads the device on the host or depends on
+values, so all of it may be captured in a graph. Knows nothing of requests; parameters come by the row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from faser_backend.cpu.sampler import MAX_MARGIN
+from faser_backend.cpu.slot_parameters import SlotParameters
+from faser_backend.cuda.call_shapes import FILTER_ROWS
+from faser_backend.cuda.noise import TorchNoise
+
+NUM_WORDS = 6  # of a row's parameters
+_LOWEST = torch.finfo(torch.float32).min
+
+
+class RowParameters(NamedTuple):
+    """Sampling parameters of R rows, on the device."""
+
+    keys: torch.Tensor  # [R] int64, the bits of device.noise.seed_keys
+    positions: torch.Tensor  # [R] int64
+    inverse_temperature: torch.Tensor  # [R] float32, 1 where greedy
+    noise_weight: torch.Tensor  # [R] float32, 1 or, where greedy, 0
+    top_k: torch.Tensor  # [R] int64 in [1, V]
+    top_p: torch.Tensor  # [R] float64, 1 = off
+    min_p_margin: torch.Tensor  # [R] float32, log of min-p; -inf = off
+
+    def take(self, index: torch.Tensor) -> RowParameters:
+        """Rows index [n] int64."""
+        return RowParameters(*(column.index_select(0, index) for column in self))
+
+
+class HostDraws(NamedTuple):
+    """Draws of R rows on the host."""
+
+    best: np.ndarray  # [R] float32, the score of the token: no number where the row's logits are unusable
+    margins: np.ndarray  # [R] float32; 0 where no runner-up was asked for
+    ids: np.ndarray  # [R, C] int64, the token first
+
+
+def packed_parameters(known: SlotParameters, slots: np.ndarray, positions: np.ndarray, num_rows: int) -> np.ndarray:
+    """[NUM_WORDS, num_rows] int64, in bits what `unpacked` reads; rows past slots [R] are greedy ones."""
+    words = np.zeros((NUM_WORDS, num_rows), np.int64)
+    count = slots.shape[0]
+    words[0, :count] = known.keys[slots].view(np.int64)
+    words[1, :count] = positions
+    inverse_temperature, noise_weight = words[2].view(np.float32).reshape(2, num_rows)
+    inverse_temperature[:] = 1.0
+    inverse_temperature[:count] = known.inverse_temperature[slots]
+    noise_weight[:count] = known.is_random[slots]
+    words[3] = 1
+    words[3, :count] = known.top_k[slots]
+    shares = words[4].view(np.float64)
+    shares[:] = 1.0
+    shares[:count] = known.top_p[slots]
+    margins = words[5].view(np.float32)
+    margins[:] = -np.inf
+    with np.errstate(divide="ignore"):
+        margins[:count] = np.log(known.min_p[slots].astype(np.float32))
+    return words
+
+
+def unpacked(words: torch.Tensor) -> RowParameters:
+    """Views of words [NUM_WORDS, R] int64."""
+    inverse_temperature, noise_weight = words[2].view(torch.float32).view(2, -1)
+    top_p, min_p_margin = words[4].view(torch.float64), words[5].view(torch.float32)[: words.shape[1]]
+    return RowParameters(words[0], words[1], inverse_temperature, noise_weight, words[3], top_p, min_p_margin)
+
+
+def keep_top(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Top-k, then top-p: scores [n, V] with -inf below each row's threshold. See device.logits.keep_top.
+
+    Sums are in float64, where those of float32 weights down to 2^-29 of the largest are exact in any order.
+    """
+    descending = scores.sort(dim=1, descending=True).values
+    limits = descending.gather(1, top_k[:, None] - 1)
+    weights = torch.exp(descending - descending[:, :1]).masked_fill(descending < limits, 0.0)
+    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
+    targets = top_p[:, None] * weights.sum(dim=1, keepdim=True, dtype=torch.float64)
+    num_before = (cumulative < targets).sum(dim=1, keepdim=True)
+    nucleus = descending.gather(1, num_before.clamp(max=scores.shape[1] - 1))
+    thresholds = torch.where(top_p[:, None] < 1.0, torch.maximum(limits, nucleus), limits)
+    return scores.masked_fill(scores < thresholds, -torch.inf)
+
+
+def keep_min_p(scores: torch.Tensor, margins: torch.Tensor) -> torch.Tensor:
+    """scores [n, V] with -inf where they are below the row's largest plus margins [n], the log of min-p."""
+    return scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + margins[:, None], -torch.inf)
+
+
+def perturbed(
+    logits: torch.Tensor, rows: RowParameters, noise: TorchNoise, filtered: torch.Tensor | None
+) -> torch.Tensor:
+    """Scores [R, V] of which each row's argmax is its token. filtered: [n] int64, the rows with filters, or None."""
+    scale = rows.inverse_temperature
+    if filtered is not None:
+        logits = logits * scale[:, None]
+        for some in filtered.split(FILTER_ROWS):  # what sorting takes is many times the rows themselves
+            chosen = rows.take(some)
+            kept = keep_top(logits.index_select(0, some), chosen.top_k, chosen.top_p)
+            logits.index_copy_(0, some, keep_min_p(kept, chosen.min_p_margin))
+        scale = torch.ones_like(scale)
+    return noise.perturbed(logits, rows.keys, rows.positions, scale, rows.noise_weight)
+
+
+def draw(scores: torch.Tensor) -> torch.Tensor:
+    """The token of each row of scores [R, V], packed [R, 2] int64 for `unpacked_draws`."""
+    best, token = scores.max(dim=1, keepdim=True)
+    return _packed(best, torch.zeros_like(best), [token])
+
+
+def draw_draft(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, num_candidates: int) -> torch.Tensor:
+    """As `draw`, with margins and the ids of the num_candidates largest: packed [R, 1 + max(C, 1)] int64.
+
+    inverse_temperature: [R], None where all rows are greedy. -inf counts as the lowest number, so that ids are
+    distinct.
+    """
+    values, ids = _largest(scores, max(num_candidates, 2))
+    best, second = values[0], values[1]
+    leads = best - second if inverse_temperature is None else (best - second) / inverse_temperature[:, None]
+    return _packed(best, leads.clamp(max=MAX_MARGIN), ids[: max(num_candidates, 1)])
+
+
+def unpacked_draws(packed: np.ndarray) -> HostDraws:
+    """packed: [R, 1 + C] int64."""
+    numbers = packed[:, 0].copy().view(np.float32).reshape(-1, 2)
+    return HostDraws(numbers[:, 0], numbers[:, 1], packed[:, 1:])
+
+
+def _largest(scores: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The largest of each row of scores [R, V], falling: values and ids, count of [R, 1] each; past the first value
+    -inf counts as the lowest number. Rounds of argmax, because they alone say where ties go."""
+    value, token = scores.max(dim=1, keepdim=True)
+    values, ids, rest = [value], [token], scores.clamp(min=_LOWEST) if count > 1 else scores
+    while len(ids) < count:
+        rest.scatter_(1, ids[-1], -torch.inf)
+        value, token = rest.max(dim=1, keepdim=True)
+        values.append(value)
+        ids.append(token)
+    return values, ids
+
+
+def _packed(best: torch.Tensor, margins: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
+    """Both numbers of a row in one word, words [R, any] behind it: a single tensor is a single copy to the host."""
+    numbers = torch.cat([best, margins], dim=1).view(torch.int64)
+    return torch.cat([numbers, *words], dim=1)

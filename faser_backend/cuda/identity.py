@@ -1,0 +1,80 @@
+"""Names a GPU and its software, without opening a context on it.
+
+For profiles, which hold for one device and one set of versions, and for people who ask what there is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.cpu import runtime as cpu_runtime
+from faser_backend.cuda.green_contexts import DriverError, call_driver
+from faser_backend.plugins.tensorrt_import import import_tensorrt
+from faser_backend.runtime_spec import RUNTIMES
+
+NUM_SMS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+NAME_BYTES = 128
+
+
+class GpuFacts(NamedTuple):
+    """The first of the visible GPUs."""
+
+    name: str
+    num_sms: int
+    driver: int  # the CUDA version that the driver supports, 13000 for 13.0
+    num_gpus: int
+
+
+def load_driver() -> Any:
+    """cuda.bindings.driver. Raises ImportError where cuda-python is not installed."""
+    return importlib.import_module("cuda.bindings.driver")
+
+
+def gpu_facts(driver: Any) -> GpuFacts:
+    """Raises DriverError where there is no driver or no GPU."""
+    call_driver(driver, "cuInit", 0)
+    num_gpus = int(call_driver(driver, "cuDeviceGetCount"))
+    if num_gpus == 0:
+        raise DriverError("the driver shows no GPU")
+    device = call_driver(driver, "cuDeviceGet", 0)
+    name = call_driver(driver, "cuDeviceGetName", NAME_BYTES, device)
+    attributes = getattr(driver, "CUdevice_attribute", None)  # the bindings insist on their own enumeration
+    attribute = NUM_SMS if attributes is None else attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    num_sms = int(call_driver(driver, "cuDeviceGetAttribute", attribute, device))
+    driver_version = int(call_driver(driver, "cuDriverGetVersion"))
+    return GpuFacts(name.split(b"\0")[0].decode(), num_sms, driver_version, num_gpus)
+
+
+def memory_bytes(driver: Any) -> int:
+    """All memory of the first GPU. Raises DriverError where there is no driver or no GPU."""
+    gpu_facts(driver)
+    return int(call_driver(driver, "cuDeviceTotalMem", call_driver(driver, "cuDeviceGet", 0)))
+
+
+def identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
+    """The facts that decide how long calls of a GPU runtime take here; of the processor, where torch falls back to it.
+
+    driver: cuda.bindings.driver unless given. Raises ConfigError where the runtime's library is missing, FaserError
+    where it needs a GPU and there is none.
+    """
+    flavour = RUNTIMES[runtime].tensorrt
+    library = _torch_version() if flavour is None else import_tensorrt(flavour)
+    versions: dict[str, str | int] = {runtime: library if isinstance(library, str) else library.version}
+    try:
+        facts = gpu_facts(driver or load_driver())
+    except (DriverError, ImportError):
+        if flavour is not None:
+            raise
+        processor = cpu_runtime.identity()
+        return {"cpu": processor["cpu"], "num_cores": processor["num_cores"], **versions}
+    return {"gpu": facts.name, "num_sms": facts.num_sms, "driver": facts.driver, **versions}
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        raise ConfigError("runtime = 'torch': torch is not installed; pip install 'faser-backend[torch]'") from None

@@ -1,0 +1,293 @@
+"""`CudaRunner`: a model on one share of a GPU with its KV pool; implements core.ports.ModelRunner. Of an EAGLE-3 head
+it is `CudaHeadRunner`, a core.ports.HeadRunner.
+
+A call is one asynchronous copy of its integers and one graph replay, both on the stream of the runner's share, on any
+thread. Nothing here waits for the device. Knows neither torch segments nor TensorRT, but programs; on a torch CPU
+device it runs the same way without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.cuda.buffers import (
+    NO_SLOT,
+    TABLE,
+    WIDTH,
+    InputBlock,
+    TensorStore,
+    call_tensors,
+    fill_inputs,
+    filled_inputs,
+    num_columns,
+    put_tables,
+)
+from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, Buckets, CallBounds, CallShapes, RowMenu
+from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
+from faser_backend.cuda.pool import CudaKvPool
+from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
+from faser_backend.cuda.streams import SmPartition, on_share
+from faser_backend.cuda.transfer import to_device, upload
+from faser_backend.manifest import ModelEngine, TensorSpec
+from faser_backend.plugins.row_compaction import compact_rows
+
+JOIN, LAYER = 0, 1  # segments of a draft head
+
+
+class _Call:
+    """One segment's call of one shape: its tensors, filled anew each time, and what queues it."""
+
+    def __init__(self, inputs: InputBlock, tensors: Mapping[str, torch.Tensor], launch: Launch) -> None:
+        self.inputs = inputs
+        self.tensors = tensors
+        self.launch = launch
+        self.hidden = tensors.get("hidden")
+        self.result = tensors["logits" if "logits" in tensors else "hidden_out"]
+        self.exit_scores = tensors.get("exit_scores")
+
+
+class CudaRunner:
+    """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+
+    num_ahead = 0  # by how much the token of a row is ahead of its position
+
+    def __init__(
+        self,
+        model: ModelEngine,
+        programs: Sequence[SegmentProgram],
+        pool: CudaKvPool,
+        device: torch.device,
+        *,
+        limits: CallBounds | None = None,
+        capturer: GraphCapturer | None = None,
+        share: SmPartition | None = None,
+    ) -> None:
+        """programs: one per segment, in order. limits: the largest bounds that they take, None = any. capturer: None:
+        without graphs. share: None: what is called is queued where the calling thread is."""
+        if len(programs) != len(model.segments):
+            raise ConfigError(f"programs = {len(programs)}: the model has {len(model.segments)} segments")
+        self.on_share = nullcontext if share is None else share.current
+        self.spec = model.spec
+        self.pool = pool
+        self.num_segments = len(model.segments)
+        self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
+        self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
+        self.vocab_size = model.spec.vocab_size
+        # As many as each sequence of a full batch may have.
+        self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
+        self.capturer = capturer
+        num_blocks = -(-model.spec.max_context // pool.kv_block_size)
+        self.shapes: CallShapes = RowMenu(num_blocks) if limits is None else Buckets(pool.kv_block_size, limits)
+        self._segments = model.segments
+        self._programs: Sequence[SegmentProgram] = programs
+        self._device = device
+        self.limits = limits
+        self._store = TensorStore(device)
+        self._calls = [
+            CallCache[CallBounds, _Call](
+                lambda bounds, captures, index=index: self._open_call(index, bounds, self._store, captures=captures),
+                is_cuda=device.type == "cuda",
+            )
+            for index in range(self.num_segments)
+        ]
+        self._clearing: list[Callable[[], None]] = [calls.clear for calls in self._calls]
+
+    @on_share
+    def run_segment(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """See core.ports.ModelRunner. The result is on the device, and may not be there yet: it is a buffer that
+        the stream fills, and that a later call with as many rows fills again."""
+        call = self._run(segment, rows, hidden, None)
+        return call.result[: rows.logit_rows.shape[0] if segment == self.num_segments - 1 else rows.num_rows]
+
+    def run_unseen(self, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All segments: logits [R, V], and of a draft head what it goes on from, [R, hidden_size]. As run_segment's."""
+        output = self.run_segment(0, rows, None)
+        for segment in range(1, self.num_segments):
+            output = self.run_segment(segment, rows, output)
+        return output, None
+
+    @on_share
+    def run_segment_with_scores(
+        self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, exit_candidates: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See core.ports.ModelRunner; both results as run_segment's."""
+        assert segment in self.exits, f"segment {segment} has no exit scores"
+        call = self._run(segment, rows, hidden, exit_candidates)
+        assert call.exit_scores is not None
+        return call.result[: rows.num_rows], call.exit_scores[: rows.num_rows]
+
+    @on_share
+    def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
+        """See core.ports.ModelRunner."""
+        out = torch.empty((kept.shape[0], hidden.shape[1]), dtype=hidden.dtype, device=self._device)
+        compact_rows(hidden, to_device(kept, self._device), out)
+        return out
+
+    @on_share
+    def capture_menu(self, num_candidates: int) -> None:
+        """Captures every call that is known beforehand, on the current stream. num_candidates: of exit scores, if any
+        may be asked for. Calls of nobody's rows: pools stay as they are."""
+        for index in range(self.num_segments):
+            counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
+            known = [bounds for count in counts for bounds in self.shapes.menu(count)]
+            for bounds in dict.fromkeys(self.bounds_of(index, bounds) for bounds in known):
+                call = self._calls[index].get(bounds)
+                call.inputs.fill_idle()
+                call.launch()
+                call.launch()
+
+    def prepare_decode(self, bounds: CallBounds) -> PreparedCall:
+        """A call of one row per sequence, logits on each, whose integers the device may write between launches.
+
+        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits [B, V]; of a
+        draft head also hidden [B, hidden_size], which each launch leaves as the next one reads it. Filled
+        already are cu_rows, logit_rows and padding indices, for good; slot_mapping holds -1, the rest 0. Each call has
+        inputs of its own.
+        """
+        num_sequences = bounds.num_sequences
+        wanted = {
+            tensor.name: tensor for index in self._decode_segments for tensor in self._filled_inputs(index, bounds)
+        }
+        inputs = InputBlock(wanted.values(), bounds, self._device)
+        nothing = np.zeros(num_sequences, np.int64)
+        idle = RowBatch(nothing, np.arange(num_sequences + 1), nothing, nothing[:, None], np.arange(num_sequences))
+
+        def fill(tables: np.ndarray) -> None:
+            def fill_area(area: np.ndarray) -> None:
+                views = inputs.views(area)
+                others = {name: view for name, view in views.items() if name not in {TABLE, WIDTH}}
+                fill_inputs(others, idle, bounds, 1)
+                put_tables(views, tables)
+                views["slot_mapping"][:] = NO_SLOT
+
+            upload(inputs.block[: inputs.num_bytes(*tables.shape)], fill_area)
+
+        fill(nothing[:, None])
+        launches: list[Launch] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for index in self._decode_segments:
+            tensors = self._decode_tensors(index, bounds, inputs)
+            launches.append(self._programs[index].prepare(tensors, bounds))
+
+        def launch() -> None:
+            for queue in launches:
+                queue()
+
+        results = {name: tensors[name] for name in ("logits", *(["hidden"] if self.spec.reads_target else []))}
+        return PreparedCall({**inputs.tensors, **results}, launch, fill)
+
+    def clear_at_close(self, clear: Callable[[], None]) -> None:
+        """`clear` frees graphs that somebody captured of prepared calls: they must not outlive a share's stream."""
+        self._clearing.append(clear)
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+
+    def close(self) -> None:
+        """Frees graphs and buffers when the device has done with them; the runner cannot be used afterwards."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for clear in self._clearing:
+            clear()
+        self._programs = ()
+        self._store = TensorStore(self._device)
+
+    def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
+        num_candidates = 0 if candidates is None else candidates.shape[1]
+        bounds = self.bounds_of(segment, self.shapes.of(rows, num_candidates))
+        if bounds.num_rows <= MAX_GRAPH_ROWS:
+            call = self._calls[segment].get(bounds)
+        else:  # as long as a prompt's chunk: tensors of its own, which the allocator takes back
+            call = self._open_call(segment, bounds, TensorStore(self._device), captures=False)
+        self._fill(call.inputs, rows, bounds, candidates)
+        if call.hidden is not None:
+            assert hidden is not None, f"segment {segment} needs the hidden states of the segment before"
+            if hidden.data_ptr() != call.hidden.data_ptr():  # rows that stayed are where the segment before put them
+                call.hidden[: rows.num_rows].copy_(hidden, non_blocking=True)
+        call.launch()
+        return call
+
+    def _fill(self, inputs: InputBlock, rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None) -> None:
+        block_size = self.pool.kv_block_size
+        num_bytes = inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))
+        upload(
+            inputs.block[:num_bytes],
+            lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates),
+        )
+
+    def _open_call(self, index: int, bounds: CallBounds, store: TensorStore, *, captures: bool) -> _Call:
+        inputs = InputBlock(self._filled_inputs(index, bounds), bounds, self._device)
+        tensors = self._tensors(index, bounds, inputs, store)
+        launch = self._programs[index].prepare(tensors, bounds)
+        if captures:
+            launch = RepeatedLaunch(launch, self.capturer, f"segment {index} with {bounds}")
+        return _Call(inputs, tensors, launch)
+
+    def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
+        return filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
+
+    @property
+    def _decode_segments(self) -> Sequence[int]:
+        """Those that a decode call consists of."""
+        return range(self.num_segments)
+
+    def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
+        """Returns the bounds that distinguish one segment's calls."""
+        return bounds
+
+    def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
+        return self._tensors(index, bounds, inputs, self._store)
+
+    def _tensors(
+        self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
+    ) -> dict[str, torch.Tensor]:
+        return call_tensors(self.spec, self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
+
+
+class CudaHeadRunner(CudaRunner):
+    """An EAGLE-3 head, for a pool whose `features` are those of the target's pool.
+
+    The target's calls leave the hidden states that the head reads there, by slot like keys and values; segment JOIN
+    joins those of a call's rows, LAYER is the layer. What one call gives the next one goes on from stays on the device.
+    """
+
+    num_ahead = 1
+
+    @on_share
+    def run_layer(self, rows: RowBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See core.ports.HeadRunner; both results as run_segment's."""
+        call, num_made = self._run(LAYER, rows, hidden, None), rows.logit_rows.shape[0]
+        return call.tensors["logits"][:num_made], call.tensors["hidden_out"][:num_made]
+
+    def run_unseen(self, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See CudaRunner."""
+        return self.run_layer(rows, self.run_segment(JOIN, rows, None))
+
+    @on_share
+    def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
+        """See core.ports.ModelRunner. Rows that lie side by side, as those of chains that all go on, need no index on
+        the device."""
+        first = int(kept[0]) if kept.size else 0
+        if kept.size and int(kept[-1]) - first + 1 == kept.size:
+            return hidden[first : first + kept.size].clone()
+        return super().take_rows(hidden, kept)
+
+    def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
+        """Rows are joined alike whether logits of them are wanted or not."""
+        return bounds._replace(num_logit_rows=0) if segment == JOIN else bounds
+
+    @property
+    def _decode_segments(self) -> Sequence[int]:
+        """Rows that follow drafted tokens read nothing of the target's."""
+        return (LAYER,)
+
+    def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
+        """The layer's output of each row lies where its next launch reads it."""
+        tensors = super()._decode_tensors(index, bounds, inputs)
+        return {**tensors, "hidden_out": tensors["hidden"]}

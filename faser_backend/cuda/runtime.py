@@ -1,0 +1,244 @@
+"""`CudaRuntime`: the runtimes of a GPU, torch and TensorRT; implements device.runtime.Runtime.
+
+They differ in where programs come from and in nothing else. The thread that steps queues on the one stream of the
+whole device, lanes on those of their shares; StreamLanes argues why that orders every use of a pool. Nothing of weight
+runs on the whole device while a split does: the stepping thread waits for the lanes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.core.model import ModelSpec
+from faser_backend.core.ports import DraftLoop, Sampler
+from faser_backend.cuda.draft_loop import TorchDraftLoop
+from faser_backend.cuda.fatal import is_fatal
+from faser_backend.cuda.graphs import GraphCapturer
+from faser_backend.cuda.identity import load_driver
+from faser_backend.cuda.memory_plan import plan_memory
+from faser_backend.cuda.pool import DTYPES, CudaKvPool
+from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.sampler import TorchSampler
+from faser_backend.cuda.segment import ProgramSource
+from faser_backend.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
+from faser_backend.cuda.tensorrt_segment import TensorRtPrograms
+from faser_backend.cuda.torch_programs import TorchPrograms
+from faser_backend.device.lanes import ThreadLanes
+from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenLanes, OpenRunner
+from faser_backend.manifest import EngineManifest, ModelEngine
+
+_log = logging.getLogger(__name__)
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues: with too few, streams wait for each other
+NUM_CONNECTIONS = "32"  # the most there are
+
+CPU_MEMORY_SHARE = 0.25
+# SMs of a share that nobody measured: with fewer, memory bandwidth is a small part of the device's, and a draft that
+# is small next to its target would take longer on them than the target takes to verify.
+MIN_GUESSED_SMS = 16
+USUAL_DRAFT_TOKENS = 4  # that a step drafts while it verifies, to guess at splits that nobody measured
+
+Share = SmPartition | CorePartition
+
+
+class CudaRuntime:
+    """Runs a pair of models on one GPU, or, for tests, on torch's CPU device. Owns green contexts and programs."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        programs: ProgramSource,
+        models: ModelPair,
+        kv_block_size: int,
+        *,
+        dtype: str,
+        shares: SmMenu | None,
+        make_capturer: Callable[[GraphCounts], GraphCapturer] | None = None,
+    ) -> None:
+        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device.
+        make_capturer: of a runner's graphs; None: runners do without."""
+        self.kv_block_size = kv_block_size
+        self.device = device
+        self._programs = programs
+        self._models = models
+        self._dtype = dtype
+        self._shares = shares
+        self._make_capturer = make_capturer
+        self.graph_counts = GraphCounts()
+        self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
+        splits, self.splits_note = self.menu.splits, self.menu.note
+        if models.draft is None:
+            splits, self.splits_note = (), NO_DRAFT
+        elif models.draft.spec.reads_target:
+            splits, self.splits_note = (), DRAFTS_IN_TURN
+        self.splits = tuple(sorted(splits, key=lambda split: (_is_small(split), _imbalance(split, models))))
+        self.needs_warm_up = shares is not None
+
+    def free_bytes(self) -> int:
+        """Free memory of the driver and of torch's own cache, less the weights to come."""
+        unloaded = self._programs.num_unloaded_bytes(self._models.present)
+        if self._shares is None:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
+        cuda = self._shares.cuda
+        cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
+        return cuda.mem_get_info(self.device)[0] + cached - unloaded
+
+    def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
+        """See Runtime. On a GPU the log says what memory goes to."""
+        if self._shares is None:
+            return int(self.free_bytes() * CPU_MEMORY_SHARE)
+        plan = plan_memory(
+            self._models.present,
+            dtype=self._dtype,
+            kv_block_size=self.kv_block_size,
+            free_bytes=self.free_bytes(),
+            num_partitions=num_partitions,
+            max_num_seqs=config.max_num_seqs,
+            max_prefill_tokens=config.max_prefill_tokens,
+            unloaded_bytes=0,
+        )
+        for line in plan.report(self.kv_block_size):
+            _log.info("memory: %s", line)
+        return plan.kv_bytes
+
+    def bytes_per_block(self, spec: ModelSpec) -> int:
+        return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self._dtype)
+
+    def bind_step_thread(self) -> None:
+        """On a CPU calls end before they return: there is nothing to order, and threads stay where they may run."""
+        if self._shares is not None:
+            self.menu.whole.bind_current_thread()
+
+    def open_pool(self, model: ModelEngine, num_blocks: int) -> CudaKvPool:
+        return CudaKvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._dtype, device=self.device)
+
+    def fill_pool(self, pool: CudaKvPool, numbers: np.ndarray) -> None:
+        pool.storage.copy_(torch.from_numpy(numbers).to(pool.storage))  # else the host would spread them out first
+
+    def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
+        split = self._split_of(share)
+        programs = self._programs.open(model, split, share.size)
+        capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
+        limits = self._programs.limits(model, split)
+        kind = CudaHeadRunner if model.spec.reads_target else CudaRunner
+        own = share if isinstance(share, SmPartition) else None
+        return kind(model, programs, pool, self.device, limits=limits, capturer=capturer, share=own)
+
+    def open_lanes(self, draft: Share, target: Share) -> OpenLanes:
+        if isinstance(draft, SmPartition) and isinstance(target, SmPartition):
+            return StreamLanes(draft, target)
+        return ThreadLanes(draft, target)
+
+    def open_sampler(self, vocab_size: int, max_num_seqs: int) -> TorchSampler:
+        return TorchSampler(vocab_size, max_num_seqs, self.device)
+
+    def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
+        assert isinstance(sampler, TorchSampler) and isinstance(runner, CudaRunner)
+        return TorchDraftLoop(runner, sampler)
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """See Runtime."""
+        return is_fatal(error)
+
+    def synchronize(self) -> None:
+        if self._shares is not None:
+            self._shares.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Waits for the device. May be called again."""
+        if self._shares is not None:
+            self._shares.cuda.synchronize(self.device)
+        self._programs.close()
+        if self._shares is not None:
+            self._shares.close()
+
+    def _split_of(self, share: Share) -> str:
+        """The name of the split that a share is one of; "" for the whole device."""
+        return next((split_name(*split) for split in self.menu.splits if share in split), "")
+
+
+def first_products(device: torch.device, dtype: torch.dtype) -> None:
+    """The least of every kind of matrix product: opens this thread's handles of cuBLAS and cuBLASLt, and their
+    workspaces of the current stream, for good."""
+    rows, bias = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
+    functional.linear(rows, rows)
+    functional.linear(rows, rows, bias)
+    if dtype == torch.float32:
+        torch.mm(rows, rows)
+    elif device.type == "cuda":
+        torch.mm(rows, rows, out_dtype=torch.float32)
+
+
+def _is_small(split: tuple[Share, Share]) -> bool:
+    """Whether a share of it is too small for a guess; a profile may still choose it."""
+    return isinstance(split[0], SmPartition) and min(share.size for share in split) < MIN_GUESSED_SMS
+
+
+def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
+    """How far the draft's share of the SMs is from its share of the bytes that an overlapped step reads: with few
+    rows both models take as long as their weights take to be read, and SMs read in parallel."""
+    assert models.draft is not None
+    draft_bytes = USUAL_DRAFT_TOKENS * models.draft.num_weight_bytes
+    share_of_bytes = draft_bytes / max(draft_bytes + models.target.num_weight_bytes, 1)
+    draft, target = split
+    return abs(draft.size / (draft.size + target.size) - share_of_bytes)
+
+
+def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:
+    """The GPU runtime that an engine directory was built for. Raises ConfigError or FaserError where it cannot run."""
+    del config  # nothing in it is about a GPU
+    has_gpu = prepare_cuda()
+    if manifest.runtime_spec.tensorrt and not has_gpu:
+        raise ConfigError(
+            f"runtime = {manifest.runtime!r}: torch {torch.__version__} sees no CUDA device here; "
+            "`faser doctor` tells what is missing"
+        )
+    device = current_device()
+    if manifest.runtime_spec.is_weights_only:
+        programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device, manifest.target)
+    else:
+        programs = TensorRtPrograms(engine_dir, manifest.runtime, device, manifest.compiler)
+    models = ModelPair(manifest.target, manifest.draft)
+    return open_on_device(programs, models, manifest.kv_block_size, dtype=manifest.dtype)
+
+
+def open_on_device(programs: ProgramSource, models: ModelPair, kv_block_size: int, *, dtype: str) -> CudaRuntime:
+    """A runtime for models of any origin on the current GPU, on torch's CPU device where there is none."""
+    device = current_device()
+    shares, make_capturer = None, None
+    if prepare_cuda():
+        shares = open_menu(torch.cuda, device.index, load_driver, lambda: first_products(device, DTYPES[dtype]))
+        make_capturer = GraphCapturer
+    if shares is None:
+        _log.warning("runtime torch: no CUDA device; everything is computed on the CPU, which is good for tests alone")
+    return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares, make_capturer=make_capturer)
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def prepare_cuda() -> bool:
+    """Opens torch's CUDA context, if there is a GPU, with as many hardware queues as there can be."""
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(MAX_CONNECTIONS, NUM_CONNECTIONS)  # before anything looks at the driver
+    if not torch.cuda.is_available():
+        return False
+    found = os.environ.get(MAX_CONNECTIONS, "unset")
+    if found != NUM_CONNECTIONS:
+        _log.warning(
+            "%s = %s: %s, set before CUDA starts, lets streams overlap", MAX_CONNECTIONS, found, NUM_CONNECTIONS
+        )
+    torch.cuda.init()
+    return True

@@ -1,0 +1,167 @@
+"""Weights of a model on a device, read from its safetensors file once for the runners of all shares.
+
+Matrices are kept [out, in], as matrix products of a GPU like them best. Knows names of the file, no layers' maths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import rotary_tables
+from faser_backend.cuda.pool import DTYPES
+from faser_backend.manifest import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTensors:
+    """Weights of one layer; norms float32, everything else in the engine's dtype."""
+
+    input_norm: torch.Tensor  # [hidden_size]
+    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    attention_out: torch.Tensor  # [hidden_size, num_heads * head_dim]
+    mlp_norm: torch.Tensor  # [hidden_size]
+    gate_up: torch.Tensor  # [2 * intermediate_size, hidden_size]
+    down: torch.Tensor  # [hidden_size, intermediate_size]
+    qkv_bias: torch.Tensor | None = None
+    attention_out_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None  # [head_dim]
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelTensors:
+    """A decoder's weights on a device. `head` is `embedding` itself where they are tied."""
+
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    layers: tuple[LayerTensors, ...]
+    norm: torch.Tensor  # [hidden_size] float32
+    head: torch.Tensor  # [vocab_size, hidden_size]
+    rope_cos: torch.Tensor  # [max_context, head_dim / 2] float32
+    rope_sin: torch.Tensor
+
+
+def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) -> ModelTensors:
+    """Reads the file that faser_backend.engines.weights_build wrote; dtype: of the manifest.
+
+    Raises ConfigError where a tensor is missing, is of another dtype, or is none that these layers know.
+    """
+    check_supported(spec)
+    reader = _Reader(path, DTYPES[dtype], device)
+    embedding = reader.matrix("embedding")
+    layers = tuple(_read_layer(reader, spec, layer) for layer in range(spec.num_layers))
+    head = embedding if spec.tie_word_embeddings else reader.matrix("lm_head")
+    cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
+    weights = ModelTensors(embedding, layers, reader.norm("norm"), head, cos, sin)
+    reader.check_all_read()
+    return weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadTensors:
+    """An EAGLE-3 head's weights on a device. `layer` is its one layer with what a decoder has around it; its qkv takes
+    [2 * hidden_size], and its head has a row for each logit."""
+
+    layer: ModelTensors
+    hidden_norm: torch.Tensor  # [hidden_size] float32
+    join: torch.Tensor  # [hidden_size, features of all layers, side by side]
+    token_ids: torch.Tensor | None  # [num_logits] int64, the ids that logits are of; None: all, in order
+
+
+def load_head(
+    path: Path, spec: ModelSpec, dtype: str, device: torch.device, lent_embedding: Callable[[], torch.Tensor]
+) -> HeadTensors:
+    """Reads the file of a head that engines.weights_build wrote. lent_embedding: asked for the target's where
+    the head has none. Errors as of load_weights."""
+    reader = _Reader(path, DTYPES[dtype], device)
+    embedding = reader.matrix("embedding") if "embedding" in reader.names else lent_embedding()
+    token_ids, head = reader.integers("token_ids"), reader.matrix("lm_head")
+    is_id = token_ids < spec.vocab_size  # rows that pad the vocabulary have been cut from the target
+    if not bool(is_id.all()):
+        token_ids, head = token_ids[is_id], head[is_id]
+    is_whole = torch.equal(token_ids, torch.arange(spec.vocab_size, device=device))
+    cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
+    weights = HeadTensors(
+        ModelTensors(embedding, (_read_layer(reader, spec, 0),), reader.norm("norm"), head, cos, sin),
+        hidden_norm=reader.norm("layers.0.hidden_norm"),
+        join=reader.matrix("fc").t().contiguous(),
+        token_ids=None if is_whole else token_ids,
+    )
+    reader.check_all_read()
+    return weights
+
+
+def check_supported(spec: ModelSpec) -> None:
+    """Raises ConfigError naming what runtime torch cannot run."""
+    if spec.num_experts:
+        raise ConfigError(f"num_experts = {spec.num_experts}: runtime torch runs models without experts alone")
+
+
+def _read_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerTensors:
+    prefix = f"layers.{layer}."
+
+    def matrix(*names: str) -> torch.Tensor:
+        """Matrices of the file [in, out], turned, one below the other."""
+        return torch.cat([reader.matrix(prefix + name).t() for name in names])
+
+    def bias(is_there: bool, *names: str) -> torch.Tensor | None:
+        return torch.cat([reader.bias(f"{prefix}{name}_bias") for name in names]) if is_there else None
+
+    return LayerTensors(
+        input_norm=reader.norm(prefix + "input_norm"),
+        qkv=matrix("qkv"),
+        attention_out=matrix("attention_out"),
+        mlp_norm=reader.norm(prefix + "mlp_norm"),
+        gate_up=matrix("gate", "up"),
+        down=matrix("down"),
+        qkv_bias=bias(spec.has_qkv_bias, "qkv"),
+        attention_out_bias=bias(spec.has_attention_out_bias, "attention_out"),
+        gate_up_bias=bias(spec.has_mlp_bias, "gate", "up"),
+        down_bias=bias(spec.has_mlp_bias, "down"),
+        q_norm=reader.norm(prefix + "q_norm") if spec.has_qk_norm else None,
+        k_norm=reader.norm(prefix + "k_norm") if spec.has_qk_norm else None,
+    )
+
+
+class _Reader:
+    """Reads a weight file tensor by tensor, straight to the device, and knows what was not asked for."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._file = safe_open(path, framework="pt", device=str(device))
+        self.names = frozenset(self._file.keys())
+        self._unread = set(self.names)
+
+    def matrix(self, name: str) -> torch.Tensor:
+        return self._read(name, self._dtype)
+
+    def norm(self, name: str) -> torch.Tensor:
+        return self._read(name, torch.float32)
+
+    def bias(self, name: str) -> torch.Tensor:
+        """Added to products of the engine's dtype, so of that dtype itself."""
+        return self._read(name, torch.float32).to(self._dtype)
+
+    def integers(self, name: str) -> torch.Tensor:
+        return self._read(name, torch.int64)
+
+    def check_all_read(self) -> None:
+        if self._unread:
+            raise ConfigError(f"{self._path}: holds {min(self._unread)}, which runtime torch does not know")
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name not in self._unread:
+            raise ConfigError(f"{self._path}: tensor {name} is missing")
+        self._unread.discard(name)
+        tensor = self._file.get_tensor(name)
+        if tensor.dtype != dtype:
+            raise ConfigError(f"{self._path}: {name} has dtype {tensor.dtype}, the engine's wants {dtype}")
+        return tensor

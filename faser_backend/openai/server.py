@@ -1,0 +1,129 @@
+"""`faser openai`: OpenAI's API as a process of its own, beside a Triton server that is already there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import Limits
+from faser_backend.manifest import EngineManifest
+from faser_backend.openai.app import make_app
+from faser_backend.openai.callers import Callers, check_origins
+from faser_backend.openai.connections import Connection, open_files
+from faser_backend.openai.requests import ServedModel
+from faser_backend.serving.access import is_loopback
+from faser_backend.serving.drafting import served_models
+from faser_backend.serving.parameters import OpenAIOptions
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.tensor_values import default_text_bytes
+
+MAX_KEYS = 1000
+DRAIN_S = 60  # for streams in flight
+BACKLOG = 1024  # below MAX_CONNECTIONS: who is accepted is read from before it could be closed for others
+
+
+def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str) -> None:
+    """Answers requests until SIGINT or SIGTERM, then until those in flight have ended. Raises ConfigError.
+
+    draft: as the server has it, for a draft model may limit the context.
+    """
+    keys = read_keys(options.api_key_file)
+    check_exposure(options.host, keys)
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise ConfigError("tls-cert, tls-key: both are needed, or none")
+    callers = Callers(keys, options.host, check_origins(options.allow_origin))
+    app = make_app(
+        describe(options, engine_dir, draft),
+        options.triton,
+        callers,
+        metrics_address=options.triton_metrics,
+        shows_speculation=options.speculation_metrics,
+    )
+    open_files()
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=DRAIN_S,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+        server_header=False,
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    _Announced(config).run()
+
+
+class _Announced(uvicorn.Server):
+    """Says on stdout, once, that it listens."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            scheme = "https" if self.config.is_ssl else "http"
+            host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+            origin = f"{scheme}://{host}:{self.config.port}"
+            print(f"OpenAI's API {origin}/v1, chat page {origin}/", flush=True)
+
+
+def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedModel:
+    """Describes the model of an engine directory. Raises ManifestError or ConfigError."""
+    manifest = EngineManifest.load(engine_dir)
+    models = served_models(manifest, EngineConfig.from_options(draft=draft))
+    prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template)
+    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
+    return ServedModel(
+        name=options.model_name or engine_dir.resolve().name,
+        tokenizer=tokenizer,
+        end_ids=manifest.end_ids,
+        limits=Limits(models.vocab_size, models.max_context),
+        kv_block_size=manifest.kv_block_size,
+        max_text_bytes=options.max_text_bytes or default_text_bytes(models.max_context, tokenizer.longest_token),
+    )
+
+
+def check_server(
+    port: int, *, is_decoupled: bool, contract: str, is_encrypted: bool, restricted: Sequence[str]
+) -> None:
+    """Raises ConfigError where a server that is started like this would not answer: it is asked over gRPC, in the
+    clear, with no key, and streams."""
+    refusals = {
+        "it streams from the server: leave out --no-decoupled": not is_decoupled,
+        f"asks the models of contract inflight_batcher, not of {contract}": contract != "inflight_batcher",
+        "asks Triton's gRPC port in the clear: leave out --grpc-tls-cert": is_encrypted,
+        "has no admin key: leave inference out of --restrict": "inference" in restricted,
+    }
+    for reason, is_refused in refusals.items():
+        if is_refused:
+            raise ConfigError(f"openai-port = {port}: {reason}")
+
+
+def read_keys(file: Path | None) -> list[str]:
+    """Raises ConfigError naming the file."""
+    if file is None:
+        return []
+    try:
+        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api-key-file = {file}: not readable as text ({error})") from None
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise ConfigError(f"api-key-file = {file}: holds {len(keys)} keys: must hold 1 to {MAX_KEYS}, one per line")
+    return keys
+
+
+def check_exposure(host: str, keys: list[str]) -> None:
+    """Raises ConfigError where strangers could use the server without a key."""
+    if is_loopback(host) or keys:
+        return
+    raise ConfigError(f"openai-host = {host}: others than this machine can reach it: needs --api-key-file FILE")

@@ -1,0 +1,283 @@
+"""Tool calls: what grammar makes a model write one, and how one is found in its text.
+
+Two forms are known, told apart by the chat template: Hermes's and Qwen's (each call between <tool_call> tags) and
+Llama 3's (the answer is one JSON object, or several with semicolons between). A template that shows no tools, or whose
+form of calls is not known, is given the first form in words: a system message lists the functions.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from faser_backend.openai.fields import ChatBody, FunctionTool, ResponsesBody, Tool
+from faser_backend.text.guides import JSON_STYLE
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_ANYTHING: dict[str, Any] = {"type": "object"}
+_PROMPT = """\
+You can call functions. These are the functions, as JSON:
+{functions}
+
+To call a function, answer with its name and its arguments in this form, and nothing else:
+{open}
+{{"name": NAME, "arguments": {{...}}}}
+{close}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """A grammar for the answer, in the names of `guided_decoding_guide_type`."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A function the model calls; arguments: JSON text."""
+
+    name: str
+    arguments: str
+    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+class ToolForm:
+    """How one kind of model writes its calls; an object reads one answer, given its text as it comes."""
+
+    arguments_key: str
+    call_rule: str  # an answer that is one call, in Lark
+
+    @classmethod
+    def required_guide(cls, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
+        """The grammar of an answer that is exactly one call of one of the tools, or of this schema. Every schema is a
+        document of its own, so that references in it have their root."""
+        rules = [f"start: {cls.call_rule}" + (" | answer" if schema is not None else "")]
+        rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
+        for index, tool in enumerate(tools):
+            begin = json.dumps(f'{{"name": "{tool.name}", "{cls.arguments_key}": ')
+            rules.append(f'call{index}: {begin} arguments{index} "}}"')
+            rules.append(_json_rule(f"arguments{index}", _closed(tool.parameters)))
+        rules += [_json_rule("answer", schema)] if schema is not None else []
+        return Guide("ebnf_grammar", "\n".join(rules))
+
+    @classmethod
+    def offered_guide(cls, tools: list[FunctionTool]) -> Guide | None:
+        """The grammar of free text in which every call is well-formed; None where the form has no mark for calls."""
+        return None
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        """Returns what is text of the answer, and the calls that are complete."""
+        raise NotImplementedError
+
+    def finish(self) -> tuple[str, list[FunctionCall]]:
+        """Returns what was held back: a call that is complete now, or text that turned out to be none."""
+        raise NotImplementedError
+
+
+class TaggedForm(ToolForm):
+    """<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>, as often as the model likes, amid text."""
+
+    arguments_key = "arguments"
+    call_rule = f'"{OPEN}\\n" call "\\n{CLOSE}"'
+
+    def __init__(self) -> None:
+        self._held = ""  # whatever may become a tag
+        self._is_inside = False
+
+    @classmethod
+    def offered_guide(cls, tools: list[FunctionTool]) -> Guide:
+        structures = [
+            {
+                "begin": f'{OPEN}\n{{"name": {json.dumps(tool.name)}, "{cls.arguments_key}": ',
+                "schema": _closed(tool.parameters),
+                "end": f"}}\n{CLOSE}",
+            }
+            for tool in tools
+        ]
+        return Guide("structural_tag", json.dumps({"structures": structures, "triggers": [OPEN]}))
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        self._held += text
+        shown: list[str] = []
+        calls: list[FunctionCall] = []
+        while True:
+            before, tag, behind = self._held.partition(CLOSE if self._is_inside else OPEN)
+            if not tag:
+                break
+            if not self._is_inside:
+                shown.append(before)
+            elif (call := self._read_call(before)) is not None:
+                calls.append(call)
+            else:  # no call between the tags: the client sees what the model wrote
+                shown.append(OPEN + before + CLOSE)
+            self._held, self._is_inside = behind, not self._is_inside
+        if not self._is_inside:
+            num_ready = len(self._held) - _num_may_begin(self._held, OPEN)
+            shown.append(self._held[:num_ready])
+            self._held = self._held[num_ready:]
+        return "".join(shown), calls
+
+    def finish(self) -> tuple[str, list[FunctionCall]]:
+        call = self._read_call(self._held) if self._is_inside else None
+        return ("", [call]) if call is not None else ((OPEN if self._is_inside else "") + self._held, [])
+
+    def _read_call(self, text: str) -> FunctionCall | None:
+        try:
+            return _call_of(json.loads(text), self.arguments_key)
+        except (ValueError, RecursionError):
+            return None
+
+
+class BareForm(ToolForm):
+    """{"name": ..., "parameters": {...}} and nothing else, perhaps behind <|python_tag|>.
+
+    An answer that begins as a call is held back to its end; any other is text at once.
+    """
+
+    arguments_key = "parameters"
+    call_rule = "call"
+    MARKS = ("<|python_tag|>", "{")
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_text = False
+
+    def push(self, text: str) -> tuple[str, list[FunctionCall]]:
+        if self._is_text:
+            return text, []
+        self._held += text
+        start = self._held.lstrip()
+        if not start or any(start.startswith(mark) or mark.startswith(start) for mark in self.MARKS):
+            return "", []
+        self._is_text = True
+        shown, self._held = self._held, ""
+        return shown, []
+
+    def finish(self) -> tuple[str, list[FunctionCall]]:
+        values = _json_values(self._held.strip().removeprefix(self.MARKS[0]))
+        calls = [_call_of(value, self.arguments_key) for value in values]
+        found = [call for call in calls if call is not None]
+        return ("", found) if found and len(found) == len(calls) else (self._held, [])
+
+
+def form_of(template: str | None) -> type[ToolForm]:
+    return BareForm if shows_tools(template) and OPEN not in (template or "") else TaggedForm
+
+
+def shows_tools(template: str | None) -> bool:
+    """Whether the template lists tools, and writes calls in a form that is known here."""
+    marks = (OPEN, "<|python_tag|>", '"parameters":', "ipython")
+    return template is not None and "tools" in template and any(mark in template for mark in marks)
+
+
+def written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The conversation for a template that knows no tools: the functions are listed in the system message, calls are
+    text of the assistant, and results messages of the user."""
+    written: list[dict[str, Any]] = []
+    if tools:
+        functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        written.append({"role": "system", "content": _PROMPT.format(functions=functions, open=OPEN, close=CLOSE)})
+        if messages[0]["role"] in ("system", "developer"):
+            written[0]["content"] = f"{messages[0]['content']}\n\n{written[0]['content']}"
+            messages = messages[1:]
+    is_result = False
+    for message in messages:
+        was_result, is_result = is_result, message["role"] == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if was_result:  # many templates want the roles to alternate
+                written[-1]["content"] += f"\n{text}"
+            else:
+                written.append({"role": "user", "content": text})
+            continue
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        texts = [message["content"]] if message["content"] or not calls else []
+        texts += [f"{OPEN}\n{call}\n{CLOSE}" for call in calls]
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        written.append(kept | {"content": "\n".join(texts)})
+    return written
+
+
+def answer_guide(body: ChatBody | ResponsesBody, form: type[ToolForm] | None) -> Guide | None:
+    """The grammar that tool_choice and the format of the answer ask for. form: None where no tools are offered."""
+    schema = body.answer_format.schema_of_answer if body.answer_format else None
+    if form is None:
+        return None if schema is None else Guide("json_schema", json.dumps(schema))
+    tools = [tool.function for tool in body.offered_tools]
+    if isinstance(body.tool_choice, Tool):
+        return form.required_guide([tool for tool in tools if tool.name == body.tool_choice.function.name])
+    if body.tool_choice == "required" or schema is not None:
+        return form.required_guide(tools, None if body.tool_choice == "required" else schema)
+    return form.offered_guide(tools) if any(tool.strict for tool in tools) else None
+
+
+class CallFinder:
+    """Splits one answer's text, as it comes, into text and calls. form: None where no tools are offered."""
+
+    def __init__(self, form: type[ToolForm] | None, *, is_single: bool) -> None:
+        self.calls: list[FunctionCall] = []
+        self._form = form() if form is not None else None
+        self._is_single = is_single
+
+    def read(self, text: str, *, is_last: bool) -> tuple[str, list[FunctionCall]]:
+        """Returns what is new. Behind a call, space is no text; if is_single, neither are further calls calls."""
+        if self._form is None:
+            return text, []
+        text, calls = self._form.push(text)
+        if is_last:
+            rest, last = self._form.finish()
+            text, calls = text + rest, calls + last
+        if self._is_single:
+            calls = calls[: 1 - len(self.calls)]
+        self.calls += calls
+        return ("" if self.calls and not text.strip() else text), calls
+
+
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a call's arguments. Those that it names, and no others unless it says so: a small model that may
+    add some does not end."""
+    if not parameters:
+        return _ANYTHING
+    return ({"additionalProperties": False} if "properties" in parameters else {}) | parameters
+
+
+def _json_rule(name: str, schema: dict[str, Any]) -> str:
+    """Schemas within a grammar are not written in the style of guides that are schemas: it is told here."""
+    return f"{name}: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
+
+
+def _call_of(value: object, key: str) -> FunctionCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get(key, value.get("arguments", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return FunctionCall(value["name"], text)
+
+
+def _json_values(text: str) -> list[object]:
+    """JSON values with semicolons or nothing between; [None] for any other text."""
+    decoder, values, place = json.JSONDecoder(), [], 0
+    try:
+        while place < len(text):
+            value, place = decoder.raw_decode(text, place)
+            values.append(value)
+            while place < len(text) and text[place] in "; \n\t\r":
+                place += 1
+    except (ValueError, RecursionError):
+        return [None]
+    return values
+
+
+def _num_may_begin(text: str, mark: str) -> int:
+    """Characters at the end of text with which mark may begin."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

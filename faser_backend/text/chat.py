@@ -1,0 +1,97 @@
+"""Messages [{role, content}] -> the prompt that a chat template makes of them.
+
+Templates are rendered by a process of their own (chat_worker.py), started with the first conversation, so that a
+template that loops, fills memory or crashes costs its request and nothing else. Knows nothing of token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from faser_backend.core.errors import RequestError
+from faser_backend.core.validation import refusal_of
+from faser_backend.text.worker import Worker, WorkerError
+
+NO_TEMPLATE = (
+    "these engines came without a chat template: send a plain prompt, give a template with --chat-template FILE, "
+    "or build again from a checkpoint that has one"
+)
+
+Message = dict[str, Any]  # what templates read: role and content, and of OpenAI's API tool_calls and the like
+
+
+class PlainMessage(BaseModel):
+    """A message is its role and its content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+
+
+_MESSAGES = TypeAdapter(Annotated[list[PlainMessage], Field(min_length=1)])
+
+
+def read_messages(field: str, given: str | list[Any]) -> list[Message]:
+    """The conversation, or the one in a JSON text. Raises RequestError naming the part that is wrong and its value."""
+    try:
+        messages = _MESSAGES.validate_json(given) if isinstance(given, str) else _MESSAGES.validate_python(given)
+    except ValidationError as error:
+        raise refusal_of(error, field) from None
+    return [message.model_dump() for message in messages]
+
+
+class ChatRenderer:
+    """One chat template. Thread-safe: conversations are rendered one at a time."""
+
+    def __init__(self, template: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._template = template
+        self._special_tokens = dict(special_tokens)
+        # -P: the worker's own folder must not hide modules of the standard library behind files of ours
+        self._worker = Worker("-P", str(Path(__file__).with_name("chat_worker.py")))
+
+    def render(self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """The prompt, ending where the assistant's answer begins. tools: functions that the template shows the model.
+
+        Raises RequestError naming `field` where the template refuses these messages or there is none, and
+        chat_template where the template fails.
+        """
+        if self._template is None:
+            raise RequestError(field, messages, NO_TEMPLATE)
+        reply = self._call(messages, tools)
+        if "refusal" in reply:
+            raise RequestError(field, messages, f"the chat template refuses them: {reply['refusal']}")
+        return reply["text"]
+
+    def compile(self) -> None:
+        """Raises RequestError naming chat_template where it is not a template."""
+        self._call(None)
+
+    def close(self) -> None:
+        """Ends the process; a later call starts another."""
+        self._worker.close()
+
+    def _call(self, messages: list[Message] | None, tools: list[dict[str, Any]] | None = None) -> dict[str, str]:
+        call = {"template": self._template, "special_tokens": self._special_tokens}
+        try:
+            reply = json.loads(self._worker.call(json.dumps(call | {"messages": messages, "tools": tools}).encode()))
+        except WorkerError as error:
+            reply = {"error": "it takes too long" if error.status == -signal.SIGPROF else str(error)}
+        if "error" in reply:
+            raise RequestError("chat_template", self._template, f"cannot be rendered: {reply['error']}")
+        return reply
+
+
+def check_template(template: str) -> None:
+    """Raises RequestError naming chat_template where it cannot be compiled."""
+    renderer = ChatRenderer(template, {})
+    try:
+        renderer.compile()
+    finally:
+        renderer.close()

@@ -1,0 +1,182 @@
+"""Text <-> token ids of one engine directory, on the `tokenizers` library.
+
+Words are encoded without special tokens; prompts and conversations as the checkpoint says (prompts.py). For
+byte-level vocabularies it also gives the exact bytes of every token, which makes streaming both cheap and exact
+(see text_stream.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is read on the thread that asks
+
+from tokenizers import Tokenizer
+
+from faser_backend.core.errors import ConfigError, ErrorCode, RequestError
+from faser_backend.files import FileError, read_text
+from faser_backend.text.chat import Message, read_messages
+from faser_backend.text.prompts import PromptFormat
+
+PANIC = "PanicException"  # of pyo3, which cannot be imported
+
+
+class TextTokenizer:
+    """A loaded tokenizer. Thread-safe: encoding and decoding keep no state."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: PromptFormat | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts or PromptFormat()
+        self._chat = self._prompts.renderer()
+
+    @classmethod
+    def from_file(cls, path: Path, prompts: PromptFormat | None = None) -> TextTokenizer:
+        """Raises ConfigError naming the file where it is missing or not a tokenizer."""
+        return cls(load_tokenizer(path), prompts)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token, as it is written in the vocabulary: at least those of its text."""
+        return max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id of the checkpoint's pad_token."""
+        return self._special_id("pad_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Raises RequestError for a text that the library fails on."""
+        with _failures_as(lambda reason: RequestError("text", text, f"the tokenizer cannot encode it ({reason})")):
+            # As a batch of one: the library lets other threads run for batches alone.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A plain prompt, with the tokens that the checkpoint puts around it; its begin token at most once."""
+        token_ids = self.encode(text, add_special_tokens=self._prompts.adds_special_tokens)
+        begin_id = self._special_id("bos_token")
+        if begin_id is None or not self._prompts.adds_special_tokens:
+            return token_ids
+        if self._prompts.adds_begin_token and token_ids[:1] != [begin_id]:
+            return [begin_id, *token_ids]
+        if token_ids[:2] == [begin_id, begin_id]:  # the text came with one
+            return token_ids[1:]
+        return token_ids
+
+    def encode_chat(self, field: str, messages: str | list[Any], max_bytes: int | None = None) -> tuple[str, list[int]]:
+        """[{role, content}], or its JSON -> the prompt and its ids, which hold the special tokens that the template
+        writes and no others. Raises RequestError naming the field, where the template writes more than max_bytes too.
+        """
+        return self.encode_conversation(field, read_messages(field, messages), max_bytes=max_bytes)
+
+    def encode_conversation(
+        self,
+        field: str,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """As encode_chat, of messages that have been checked; tools are shown to the model if the template does."""
+        text = self._chat.render(field, messages, tools)
+        if max_bytes is not None and (num_bytes := len(text.encode())) > max_bytes:
+            limit = f"must be at most {max_bytes} bytes, rendered"
+            raise RequestError(f"{field} length", num_bytes, limit, code=ErrorCode.TOO_LONG)
+        return text, self.encode(text)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._prompts.chat_template
+
+    def close(self) -> None:
+        """Ends the process that renders conversations, if one was needed."""
+        self._chat.close()
+
+    def encode_words(self, name: str, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of stop or bad words. Raises RequestError for a word without tokens."""
+        encoded = tuple(tuple(self.encode(word)) for word in words)
+        for word, token_ids in zip(words, encoded, strict=True):
+            if not token_ids:
+                raise RequestError(name, word, "the tokenizer has no token for this word")
+        return encoded
+
+    def decode(self, token_ids: list[int], *, skips_special_tokens: bool = True) -> str:
+        """Text of ids, by default without special tokens; invalid UTF-8 becomes U+FFFD.
+
+        Raises RequestError for ids that the library fails on.
+        """
+        with _failures_as(lambda reason: RequestError("token_ids", token_ids, f"cannot be decoded ({reason})")):
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._prompts.special_tokens.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """Bytes of every token id (b"" for special tokens and holes), or None if not byte-level."""
+        description = json.loads(self._tokenizer.to_str())
+        if not _is_byte_level(description.get("decoder")):
+            return None
+        added = {token["id"]: token for token in description.get("added_tokens", [])}
+        by_id = {token_id: token for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+        byte_of = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
+        table = [b""] * (max(by_id, default=-1) + 1)
+        for token_id, token in by_id.items():
+            if token_id in added and added[token_id]["special"]:
+                continue
+            if all(char in byte_of for char in token):
+                table[token_id] = bytes(byte_of[char] for char in token)
+            else:  # added text that never went through the byte alphabet
+                table[token_id] = token.encode()
+        return table
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The library's tokenizer. Raises ConfigError naming the file, without its folder: clients may read it."""
+    try:
+        text = read_text(path)
+    except FileError as error:
+        raise ConfigError(f"tokenizer {path.name}: {error.reason}") from None
+    with _failures_as(lambda reason: ConfigError(f"tokenizer {path.name}: the library cannot read it ({reason})")):
+        return Tokenizer.from_str(text)
+
+
+@contextmanager
+def _failures_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
+    """The library raises plain Exception for every cause, and where it panics a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = "it panicked" if type(error).__name__ == PANIC else lines[0][:200]
+        raise error_of(reason) from None
+
+
+def _is_byte_level(decoder: dict | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
+    return decoder["type"] == "ByteLevel"
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The 256 printable characters that stand for bytes 0..255 in byte-level vocabularies.
+
+    Printable Latin-1 bytes stand for themselves; the other 68 take code points from 256 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,184 @@
+"""`faser serve`: checks before the server starts, then waits for a signal and drains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.registry import make_policy
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
+from faser_backend.serving.loading import LOADING_FILE, shown_phases
+from faser_backend.serving.log_format import line_teller
+from faser_backend.serving.processes import die_with_parent
+from faser_backend.text.chat import check_template
+from faser_backend.text.prompts import read_template
+from faser_backend.triton.heartbeat import HangWatch
+from faser_backend.triton.model_configs import CONTRACTS
+from faser_backend.triton.server import DRAIN_S, TELL_S, LaunchOptions, TritonServer
+
+OPENAI_START_S = 30.0
+WATCH_S = 0.5  # between two looks at the processes
+
+
+def check_engine(
+    engine_dir: Path | None,
+    config: EngineConfig,
+    chat_template_file: Path | None,
+    progress: Callable[[str, int, int], None],
+) -> Path:
+    """The directory to serve, verified, so that a mistake is told before a server starts.
+
+    chat_template_file: to be used instead of the directory's. Raises FaserError.
+    """
+    if chat_template_file is not None:
+        check_template(read_template(chat_template_file))
+    directory = engine_dir or demo_engine_dir(progress)
+    manifest = EngineManifest.load(directory)
+    models = served_models(manifest, config)
+    drafts_apart = models.draft is not None and not models.draft.spec.reads_target
+    split = WHOLE if drafts_apart else None  # which splits there are, devices know
+    policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
+    check_trees(manifest.runtime, models, policy)
+    return directory
+
+
+def serve_until_signalled(
+    options: LaunchOptions,
+    *,
+    shows_log: bool,
+    log_format: str = "text",
+    openai: list[str] | None = None,
+    hang_timeout_s: float,
+) -> int:
+    """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
+
+    hang_timeout_s: after which a process that makes no progress is killed; 0: never.
+    log_format: of what it says on stderr.
+    openai: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
+    """
+    tell = line_teller(log_format, "serve")
+    is_signalled = threading.Event()
+    signals: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        signals.append(number)
+        is_signalled.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    with TritonServer(options, shows_log=shows_log) as server, contextlib.ExitStack() as stack:
+        phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(tell, "INFO")))
+        phases.begin(launching := f"starting Triton Inference Server, log in {server.log_file}")
+
+        def is_over() -> bool:
+            with contextlib.suppress(OSError):  # the engine has not begun
+                phases.begin((server.log_file.parent / LOADING_FILE).read_text() or launching)
+            return is_signalled.is_set()
+
+        server.wait_ready(should_stop=is_over)
+        front = None
+        if openai is not None and not is_signalled.is_set():
+            phases.begin("starting OpenAI's API")
+            front = stack.enter_context(OpenAIProcess(openai))
+            front.wait_ready(should_stop=is_signalled.is_set)
+        phases.end()
+        if not is_signalled.is_set():
+            print(
+                f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "
+                f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}"
+                + (f"; {front.first_line}" if front is not None else ""),
+                flush=True,
+            )
+        models = set(server.model_processes().values())
+        watch = HangWatch(server.log_file.parent.name, hang_timeout_s)
+        while not is_signalled.wait(WATCH_S):
+            _kill_what_hangs(watch, server, front, tell)
+            if front is not None and front.process.poll() is not None:
+                tell("ERROR", f"the OpenAI front end ended with status {front.process.returncode}")
+                return 1
+            gone = sorted(models.difference(server.model_processes().values()))  # a replaced engine's process may end
+            if server.process.poll() is None and not gone:
+                continue
+            if gone:
+                # The server would stay ready without it and let its requests hang. Whoever supervises starts us anew.
+                reason = f"the process of model {gone[0]!r} is gone; the server ends, log:\n{server.failure_reason()}"
+                time.sleep(TELL_S)
+                server.kill()
+            else:
+                reason = f"the server ended by itself: {server.failure_reason()}"
+            tell("ERROR", reason)
+            return 1
+        tell("INFO", "draining; a second signal ends at once")
+        if front is not None:
+            front.stop(is_hurried=lambda: len(signals) > 1)
+        server.stop(is_hurried=lambda: len(signals) > 1)
+    return 0
+
+
+def _kill_what_hangs(
+    watch: HangWatch, server: TritonServer, front: OpenAIProcess | None, tell: Callable[[str, str], None]
+) -> None:
+    """A process that is killed is one that has died: that is noticed, its requests are answered, the server ends."""
+    names = {pid: f"model {model!r}" for pid, model in server.model_processes().items()}
+    names[server.process.pid] = "Triton"
+    if front is not None:
+        names[front.process.pid] = "the OpenAI front end"
+    for pid, seconds in watch.hung(names).items():
+        tell("ERROR", f"the process of {names[pid]} has made no progress for {seconds:.0f} s; it is killed")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class OpenAIProcess:
+    """One `faser openai`, a context manager. Its errors go to our stderr; with its first line it is ready."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches `faser serve`, which then drains it once
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+        )
+        self.first_line = ""
+
+    def wait_ready(self, *, should_stop: Callable[[], bool]) -> None:
+        """Raises ConfigError where it ends or says nothing; what was wrong stands on stderr."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + OPENAI_START_S
+        while not should_stop() and time.monotonic() < deadline_s:
+            if select.select([self.process.stdout], [], [], 0.2)[0]:
+                self.first_line = self.process.stdout.readline().strip()
+                break
+        if not self.first_line and not should_stop():
+            raise ConfigError("the OpenAI front end did not start; its error is above")
+
+    def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Takes no new requests and lets those in flight end; kills it after DRAIN_S, or once is_hurried."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            deadline_s = time.monotonic() + DRAIN_S
+            while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
+                time.sleep(0.05)
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> OpenAIProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()

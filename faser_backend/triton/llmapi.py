@@ -1,0 +1,112 @@
+"""The `llmapi` contract: one text model without a batch dimension, as TensorRT-LLM's LLM API serves it.
+
+Translates names and shapes to and from the inflight batcher's, so that checks and meaning are shared. Two things
+differ: a temperature alone samples, and streamed responses carry all text so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from faser_backend.core.errors import ErrorCode, Failure, RequestError
+from faser_backend.core.request import FinishReason, RequestStats
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.contract import ParsedRequest, parse_requests
+from faser_backend.triton.link import Hello
+from faser_backend.triton.tensor_io import NamedArray, Reply
+from faser_backend.triton.tensor_values import read_scalar
+from faser_backend.triton.tensors import Tensors, refuse_unsupported
+from faser_backend.triton.wire import InflightBatcherWire, Responder
+
+DEFAULT_MAX_TOKENS = 32
+_INPUTS = {  # theirs -> ours
+    "text_input": "text_input",
+    "messages": "messages",
+    "streaming": "streaming",
+    "sampling_param_max_tokens": "max_tokens",
+    "sampling_param_top_k": "top_k",
+    "sampling_param_temperature": "temperature",
+    "sampling_param_top_p": "top_p",
+    "sampling_param_frequency_penalty": "frequency_penalty",
+    "sampling_param_presence_penalty": "presence_penalty",
+    "sampling_param_stop": "stop_words",
+    "sampling_param_seed": "seed",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+    "sampling_param_return_perf_metrics": "return_perf_metrics",
+    "return_cumulative_logprob": "return_log_probs",
+}
+_OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
+_FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}
+_NO_REASON = "None"  # as Python writes an absent one, which is what clients of the LLM API compare with
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.STOPPED: "cancelled",
+}
+
+
+class LlmApiWire(InflightBatcherWire):
+    """The tensors of the llmapi contract. A stop request is itself answered with the error CANCELLED."""
+
+    missing_stop_id = "A request id must be provided for request cancellation"
+
+    def parse(
+        self, tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool
+    ) -> list[ParsedRequest]:
+        """Raises RequestError; the prompt is excluded and a stop string cut off unless asked otherwise."""
+        refuse_unsupported(tensors)
+        prompts = tensors.get("text_input")
+        if prompts is not None and prompts.size > 1:
+            raise RequestError("text_input", list(prompts.shape), "one prompt per request: must hold exactly 1 value")
+        ours = {ours: tensors[theirs] for theirs, ours in _INPUTS.items() if theirs in tensors}
+        ours.setdefault("exclude_input_in_output", np.array([True]))
+        ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
+        (parsed,) = parse_requests(ours, request_id, hello, tokenizer, is_decoupled=is_decoupled, is_llm_api=True)
+        flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
+        return [replace(parsed, includes_stop=False, accumulates_text=True, extra_outputs=flags)]
+
+    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> LlmApiReply:
+        return LlmApiReply(parsed, frozenset(requested), tokenizer)
+
+    def acknowledge_stop(self, responder: Responder) -> None:
+        responder.fail(Failure(ErrorCode.CANCELLED, "Request cancelled by client"))
+
+
+class LlmApiReply(Reply):
+    """A reply under other names, every array without the batch dimension."""
+
+    def __init__(self, parsed: ParsedRequest, theirs: frozenset[str], tokenizer: TextTokenizer) -> None:
+        self._theirs = theirs
+        names = {theirs: ours for ours, theirs in _OUTPUTS.items()}
+        ours = {names.get(name, name) for name in theirs}
+        super().__init__(parsed, ours if parsed.request.wants_log_probs else ours - {"cum_log_probs"}, tokenizer)
+
+    def render(self) -> list[NamedArray]:
+        arrays = [(_OUTPUTS.get(name, name), array.reshape(-1)) for name, array in super().render()]
+        for name in sorted(self.parsed.extra_outputs & self._theirs):
+            arrays.append((name, np.array([self._reason(name).encode()], dtype=object)))
+        if self.parsed.request.wants_stats and self.stats is not None:
+            arrays += [each for each in self._cache_use(self.stats) if each[0] in self._theirs]
+        return arrays
+
+    def _cache_use(self, stats: RequestStats) -> list[NamedArray]:
+        """How many blocks of the prompt were found in the cache, and how many were not."""
+        num_missed = max(0, self.parsed.num_prompt_blocks - stats.num_reused_blocks)
+        num_sought = stats.num_reused_blocks + num_missed
+        return [
+            ("kv_cache_reused_block", np.array([stats.num_reused_blocks], np.int32)),
+            ("kv_cache_missed_block", np.array([num_missed], np.int32)),
+            ("kv_cache_hit_rate", np.array([stats.num_reused_blocks / max(1, num_sought)], np.float32)),
+        ]
+
+    def _reason(self, name: str) -> str:
+        if name == "stop_reason":
+            return self.matched_stop or _NO_REASON
+        finish = self.finish_reason
+        if finish is None:
+            return _NO_REASON
+        return "stop" if self.is_stopped else _FINISH_REASONS.get(finish, finish.value)

@@ -1,0 +1,49 @@
+"""`faser reload`: another engine directory for a server that goes on serving.
+
+Triton loads model `tensorrt_llm` anew beside the one that serves: requests go to the new engine once it is ready, and
+the old one ends with the last answer that it has begun. Both are in memory until then.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import read_manifest_fields
+from faser_backend.serving.parameters import given_parameters
+from faser_backend.triton.admin import Administration
+from faser_backend.triton.launch import check_engine
+from faser_backend.triton.server import ENGINE_MODEL
+
+DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
+
+
+def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> Path:
+    """Has the server take this directory, all else as it was configured. Returns the directory that it served before.
+
+    Raises ManifestError or ConfigError where the directory cannot take the other's place, AdminError where the server
+    refuses it: the old engine then serves on.
+    """
+    config = admin.config(ENGINE_MODEL)
+    parameters = given_parameters(config)
+    served = parameters.get(DIRECTORY_KEY)
+    if served is None:
+        raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: the server serves no directory of its own")
+    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None, lambda *_: None)
+    _check_vocabulary(Path(served), new)
+    config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
+    config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton takes no notice of the same again
+    admin.load(ENGINE_MODEL, config, timeout_s)
+    return Path(served)
+
+
+def _check_vocabulary(served: Path, new: Path) -> None:
+    """The OpenAI front end and clients that send token ids go on as they are."""
+    old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (served, new))
+    if old_hash != new_hash:
+        raise ConfigError(
+            f"--engine-dir = {new}: its vocabulary {new_hash} is not that of the engines that serve, {old_hash}; start "
+            "another server for it"
+        )

@@ -1,0 +1,335 @@
+"""Launches Triton Inference Server over a launch copy of model_repo/.
+
+The server comes from nvidia-pytriton's wheel, or from PATH (NVIDIA's container). The copy in a
+temporary folder carries the chosen parameters and transaction policy and links to the Python stub,
+so neither site-packages nor the checkout is written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
+from faser_backend.serving.access import GrpcTls, check_host, random_key, restriction_options
+from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
+from faser_backend.serving.tracing import forward_options
+from faser_backend.triton.admin import AdminError, Administration
+from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
+from faser_backend.triton.model_configs import known_keys, launch_text
+
+REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+DRAIN_S = 60.0  # for requests in flight
+UNLOAD_S = 4.0  # for the server to end once all is answered; an idle client's open stream would hold it for ever
+TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
+DRAIN_POLL_S = 0.05
+UNLOAD_CALL_S = 2.0
+ENGINE_MODEL = "tensorrt_llm"
+LOCK_ERROR = "boost::interprocess::lock_exception"  # of Triton's Python backend at a start; the next one goes well
+SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract
+_MODEL_PROCESS = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """Where the server listens and what is written into its model configurations."""
+
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    host: str = "127.0.0.1"
+    is_decoupled: bool = True
+    contract: str = "inflight_batcher"
+    parameters: dict[str, str] = field(default_factory=dict)  # by their names, or the keys that fill them
+    exposes_triton: bool = False  # host may be an address that others reach
+    admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
+    also_restricted: tuple[str, ...] = ()  # what else needs that key, see access.restriction_options
+    grpc_tls: GrpcTls | None = None
+    # Models can be loaded and unloaded with the key. Whoever has it may then run code of theirs as this user; and users
+    # of the same machine can read it on Triton's command line: so only where an operator chose a key.
+    has_model_control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TritonInstall:
+    """A Triton server on this machine. `backends` and `stub` are None where the server finds its own."""
+
+    binary: Path
+    backends: Path | None = None
+    stub: Path | None = None
+    libraries: tuple[Path, ...] = ()
+
+
+def find_triton() -> TritonInstall:
+    """nvidia-pytriton's server, else one on PATH. Raises ConfigError saying what to install."""
+    spec = importlib.util.find_spec("pytriton")
+    if spec is not None and spec.submodule_search_locations:
+        package = Path(spec.submodule_search_locations[0])
+        home = package / "tritonserver"
+        stub = home / "python_backend_stubs" / PYTHON_VERSION / "triton_python_backend_stub"
+        if not stub.is_file():
+            raise ConfigError(f"{stub}: nvidia-pytriton has no stub for Python {PYTHON_VERSION}")
+        libraries = (package.parent / "nvidia_pytriton.libs", *_python_library_folder())
+        return TritonInstall(home / "bin" / "tritonserver", home / "backends", stub, libraries)
+    for candidate in (shutil.which("tritonserver"), "/opt/tritonserver/bin/tritonserver"):
+        if candidate and Path(candidate).is_file():
+            return TritonInstall(Path(candidate))
+    raise ConfigError("no Triton Inference Server: pip install nvidia-pytriton==0.7.0, or put tritonserver on PATH")
+
+
+def check_libpython() -> None:
+    """Raises ConfigError where the stub could not load the interpreter's library."""
+    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    if any((folder / name).is_file() for folder in _python_library_folder()):
+        return
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        raise ConfigError(f"Triton's Python stub needs {name}: apt-get install libpython{PYTHON_VERSION}") from None
+
+
+def check_ports(host: str, ports: dict[str, int]) -> None:
+    """Raises ConfigError for the first port that is out of range, given twice or already in use."""
+    seen: dict[int, str] = {}
+    for name, port in ports.items():
+        if not 1 <= port <= 65535:
+            raise ConfigError(f"{name} = {port}: must lie in [1, 65535]")
+        if port in seen:
+            raise ConfigError(f"{name} = {port}: is the same as {seen[port]}")
+        seen[port] = name
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ConfigError(f"{name}: port {port} in use on {host} ({error.strerror}); choose another") from None
+
+
+class TritonServer:
+    """One server process and its launch folder. Use as a context manager, or call `stop`."""
+
+    def __init__(self, options: LaunchOptions, *, shows_log: bool = False) -> None:
+        """Starts the process. Raises ConfigError where it cannot be started as asked."""
+        self.options = options
+        ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
+        check_host(options.host, is_exposed=options.exposes_triton)
+        install = find_triton()
+        check_libpython()
+        check_ports(options.host, ports)
+        self._launch_folder = LaunchFolder()
+        self._folder = self._launch_folder.path
+        self.log_file = self._folder / "tritonserver.log"
+        try:
+            write_launch_copy(REPOSITORIES[options.contract], self._folder / "model_repo", options)
+            self._command, self._environment = _server_command(install, self._folder, options), _environment(install)
+            self._is_ready, self._shows_log = False, shows_log
+            self.num_starts = 0
+            self.num_lost_lines = 0  # of the log, that could not be written
+            self._start()
+        except BaseException as error:
+            self._launch_folder.remove()
+            if isinstance(error, OSError):
+                raise ConfigError(f"the server cannot be started: {error.strerror}: {error.filename}") from None
+            raise
+
+    def _start(self) -> None:
+        self.num_starts += 1
+        self.process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C reaches this process, which then drains the server once
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
+        )
+        self._reader = threading.Thread(target=self._read_log, name="server-log", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, timeout_s: float = 180.0, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Raises ConfigError with the reason from the log where the server ends or is too slow.
+
+        Returns early once `should_stop` says so.
+        """
+        url = f"http://{self.options.host}:{self.options.http_port}/v2/health/ready"
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and not should_stop():
+            if self.process.poll() is not None:
+                reason = self.failure_reason()
+                if LOCK_ERROR not in self.log_file.read_text(errors="replace") or self.num_starts > 1:
+                    raise ConfigError(f"the server did not start: {reason}")
+                self._end_group()  # of its models, some may be on their way
+                self._launch_folder.clear_shared_memory()
+                self._start()
+            try:
+                with urllib.request.urlopen(url, timeout=1):
+                    self._is_ready = True
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        if not should_stop():
+            raise ConfigError(f"the server was not ready within {timeout_s:.0f} s: {self.failure_reason()}")
+
+    def failure_reason(self) -> str:
+        """The engine's own error if the log has one, else the end of the log."""
+        self._reader.join(0.5)  # the last lines of a server that has ended
+        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
+        for line in [] if self._is_ready else lines:  # later an engine may have failed to replace the one that serves
+            if re.search("failed to load 'tensorrt_llm'", line) or "TritonModelException" in line:
+                return line.split("TritonModelException: ")[-1].strip()
+        return "\n".join(lines[-25:]) or "it wrote no log"
+
+    def model_processes(self) -> dict[int, str]:
+        """Process id -> model, of the models that run: each is a process of its own."""
+        found = {pid: arguments(pid) for pid in children(self.process.pid)}
+        return {
+            pid: Path(command[1]).parts[-3]
+            for pid, command in found.items()
+            if command and command[0].endswith(_MODEL_PROCESS)
+        }
+
+    def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """New requests are refused and those in flight answered; then the server ends. What takes longer than DRAIN_S,
+        or goes on once is_hurried, is killed.
+
+        The engine is asked first, because Triton's own way is no drain: it unloads a decoupled model beside its
+        answers, and waits for ever for a request whose cancellation met its end.
+        """
+        if self.process.poll() is None:
+            models = self.model_processes()
+            if self._is_ready:
+                with contextlib.suppress(OSError):  # a full disk: then without
+                    (self._folder / DRAIN_FILE).touch()
+                    self._tell_probes()
+                    self._wait(DRAIN_S, lambda: self._is_drained(models), is_hurried)
+            self.process.send_signal(signal.SIGTERM)
+            self._wait(UNLOAD_S, lambda: False, is_hurried)
+        self.kill()
+
+    def _is_drained(self, models: dict[int, str]) -> bool:
+        """Whether every engine has answered all that it had, or a model that could answer has ended."""
+        engines = [pid for pid, model in models.items() if model == ENGINE_MODEL]
+        others = [pid for pid, model in models.items() if model not in (ENGINE_MODEL, *SPARE_MODELS.values())]
+        if not all(map(is_running, others)):
+            return True
+        return all(drained_file(self._folder, pid).exists() or not is_running(pid) for pid in engines)
+
+    def _tell_probes(self) -> None:
+        """Where models can be unloaded `/v2/health/ready` is false from now on: one that no answer needs goes."""
+        if not self.options.has_model_control or self.options.contract not in SPARE_MODELS:
+            return
+        address = f"{self.options.host}:{self.options.http_port}"
+        with contextlib.suppress(AdminError):  # then it says so once all is answered
+            Administration(address, self.options.admin_key).unload(SPARE_MODELS[self.options.contract], UNLOAD_CALL_S)
+
+    def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline_s and not (is_over() or is_hurried()):
+            time.sleep(DRAIN_POLL_S)
+
+    def kill(self) -> None:
+        """Ends the server and every process of its group at once."""
+        self._end_group()
+        self._launch_folder.remove()
+
+    def _end_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(5.0)
+
+    def _read_log(self) -> None:
+        assert self.process.stdout is not None
+        with self.log_file.open("wb", buffering=0) as log:
+            for line in self.process.stdout:
+                # Whatever becomes of the line: a server whose log nobody reads stops at its next one.
+                try:
+                    log.write(line)
+                except OSError:
+                    self.num_lost_lines += 1
+                if self._shows_log:
+                    with contextlib.suppress(OSError):
+                        sys.stderr.buffer.write(line)
+                        sys.stderr.buffer.flush()
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:
+    """Copies the models of one contract and writes policy and parameters into their configurations."""
+    if not repository.is_dir():
+        raise ConfigError(f"{repository}: no model repository here; install faser-backend again")
+    for name in options.parameters:
+        if name not in known_keys():
+            raise ConfigError(f"parameter {name}: no model of {repository.name} has such a parameter")
+    for model in sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file()):
+        shutil.copytree(model, target / model.name, ignore=shutil.ignore_patterns("__pycache__"))
+        config = target / model.name / "config.pbtxt"
+        text = config.read_text()
+        config.write_text(launch_text(text, is_decoupled=options.is_decoupled, parameters=options.parameters))
+
+
+def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions) -> list[str]:
+    command = [str(install.binary), f"--model-repository={folder / 'model_repo'}"]
+    if install.backends is not None and install.stub is not None:
+        backend = folder / "backends" / "python"
+        backend.mkdir(parents=True)
+        for file in (*(install.backends / "python").glob("[!_]*"), install.stub):
+            (backend / file.name).symlink_to(file)
+        command.append(f"--backend-directory={folder / 'backends'}")
+    for name in ("http", "grpc", "metrics"):
+        command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
+    return [
+        *command,
+        *restriction_options(options.admin_key, options.also_restricted),
+        *(options.grpc_tls.options() if options.grpc_tls is not None else []),
+        *(forward_options() if "otlp_endpoint" in options.parameters else []),
+        *(["--model-control-mode=explicit", "--load-model=*"] if options.has_model_control else []),
+        "--exit-on-error=true",
+        f"--exit-timeout-secs={DRAIN_S:.0f}",
+        "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
+        "--pinned-memory-pool-byte-size=0",
+        f"--backend-config=python,shm-region-prefix-name={folder.name}",
+        *([] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]),
+    ]
+
+
+def _environment(install: TritonInstall) -> dict[str, str]:
+    """The stub embeds Python: PATH leads it to this interpreter's home, PYTHONPATH to its packages."""
+    environment = dict(os.environ)
+
+    def prepend(name: str, entries: list[str]) -> None:
+        environment[name] = os.pathsep.join([*entries, *filter(None, [environment.get(name)])])
+
+    prepend("PATH", [str(Path(sys.executable).parent)])
+    prepend("PYTHONPATH", [str(PACKAGES), sysconfig.get_path("purelib")])
+    if install.libraries:
+        prepend("LD_LIBRARY_PATH", [str(folder) for folder in install.libraries])
+    return environment
+
+
+def _python_library_folder() -> tuple[Path, ...]:
+    folder = sysconfig.get_config_var("LIBDIR")
+    name = f"libpython{PYTHON_VERSION}.so.1.0"
+    return (Path(folder),) if folder and (Path(folder) / name).is_file() else ()

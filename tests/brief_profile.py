@@ -1,5 +1,0 @@
-"""The least that `faser profile` measures in tests."""
-
-from lab.profiling.effort import Effort
-
-BRIEF = Effort(0.2, 3, case_share=0.2, num_requests=16, num_steps=2, num_trim_steps=6, num_exit_repeats=3)

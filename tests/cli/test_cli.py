@@ -1,0 +1,231 @@
+"""The `faser` command in process: what it prints, what it refuses, and the demo pair's cache."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faser_backend.cli.doctor import examine
+from faser_backend.core.errors import ConfigError
+from faser_backend.device.partition import core_partitions
+from faser_backend.manifest import EngineManifest
+from faser_backend.places import DEMO_PAIR, MODEL_REPO
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.triton.server import LaunchOptions, write_launch_copy
+from faser_backend.version import VERSION
+from tests.support.serving_pair import build_pair, write_pair
+
+SAMPLED = ["--temperature", "1", "--seed", "3", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("cli"))
+
+
+def test_generate_json_is_complete_and_repeats_with_its_seed(run, engine_dir):
+    command = ("generate", "--engine-dir", engine_dir, "--prompt", "def f", "--max-tokens", 30, "--json", *SAMPLED)
+    command = (*command, "--policy", "fixed:4")  # which verifies every row that it drafted
+    status, out, _ = run(*command)
+    result = json.loads(out)
+    assert status == 0
+    assert 1 <= len(result["token_ids"]) <= 30 and result["text"]
+    assert 0 < result["num_accepted"] <= result["num_drafted"] and result["num_pruned"] == 0
+    assert result["num_drafted_by_source"] == {"model": result["num_drafted"]}
+    num_tokens, num_steps = len(result["token_ids"]), result["num_rows_verified"] - result["num_drafted"]
+    assert num_steps <= num_tokens == num_steps + result["num_accepted"]
+    assert result["kept_per_verification"] == pytest.approx(result["num_accepted"] / num_steps, abs=1e-3)
+    assert result["tokens_per_s"] > 0 and result["finish_reason"] in ("length", "end_id")
+    assert json.loads(run(*command)[1])["token_ids"] == result["token_ids"]
+    plain = json.loads(run(*command, "--policy", "none")[1])
+    assert plain["token_ids"] == result["token_ids"] and plain["num_drafted"] == 0
+
+
+def test_generate_prints_the_text_then_its_figures(run, engine_dir):
+    options = ("--engine-dir", engine_dir, "--prompt-ids", "5,6,7", "--max-tokens", 20, *SAMPLED)
+    text = json.loads(run("generate", *options, "--json")[1])["text"]
+    status, out, _ = run("generate", *options)
+    assert status == 0
+    assert out.startswith(text) and "tokens/s; accepted " in out[len(text) :]
+
+
+def test_generate_stops_after_a_text(run, engine_dir):
+    options = ("generate", "--engine-dir", engine_dir, "--prompt", "def f", "--max-tokens", 60, "--json", *SAMPLED)
+    whole = json.loads(run(*options)[1])["text"]
+    stop = whole[10:12]
+    result = json.loads(run(*options, "--stop", stop)[1])
+    assert result["text"] == whole[: whole.index(stop) + 2]
+    assert result["finish_reason"] == "stop_words"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens = 0: must be at least 1"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature = nan: must lie in [0, 100]"),
+        (["--prompt", "x", "--policy", "best"], "policy = 'best': unknown; known are none"),
+        (["--prompt", "x", "--policy", "fixed:99"], "policy = 'fixed:99'"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0: must lie in [0, 100]"),
+        (["--prompt", ""], "prompt = '': is empty; at least 1 token is needed"),
+        (["--prompt-ids", ","], "prompt = None: is empty"),
+        (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
+        (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
+        ([], "give exactly one of --prompt and --prompt-ids"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_1(run, engine_dir, tmp_path, options, message):
+    needs_model = message.startswith(("policy", "input_ids"))  # the others are refused before engines are looked for
+    directory = engine_dir if needs_model else tmp_path / "none"
+    status, out, err = run("generate", "--engine-dir", directory, *options)
+    assert (status, out) == (1, "") and err.count("\n") == 1
+    assert err.startswith("error: ") and message in err
+
+
+def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
+    target, gguf = engine_dir.parent / "pair" / "target", tmp_path / "some model.gguf"
+    for given, message in (
+        (tmp_path / "new", "manifest.json: missing; build engines into this directory first"),
+        (target, f"a checkpoint, not an engine directory; run `faser build --target {target} --output target-engine`"),
+        (gguf, f"run `faser build --target '{gguf}' --output 'some model-engine'` and name 'some model-engine' here"),
+        (target / "config.json", "config.json: a file, not an engine directory; `faser build"),
+        (target.parent, "pair/manifest.json: missing; `faser build"),
+    ):
+        gguf.touch()
+        status, _, err = run("serve", "--engine-dir", given)
+        assert status == 1 and message in err and err.count("\n") == 1
+    assert "policy = 'x'" in run("serve", "--engine-dir", engine_dir, "--policy", "x")[2]
+    status, _, err = run("serve", "--engine-dir", engine_dir, "--http-port", 70000)
+    assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), "on"), (("--expose-triton",), "off"), (("--expose-triton", "--stop-requests", "on"), "on")],
+)
+def test_stop_requests_are_off_where_others_reach_the_server(run, engine_dir, monkeypatch, options, expected):
+    seen: list[LaunchOptions] = []
+    monkeypatch.setattr("faser_backend.triton.launch.serve_until_signalled", lambda given, **_: seen.append(given) or 0)
+    assert run("serve", "--engine-dir", engine_dir, *options)[0] == 0
+    assert seen[0].parameters["stop_requests"] == expected
+
+
+def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
+    pair = engine_dir.parent / "pair"
+    run("build", "--target", pair / "target", "--draft", pair / "draft", "--output", tmp_path, "--runtime", "llvm")
+    for command in (("generate", "--prompt", "x"), ("serve",)):
+        status, _, err = run(*command, "--engine-dir", tmp_path, "--pipeline", "run_ahead")
+        assert status == 1 and "pipeline = 'run_ahead' with policy = 'faser'" in err and "run `faser profile`" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "nowhere"], "--target = 'nowhere': no such file or directory\n"),
+        (["--target", "/dev/zero"], "--target = '/dev/zero': must be a directory or a regular file\n"),
+        (["--target", "x" * 5000], "xxx': no such file or directory\n"),
+        (["--target", "some/model"], "`hf download some/model --local-dir DIR`, then --target DIR\n"),
+        (
+            ["--target", ".", "--draft", "ngrams"],
+            "--draft = 'ngrams': no such file or directory; for n-grams of",
+        ),
+        (
+            ["--target", DEMO_PAIR / "target" / "model.safetensors"],
+            f"give its directory: --target {DEMO_PAIR}/target\n",
+        ),
+        (["--target", __file__], "must be a checkpoint's directory or a GGUF file\n"),
+        (["--target", DEMO_PAIR / "target", "--max-context", 8], "--max-context = 8: must be at least 32 tokens"),
+    ],
+)
+def test_build_says_what_was_probably_meant(run, tmp_path, options, message):
+    status, _, err = run("build", *options, "--output", tmp_path / "engine")
+    assert status == 1 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "engine").exists()
+
+
+def test_version(run):
+    assert run("--version") == (0, f"faser {VERSION}\n", "")
+
+
+def test_build_makes_a_directory_that_loads(run, tmp_path):
+    pair = write_pair(tmp_path / "pair")
+    output = tmp_path / "engine"
+    command = ("build", "--target", pair / "target", "--draft", pair / "draft", "--output", output)
+    status, out, err = run(*command, "--exit-layers", "1,2")
+    assert status == 0 and str(output) in out and "[0/" in err
+    assert EngineManifest.load(output).exit_layers == (1, 2)
+    status, _, err = run(*command, "--exit-layers", "7")
+    assert status == 1 and "error: exit_layers" in err
+    status, out, _ = run(*command)
+    assert status == 0 and out.endswith("; replaces the engines that were there\n")
+    status, _, err = run("build", "--target", pair / "target", "--output", pair)
+    assert status == 1 and "holds something else than engines, which stays; name a new or empty directory\n" in err
+
+
+def test_damaged_engine_directory_is_named(run, tmp_path):
+    engine = build_pair(tmp_path)
+    victim = next(engine.glob("*.safetensors"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    status, _, err = run("generate", "--engine-dir", engine, "--prompt", "x")
+    assert status == 1 and victim.name in err
+
+
+def test_doctor_tells_what_can_run(run):
+    status, out, _ = run("doctor")
+    assert status == 0 and "This machine can serve." in out
+    found = {entry["name"]: entry for entry in json.loads(run("doctor", "--json")[1])}
+    assert found["Triton server"]["is_ok"] and found["CPU kernels"]["is_needed"]
+    assert found["CPU partitions"]["detail"] == core_partitions().note
+    assert [finding.name for finding in examine()] == list(found)
+
+
+BUILD_DEMO = """
+import sys
+from pathlib import Path
+from faser_backend.serving.demo_engine import demo_engine_dir
+built = []
+directory = demo_engine_dir(lambda what, *_: built.append(what), pair=Path(sys.argv[1]), cache=Path(sys.argv[2]))
+print(directory, bool(built))
+"""
+
+
+def test_demo_engines_are_built_once_by_two_processes_at_once(tmp_path):
+    pair = write_pair(tmp_path / "pair")
+    command = [sys.executable, "-c", BUILD_DEMO, str(pair), str(tmp_path / "cache")]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [worker.communicate(timeout=60)[0].split() for worker in workers]
+    assert answers[0][0] == answers[1][0]
+    assert sorted(was_built for _, was_built in answers) == ["False", "True"]
+
+
+def test_changed_demo_checkpoint_builds_anew_and_a_damaged_cache_is_mended(tmp_path):
+    pair, cache = write_pair(tmp_path / "pair"), tmp_path / "cache"
+    first = demo_engine_dir(pair=pair, cache=cache)
+    (first / "manifest.json").write_text("{}")
+    killed = cache / f".{first.name}.killed.partial"  # what a build that was killed leaves behind
+    killed.mkdir()
+    assert demo_engine_dir(pair=pair, cache=cache) == first
+    EngineManifest.load(first)
+    assert not killed.exists()
+    config = pair / "draft" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert demo_engine_dir(pair=pair, cache=cache) != first
+    config.unlink()
+    with pytest.raises(ConfigError, match=r"config\.json: the demo pair is missing"):
+        demo_engine_dir(pair=pair, cache=cache)
+
+
+def test_launch_copy_writes_policy_and_parameters_and_leaves_the_repository_alone(tmp_path):
+    before = {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")}
+    odd = 'a "quoted" \\ folder'
+    options = LaunchOptions(is_decoupled=False, parameters={"engine_dir": odd})
+    write_launch_copy(MODEL_REPO, tmp_path / "copy", options)
+    text = (tmp_path / "copy" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert 'string_value: "a \\"quoted\\" \\\\ folder"' in text and '"${policy}"' in text
+    assert all("decoupled: true" not in path.read_text() for path in (tmp_path / "copy").rglob("config.pbtxt"))
+    assert {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")} == before
+    with pytest.raises(ConfigError, match="parameter colour: no model of model_repo has such a parameter"):
+        write_launch_copy(MODEL_REPO, tmp_path / "other", LaunchOptions(parameters={"colour": "red"}))

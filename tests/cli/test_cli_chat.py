@@ -1,0 +1,137 @@
+"""`faser chat`: a conversation from a pipe and from a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from faser_backend import LLM, SamplingParams
+from faser_backend.manifest import FileSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = re.compile(r"== (\d+) tokens, [\d.e+]+ tokens/s; accepted (\d+) of (\d+) drafted tokens \(\d+%\)")
+OPTIONS = ("--max-tokens", 12, "--policy", "fixed:3", "--num-threads", 1)
+
+
+@pytest.fixture
+def talk(run, engine_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """`faser chat OPTIONS` with lines from a pipe; returns status, stdout and stderr."""
+
+    def talk(text: str, *options: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return run("chat", "--engine-dir", engine_dir, *OPTIONS, *options)
+
+    return talk
+
+
+def test_a_conversation_from_a_pipe(talk, engine_dir: Path):
+    status, out, _ = talk("Größe?\n\nUnd?\n/reset\nGröße?\n/quit\nnever read\n")
+    assert status == 0
+    with LLM(engine_dir, num_threads=1) as llm:
+        params, asked = SamplingParams(max_tokens=12), {"role": "user", "content": "Größe?"}
+        first = llm.chat([asked], params)[0].text
+        more = [asked, {"role": "assistant", "content": first}, {"role": "user", "content": "Und?"}]
+        second = llm.chat(more, params)[0].text
+    assert first != second and "\x1b" not in out  # without colour nothing is marked
+    for text in (first, second, first):
+        assert out.startswith(text + "\n"), out
+        out = out[len(text) + 1 :]
+        figures = FIGURES.match(out)
+        assert figures is not None, out
+        assert int(figures[1]) <= 12 and int(figures[2]) <= int(figures[3]) > 0
+        out = out[out.index("\n") + 1 :].removeprefix("== a new conversation\n")
+    assert out == ""
+
+
+def test_the_end_of_the_input_and_a_system_message(talk):
+    plain, told = talk("x"), talk("x", "--system", "Be brief.")
+    assert plain[0] == told[0] == 0 and plain[1].split("==")[0] != told[1].split("==")[0]
+    assert talk("")[:2] == (0, "")
+
+
+def test_drafted_tokens_are_coloured_where_there_is_colour(talk, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32m" in talk("x\n")[1]
+    assert "\x1b[32m" not in talk("x\n", "--policy", "none")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in talk("x\n")[1]
+
+
+def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_path: Path):
+    status, out, _ = talk("y " * 600 + "\nx\n")
+    assert status == 0 and "input_ids length = " in out and "; /reset starts anew\n" in out
+    assert FIGURES.search(out)  # of the message that followed
+    assert talk("x\n", "--temperature", "-1")[::2] == (1, "error: temperature = -1.0: must lie in [0, 100]\n")
+    (tmp_path / "empty.jinja").write_text("{{ raise_exception('no') }}")
+    refused = talk("x\n", "--chat-template", tmp_path / "empty.jinja")
+    assert refused[0] == 0 and "the chat template refuses them: no" in refused[1]
+
+
+def test_an_engine_without_a_template_says_so(run, engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = shutil.copytree(engine_dir, tmp_path / "plain")
+    fields = json.loads((directory / "manifest.json").read_text())
+    prompts = directory / fields["prompts"]["name"]
+    prompts.write_text(json.dumps(json.loads(prompts.read_text()) | {"chat_template": None}))
+    fields["prompts"] = asdict(FileSpec.of(prompts))
+    (directory / "manifest.json").write_text(json.dumps(fields))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    status, _, err = run("chat", "--engine-dir", directory)
+    assert status == 1 and "came without a chat template" in err.splitlines()[-1]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path):
+    main, terminal = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "faser_backend.cli.main",
+        "chat",
+        "--engine-dir",
+        str(engine_dir),
+        "--num-threads",
+        "1",
+    ]
+    child = subprocess.Popen(
+        [*command, "--max-tokens", "480", "--temperature", "1", "--seed", "3"],
+        cwd=ROOT, stdin=terminal, stdout=terminal, stderr=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(terminal)
+    left = b""  # of what was read
+
+    def read_until(words: bytes) -> None:
+        nonlocal left
+        deadline = time.monotonic() + 60
+        while words not in left:
+            assert time.monotonic() < deadline, left
+            if select.select([main], [], [], 0.5)[0]:
+                left += os.read(main, 4096)
+        left = left[left.index(words) + len(words) :]
+
+    try:
+        read_until(b"> ")
+        os.write(main, b"x\n")
+        read_until(b"\x1b[32m")  # accepted tokens of the answer
+        child.send_signal(signal.SIGINT)
+        read_until(b"interrupted")
+        read_until(b"> ")
+        os.write(main, b"/quit\n")
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(main)

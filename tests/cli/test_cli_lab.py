@@ -1,0 +1,263 @@
+"""The commands that measure, as processes and in this one: interrupts, budgets, estimates and output that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.cpu.runner import Helper, LlvmRunner
+from faser_backend.device.partition import core_partitions
+from faser_backend.lab.answers import Answer
+from faser_backend.lab.bench.command import run_bench
+from faser_backend.lab.bench.measure import Ladder
+from faser_backend.lab.bench.plan import CLOSED_LOADS, MIN_TOKENS, Speed, estimate_s, fitted, plan_memory
+from faser_backend.lab.command_options import BenchOptions
+from faser_backend.lab.contestants import Sizing, choose_contestants
+from faser_backend.lab.interrupts import terminable
+from faser_backend.manifest import EngineManifest
+from faser_backend.places import DEMO_PAIR
+from faser_backend.profiling import profile as profile_module
+from faser_backend.profiling.effort import share_within
+from faser_backend.profiling.measure import Share, shares_of
+from faser_backend.profiling.profile import run_profile
+from faser_backend.serving.processes import children, is_running
+from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
+from tests.support.brief_profile import BRIEF
+from tests.support.serving_pair import build_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    lines = [f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0,400,200" for i in range(3000)]
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    return path
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "faser_backend.cli", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def ignores_interrupts(pid: int) -> bool:
+    """As workers do from when they can work, and the process that tracks resources for them."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.split("SigIgn:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
+def test_whatever_ends_a_simulation_ends_its_workers(number: int, trace: Path, tmp_path: Path):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core: no workers")
+    output = tmp_path / "out"
+    options = ("--hardware", "h100", "--pair", "qwen3-32b/0.6b", "--trace", trace, "--requests", 3000)
+    process = start("simulate", *options, "--output", output)
+    try:
+        deadline = time.monotonic() + 30
+        while len(workers := children(process.pid)) < 3 or not all(map(ignores_interrupts, workers)):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0 and "Traceback" not in errors
+    deadline = time.monotonic() + 5
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [worker for worker in workers if is_running(worker)] == []
+    assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench"])
+def test_an_output_that_cannot_be_written_is_told_first(run, trace: Path, command: str):
+    options = ("--hardware", "h100", "--pair", "qwen3-32b/0.6b", "--trace", trace) if command == "simulate" else ()
+    for output, reason in (("/proc/none", "cannot be written to"), (trace / "below", f"{trace}: File exists")):
+        status, out, err = run(command, *options, "--output", output)
+        assert (status, out) == (1, "") and err.count("\n") == 1
+        assert err.startswith("error: --output = ") and reason in err
+
+
+TINY = Sizing(2, 0.01, 1, 0.1, 1, 6, (0.0, 0.8), bursty_ablations=False)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:
+    home = tmp_path_factory.mktemp("lab")
+    prompts = home / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):\n    return x"}) + "\n" for i in range(5)))
+    return BenchOptions(output=home / "out", engine_dir=build_pair(home), policies="none,fixed:2", prompts=prompts)
+
+
+HELD = "the files hold what was measured until then"
+
+
+def test_an_interrupt_within_a_call_of_kernels_waits_for_its_end():
+    """The other thread would be at the barrier for ever, and whoever closes the runner with it."""
+    meeting = threading.Barrier(2)
+
+    class Interrupted(Helper):
+        def start(self, *work: Any) -> None:
+            super().start(*work)
+            while not meeting.n_waiting:
+                time.sleep(0.001)
+            signal.raise_signal(signal.SIGINT)
+
+    for scope, is_whole in ((terminable, True), (contextlib.nullcontext, False)):
+        runner = SimpleNamespace(_helpers=[Interrupted()])
+        with pytest.raises(KeyboardInterrupt), scope():
+            LlvmRunner._on_all_threads(runner, lambda: meeting.wait(9), [(), ()])  # type: ignore[arg-type]
+        assert (meeting.n_waiting == 0) == is_whole
+    meeting.abort()
+
+
+@pytest.mark.parametrize("arguments", [("build", "--target", DEMO_PAIR / "target"), ("profile",)], ids=lambda a: a[0])
+def test_an_interrupted_command_says_so_in_one_line(
+    arguments: tuple, run, options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("faser_backend.engines.build.open_pair", interrupted)
+    monkeypatch.setattr(profile_module, "open_runtime", interrupted)
+    rest = (options.engine_dir,) if arguments == ("profile",) else ("--output", tmp_path / "out")
+    status, out, err = run(*arguments, *rest)
+    assert (status, out) == (130, "") and re.fullmatch(r"interrupted(: .* is as it was)?", err.splitlines()[-1])
+    assert "Traceback" not in err and not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
+    options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    measured, loads = Ladder._measure, []
+
+    def interrupted(self: Ladder, *arguments: Any) -> None:
+        loads.append(arguments[0])
+        if len(loads) == num_whole + 1:
+            signal.raise_signal(signal.SIGTERM)
+        measured(self, *arguments)
+
+    monkeypatch.setattr(Ladder, "_measure", interrupted)
+    for num_whole, names in ((0, set()), (2, {"bench.json", "report.html", "timeline.json"})):
+        output = tmp_path / str(num_whole)
+        loads.clear()
+        with pytest.raises(KeyboardInterrupt) as interrupted_with:
+            run_bench(options.model_copy(update={"output": output}), TINY, command="faser bench --test")
+        assert {path.name for path in output.iterdir()} == names
+        assert interrupted_with.value.args == (HELD if num_whole else f"{output} is as it was",)
+    bench = json.loads((output / "bench.json").read_text())
+    assert {row["load"] for row in bench["rows"]} == {"low", "middle"} and not bench["meta"]["is_whole"]
+    assert "The run was interrupted" in (output / "report.html").read_text()
+    told = capsys.readouterr().err
+    assert re.search(r"2 contestants; memory: about 0\.\d GiB, [\d.]+ GiB are available\n", told)
+    assert re.search(r"time: about \d+ s, answers of 6 tokens\n", told)
+    assert re.search(r"^ +\d+ s +\d+%  low, T=0$", told, re.MULTILINE), "a line per part where nobody sees a bar"
+
+
+def test_a_budget_leaves_out_what_it_has_no_time_for_and_says_so(options: BenchOptions, tmp_path: Path):
+    run_bench(options.model_copy(update={"output": tmp_path, "budget_s": 0.001}), TINY, command="faser bench --test")
+    bench = json.loads((tmp_path / "bench.json").read_text())
+    assert {(row["load"], row["temperature"]) for row in bench["rows"]} == {("low", 0.0)}
+    left_out = [text for text in bench["meta"]["missing"] if "the time budget was spent" in text]
+    assert len(left_out) == 7 + 4 and bench["meta"]["repeats"] == 1  # loads and timelines
+
+
+def test_loads_are_scaled_to_the_speed_of_the_engine():
+    contestants, _ = choose_contestants(None)
+    sizing = Sizing.quick()
+
+    def speeds(token_s: float) -> dict[str, Speed]:
+        return {load.name: Speed(10 * token_s, token_s) for load in CLOSED_LOADS}
+
+    fast, slow = speeds(1e-4), speeds(0.1)
+    assert fitted(sizing, contestants, fast, 600.0, 4) == sizing
+    shorter = fitted(sizing, contestants, slow, 600.0, 4)
+    assert shorter.max_tokens < sizing.max_tokens
+    assert estimate_s(shorter, contestants, slow, 4) <= 600.0 < estimate_s(sizing, contestants, slow, 4)
+    least = fitted(sizing, contestants, slow, 1.0)
+    assert least.repeats == 1 and least.max_tokens == MIN_TOKENS
+    answers = [Answer(0.0, [], 3, 0, 0, "", [1, 2, 3]) for _ in range(2)]
+    for answer, first_s in zip(answers, (1.0, 1.5), strict=True):
+        answer.response_s = [first_s, 2.0, 2.5]
+    assert Speed.of(answers, 2.5) == Speed(1.5, 0.5) and Speed(1.5, 0.5).wave_s(3) == 2.5
+
+
+def test_memory_is_planned_before_engines_are_opened(options: BenchOptions):
+    assert options.engine_dir is not None
+    manifest = EngineManifest.load(options.engine_dir)
+    roomy, tight = plan_memory(manifest, 10, 1 << 40), plan_memory(manifest, 10, 300 << 20)
+    one_context = manifest.target.spec.max_context // manifest.kv_block_size
+    assert roomy.num_kv_blocks > tight.num_kv_blocks >= one_context
+    assert roomy.words.startswith("memory: about ") and "1024.0 GiB are available" in roomy.words
+    with pytest.raises(ConfigError, match=r"10 engines with one context of \d+ tokens each do not fit; choose fewer"):
+        plan_memory(manifest, 10, 1 << 20)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_module, "QUICK", BRIEF)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_profile_within_a_budget_says_what_it_does(options: BenchOptions, tmp_path: Path, capsys):
+    assert options.engine_dir is not None
+    directory = Path(shutil.copytree(options.engine_dir, tmp_path / "engine"))
+    run_profile(directory, is_quick=True, budget_s=0.01)
+    told = capsys.readouterr().err
+    assert re.search(r"time: about \d+ s, of which 10% is done\n", told)
+    assert re.search(r"^ +\d+ s +\d+%  target on whole$", told, re.MULTILINE)
+    assert load_profile(directory, EngineManifest.load(directory)).errors
+    with pytest.raises(ConfigError, match="--budget-s = 0: must be above 0"):
+        run_profile(directory, is_quick=True, budget_s=0.0)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("num_shares", [1, 2])
+def test_an_interrupted_profile_keeps_what_serves(
+    options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shares: int, capsys
+):
+    assert options.engine_dir is not None
+    directory = Path(shutil.copytree(options.engine_dir, tmp_path / "engine"))
+    measured, shares = profile_module.Bench.measure, []
+
+    def interrupted(self: Any, share: Any, *arguments: Any) -> Any:
+        shares.append(share)
+        if len(shares) > num_shares:
+            raise KeyboardInterrupt
+        return measured(self, share, *arguments)
+
+    monkeypatch.setattr(profile_module.Bench, "measure", interrupted)
+    split = Share("target", "1/1", core_partitions().whole, None)
+    whole = lambda menu, has_draft: [*shares_of(menu)[:2], split]  # noqa: E731
+    monkeypatch.setattr(profile_module, "shares_of", whole)
+    if num_shares == 1:  # nothing is known of the draft
+        with pytest.raises(KeyboardInterrupt):
+            run_profile(directory, is_quick=True, budget_s=0.01)
+        assert not (directory / PROFILE_FILE).exists()
+        return
+    run_profile(directory, is_quick=True, budget_s=0.01)
+    profile = load_profile(directory, EngineManifest.load(directory))
+    assert {partition for _, partition in profile.costs} == {"whole"}
+    assert "interrupted after 2 of 3 partitions" in capsys.readouterr().err
+
+
+def test_a_budget_scales_the_work():
+    assert [share_within(100.0, budget_s) for budget_s in (None, 200.0, 50.0, 1.0)] == [1.0, 1.0, 0.5, 0.1]

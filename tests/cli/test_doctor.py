@@ -1,0 +1,122 @@
+"""`faser doctor` on a GPU, from a faked driver, and on kernels; the rest of the report is in test_cli.py."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+from numba.core import caching
+
+from faser_backend.cli.doctor import Finding, examine
+from faser_backend.cli.main import doctor
+from faser_backend.cpu.kernels import attention as host_attention
+from faser_backend.cuda.green_contexts import DriverError
+from faser_backend.cuda.identity import GpuFacts, gpu_facts, identity
+from faser_backend.lab import environment
+from tests.support.fake_cuda import FakeDriver, Status
+
+
+def found_with(driver: FakeDriver) -> dict[str, Finding]:
+    findings = {finding.name: finding for finding in examine(lambda: driver)}
+    assert not driver.contexts and not driver.streams, "looking leaves nothing behind"
+    return findings
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A faked GPU is none that torch could be asked for."""
+    monkeypatch.setattr(doctor, "_torch", lambda has_gpu: f"asked with a GPU: {has_gpu}")
+
+
+def test_a_gpu_and_its_shares() -> None:
+    found = found_with(FakeDriver(132, 8))
+    assert found["NVIDIA GPU"].detail == "Faked GPU, 132 SMs, driver for CUDA 13.0"
+    assert found["green contexts"] == Finding(
+        "green contexts", True, "132 SMs in groups of 8, draft/target 8/124, 16/116, 32/100, 64/68"
+    )
+    assert found["torch"].detail == "asked with a GPU: True"
+
+
+def test_a_slice_of_a_gpu() -> None:
+    found = found_with(FakeDriver(14, 8, joins_rest=False, num_gpus=2))
+    assert found["NVIDIA GPU"].detail.startswith("Faked GPU x 2, 14 SMs")
+    assert found["green contexts"].detail == "14 SMs in groups of 8, draft/target 6/8"
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (FakeDriver(version=12020), "CUDA driver 12020: green contexts need at least 12040"),
+        (FakeDriver(7, 8), "7 SMs: two shares need more than 8, the smallest one"),
+        (
+            FakeDriver(fails_at=("cuGreenCtxCreate", 1), status=Status.CUDA_ERROR_NOT_SUPPORTED),
+            "cuGreenCtxCreate: CUDA_ERROR_NOT_SUPPORTED",
+        ),
+    ],
+)
+def test_why_there_are_no_green_contexts_and_what_comes_instead(driver: FakeDriver, reason: str) -> None:
+    finding = found_with(driver)["green contexts"]
+    assert not finding.is_ok and not finding.is_needed
+    assert finding.detail == f"{reason}; draft and target share streams of two priorities, or take turns"
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (FakeDriver(num_gpus=0), "the driver shows no GPU"),
+        (
+            FakeDriver(fails_at=("cuInit", 1), status=Status.CUDA_ERROR_NOT_SUPPORTED),
+            "cuInit: CUDA_ERROR_NOT_SUPPORTED",
+        ),
+    ],
+)
+def test_why_there_is_no_gpu(driver: FakeDriver, reason: str) -> None:
+    found = found_with(driver)
+    assert found["NVIDIA GPU"] == Finding("NVIDIA GPU", False, reason)
+    assert found["green contexts"].detail == "need an NVIDIA GPU" and found["torch"].detail == "asked with a GPU: False"
+
+
+def test_cuda_python_is_named_where_it_is_missing() -> None:
+    def missing() -> Any:
+        raise ImportError("No module named 'cuda'")
+
+    found = {finding.name: finding for finding in examine(missing)}
+    assert re.search(r"no NVIDIA driver|cuda-python is missing", found["NVIDIA GPU"].detail)
+
+
+def test_where_kernels_are_kept_and_that_numba_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found_with(FakeDriver(132))["CPU kernels"]
+    assert finding.is_ok and finding.is_needed and "kernels are kept in /" in finding.detail
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    monkeypatch.setattr(host_attention, "has_halves", lambda: False)
+    finding = found_with(FakeDriver(132))["CPU kernels"]
+    assert finding.is_ok and "set NUMBA_CACHE_DIR" in finding.detail and "--kv-cache-dtype fp32" in finding.detail
+    monkeypatch.setitem(sys.modules, "numba", None)
+    finding = found_with(FakeDriver(132))["CPU kernels"]
+    assert not finding.is_ok and finding.is_needed and "numba" in finding.detail
+
+
+def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.describe(0)["gpu"] is None or "SMs" in str(environment.describe(0)["gpu"])
+    monkeypatch.setattr("faser_backend.cuda.identity.load_driver", lambda: FakeDriver(132))
+    meta = environment.describe(0)
+    assert meta["gpu"] == "Faked GPU, 132 SMs, CUDA driver 13000" and "torch" in meta["versions"]  # type: ignore[operator]
+    assert ", Faked GPU, 132 SMs, CUDA driver 13000 (load" in environment.as_lines(meta)[0]
+
+
+class TestIdentity:
+    def test_of_a_gpu(self) -> None:
+        assert gpu_facts(FakeDriver(132)) == GpuFacts("Faked GPU", 132, 13000, 1)
+        found = identity("torch", FakeDriver(14))
+        assert found.pop("torch") and found == {"gpu": "Faked GPU", "num_sms": 14, "driver": 13000}
+
+    def test_torch_is_measured_on_the_processor_where_there_is_no_gpu(self) -> None:
+        found = identity("torch", FakeDriver(num_gpus=0))
+        assert set(found) == {"cpu", "num_cores", "torch"}
+
+    def test_tensorrt_needs_a_gpu(self) -> None:
+        assert identity("tensorrt_rtx", FakeDriver())["num_sms"] == 132
+        with pytest.raises(DriverError, match="no GPU"):
+            identity("tensorrt_rtx", FakeDriver(num_gpus=0))

@@ -1,0 +1,300 @@
+"""The CPU's attention kernel: right against plain numpy, the same bits in any company, blind to what is hidden."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba.core import caching, config
+from numpy.typing import DTypeLike
+
+from faser_backend.cpu.kernels import compile as host_compile
+from faser_backend.cpu.kernels.attention import POOL_DTYPES, TILE_ROWS, attend_units, scratch_width
+from faser_backend.cpu.kernels.compile import Kernel, compile_kernel, f32, i64
+
+
+@cache
+def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
+    """Returns attend_units alone, as a kernel that Python calls; a pool of halves is given as uint16."""
+    pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), host_compile.source_stamp()
+    arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], i64[1], i64[1], f32[3], f32[2], f32[2])
+    signature = numba.void(*arrays, numba.int64, numba.int64, numba.float32, numba.boolean)
+
+    def kernel(  # noqa: PLR0917 - kernels take their arguments by position
+        q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch, widened,
+        first_unit, last_unit, scale, attends,
+    ):  # fmt: skip
+        _ = stamp
+        attend_units(
+            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch,
+            widened, first_unit, last_unit, scale, attends, head_dim,
+        )  # fmt: skip
+
+    return compile_kernel(kernel, signature)
+
+
+@dataclass
+class Call:
+    """One call of the kernel; blocks that no context needs and cells behind a context hold NaN."""
+
+    q: np.ndarray  # [T, H, head_dim]
+    k: np.ndarray  # [T, Hkv, head_dim]
+    v: np.ndarray
+    k_pool: np.ndarray  # [Hkv, NB, block, head_dim] float32 or float16
+    v_pool: np.ndarray
+    block_table: np.ndarray  # [B, MB]
+    cu_rows: np.ndarray  # [B + 1]
+    context_lens: np.ndarray  # [B]
+    scale: float
+    trunk_lens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [B] and
+    ancestors: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T], where there are trees
+
+    def run(self, units: list[int] | None = None, *, attends: bool = True) -> np.ndarray:
+        """Writes the pools. units: the borders of the ranges that are called one after another."""
+        num_units = len(self.context_lens) * self.k.shape[1]
+        attended = np.full_like(self.q, np.nan)
+        width = scratch_width(self.block_table.shape[1] * self.k_pool.shape[2])
+        scratch = np.full((TILE_ROWS, width), np.nan, np.float32)
+        widened = np.full(self.k_pool.shape[2:], np.nan, np.float32)
+        has_halves = self.k_pool.dtype == np.float16
+        pools = (pool.view(np.uint16) if has_halves else pool for pool in (self.k_pool, self.v_pool))
+        packed = (self.q, self.k, self.v, *pools, self.block_table, self.cu_rows, self.context_lens)
+        packed += (self.trunk_lens, self.ancestors)
+        for first, last in pairwise(units or [0, num_units]):
+            kernel = attention_kernel(self.q.shape[2], "fp16" if has_halves else "fp32")
+            kernel(*packed, attended, scratch, widened, first, last, self.scale, attends)
+        return attended
+
+    def expected(self) -> np.ndarray:
+        """The result of `run`, in float64 from the pools after it."""
+        out = np.empty(self.q.shape)
+        heads_per_kv = self.q.shape[1] // self.k.shape[1]
+        for b, (begin, end) in enumerate(pairwise(self.cu_rows)):
+            for row in range(begin, end):
+                num_visible = self.context_lens[b] + row - begin + 1
+                for head in range(self.q.shape[1]):
+                    keys, values = (
+                        pool[head // heads_per_kv, self.block_table[b]].reshape(-1, self.q.shape[2])[:num_visible]
+                        for pool in (self.k_pool.astype(float), self.v_pool.astype(float))
+                    )
+                    scores = keys @ self.q[row, head].astype(float) * self.scale
+                    weights = np.exp(scores - scores.max())
+                    out[row, head] = weights @ values / weights.sum()
+        return out
+
+    def alone(self, sequence: int, num_rows: int) -> Call:
+        """A call of the sequence's first num_rows rows and nothing else, in other blocks of another pool."""
+        begin, num_blocks = self.cu_rows[sequence], self.block_table.shape[1]
+        rows = slice(begin, begin + num_rows)
+        table = np.arange(num_blocks)[::-1].copy()
+        pools = [np.full_like(pool[:, :num_blocks], np.nan) for pool in (self.k_pool, self.v_pool)]
+        for mine, pool in zip(pools, (self.k_pool, self.v_pool), strict=True):
+            mine[:, table] = pool[:, self.block_table[sequence]]
+        context_lens = self.context_lens[sequence : sequence + 1]
+        packed = [x[rows].copy() for x in (self.q, self.k, self.v)]
+        return Call(*packed, *pools, table[None], np.array([0, num_rows]), context_lens, self.scale)
+
+
+def make_call(
+    rng: np.random.Generator,
+    num_rows: list[int],
+    context_lens: list[int],
+    *,
+    num_kv_heads: int = 2,
+    heads_per_kv: int = 1,
+    block: int = 16,
+    head_dim: int = 64,
+    sharpness: float = 1.0,
+    dtype: DTypeLike = np.float32,
+) -> Call:
+    longest = max(context + rows for context, rows in zip(context_lens, num_rows, strict=True))
+    num_blocks, num_sequences = -(-longest // block), len(num_rows)
+    block_table = rng.permutation(num_sequences * num_blocks + 3)[: num_sequences * num_blocks]
+    block_table = block_table.reshape(num_sequences, num_blocks)
+    pools = [np.full((num_kv_heads, num_sequences * num_blocks + 3, block, head_dim), np.nan, dtype) for _ in "kv"]
+    for pool in pools:
+        for blocks, context in zip(block_table, context_lens, strict=True):
+            position = np.arange(context)
+            known = rng.standard_normal((num_kv_heads, context, head_dim))
+            pool[:, blocks[position // block], position % block] = known
+    total = sum(num_rows)
+    q = rng.standard_normal((total, num_kv_heads * heads_per_kv, head_dim)).astype(np.float32) * np.float32(sharpness)
+    k, v = (rng.standard_normal((total, num_kv_heads, head_dim)).astype(np.float32) for _ in "kv")
+    cu_rows = np.concatenate([[0], np.cumsum(num_rows)])
+    return Call(q, k, v, *pools, block_table, cu_rows, np.array(context_lens), head_dim**-0.5)
+
+
+def random_call(seed: int, **options) -> Call:
+    rng = np.random.default_rng(seed)
+    num_sequences = rng.integers(1, 6)
+    num_rows = rng.choice([0, 1, 2, 3, 5, 8, 17, 40], num_sequences).tolist()
+    num_rows[-1] = max(num_rows[-1], 1)
+    return make_call(rng, num_rows, rng.integers(0, 201, num_sequences).tolist(), **options)
+
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16])
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize(
+    ("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (3, 64, 1), (2, 24, 4), (8, 24, 6), (4, 8, 16), (8, 8, 1)]
+)
+def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(
+    heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike
+):
+    seed = 10 * block + heads_per_kv
+    call = random_call(seed, block=block, heads_per_kv=heads_per_kv, head_dim=head_dim, dtype=dtype)
+    attended = call.run()
+    assert np.abs(attended - call.expected()).max() <= 2e-6 * np.abs(call.v).max()
+
+
+@BOTH_DTYPES
+def test_keys_and_values_reach_their_cells_and_no_others(dtype: DTypeLike):
+    call = random_call(3, block=4, head_dim=24, dtype=dtype)
+    expected = {"k": call.k_pool.copy(), "v": call.v_pool.copy()}
+    for b, (begin, end) in enumerate(pairwise(call.cu_rows)):
+        position = call.context_lens[b] + np.arange(end - begin)
+        for name, new in (("k", call.k), ("v", call.v)):
+            expected[name][:, call.block_table[b, position // 4], position % 4] = new[begin:end].swapaxes(0, 1)
+    attended = call.run(attends=False)
+    assert np.isnan(attended).all()
+    np.testing.assert_array_equal(call.k_pool, expected["k"])
+    np.testing.assert_array_equal(call.v_pool, expected["v"])
+
+
+@BOTH_DTYPES
+def test_halves_are_rounded_as_numpy_rounds_and_stay_finite(dtype: DTypeLike):
+    """Ties to even, the smallest ones too, and what no half can hold becomes the largest one."""
+    call = make_call(np.random.default_rng(7), [40], [0], head_dim=24, dtype=dtype)
+    call.k[:] = call.k * 2.0 ** np.random.default_rng(8).integers(-26, 15, call.k.shape)
+    call.k[0, 0, :4] = [1 + 2**-11, 1 + 3 * 2**-11, 2**-25, -(2**-24)]  # halfway up and down, and subnormal
+    call.v[:] = call.k[::-1]
+    call.k[1, 1, :4] = [65504, 65520, 1e30, -1e30]
+    call.run(attends=False)
+    most = np.finfo(dtype).max
+    for pool, new in ((call.k_pool, call.k), (call.v_pool, call.v)):
+        found = pool[:, call.block_table[0]].reshape(2, -1, 24)[:, :40].swapaxes(0, 1)
+        np.testing.assert_array_equal(found, np.clip(new, -most, most).astype(dtype))
+
+
+@BOTH_DTYPES
+def test_any_ranges_of_units_give_the_same_bits(dtype: DTypeLike):
+    call = random_call(5, heads_per_kv=2, num_kv_heads=3, dtype=dtype)
+    attended, num_units = call.run(), 3 * len(call.context_lens)
+    for borders in (range(num_units + 1), [0, 1, num_units - 1, num_units], [0, 0, num_units // 2, num_units]):
+        np.testing.assert_array_equal(call.run(list(borders)), attended)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1)])
+def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike):
+    """Chunks of 1 to 9 rows, which end in any place of a block and of a tile, against calls of fewer rows."""
+    rng = np.random.default_rng(head_dim)
+    num_rows, contexts = list(range(1, 10)), rng.integers(0, 120, 9).tolist()
+    call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block, dtype=dtype)
+    parts = [(b, fewer) for b in range(9) for fewer in range(1, num_rows[b] + 1)]
+    calls = [call.alone(b, fewer) for b, fewer in parts]  # from the pools before the call
+    attended = call.run()
+    for (b, fewer), part in zip(parts, calls, strict=True):
+        begin = call.cu_rows[b]
+        np.testing.assert_array_equal(part.run(), attended[begin : begin + fewer])
+
+
+def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> np.ndarray:
+    """The rows of the call's one sequence, in calls of their own. after(k_pool, v_pool) follows each call."""
+    attended = []
+    for row in range(call.q.shape[0]):
+        step = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
+        pools, context_lens = (call.k_pool, call.v_pool), call.context_lens + row
+        attended.append(Call(*step, *pools, call.block_table, np.array([0, 1]), context_lens, call.scale).run())
+        after(*pools)
+    return np.concatenate(attended)
+
+
+@BOTH_DTYPES
+def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
+    """The ground of greedy decoding of one path: the length of a verified chunk changes no bit."""
+    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4, dtype=dtype)
+    steps = copy.deepcopy(call)
+    np.testing.assert_array_equal(run_one_by_one(steps), call.run())
+    np.testing.assert_array_equal(steps.k_pool, call.k_pool)
+    np.testing.assert_array_equal(steps.v_pool, call.v_pool)
+
+
+def test_rows_that_are_read_before_they_are_rounded_would_be_noticed():
+    """Negative control: as halves, but what a call writes is rounded only behind it."""
+
+    def to_halves(*pools: np.ndarray) -> None:
+        for pool in pools:
+            pool[:] = pool.astype(np.float16)
+
+    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4)
+    to_halves(call.k_pool, call.v_pool)
+    steps = copy.deepcopy(call)
+    is_other = (run_one_by_one(steps, after=to_halves) != call.run()).any(axis=(1, 2))
+    assert is_other.tolist() == [False] + 8 * [True], "a row sees itself before it is rounded either way"
+
+
+def test_large_scores_stay_finite():
+    call = make_call(np.random.default_rng(2), [5, 1], [60, 0], sharpness=60.0)
+    scores = np.einsum("thd,thd->th", call.q, call.k) * call.scale
+    assert np.abs(scores).max() > 80
+    attended = call.run()
+    assert np.abs(attended - call.expected()).max() <= 1e-4 * np.abs(call.v).max()  # as scores are rounded
+
+
+def test_the_comparison_would_notice_a_row_that_sees_one_column_more_or_less():
+    call = make_call(np.random.default_rng(4), [3], [200])
+    attended = call.run()
+    call.context_lens = call.context_lens - 1
+    assert np.abs(attended - call.expected()).max() > 1e-3
+
+
+@pytest.mark.parametrize("trouble", ["no directory", "no room"])
+def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
+    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if trouble == "no directory":
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    else:
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
+        monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
+    host_compile.warn_once.cache_clear()
+    kernel = attention_kernel.__wrapped__(8)
+    [record] = [record for record in caplog.records if "anew" in record.message]
+    assert record.levelname == "WARNING"
+    assert "NUMBA_CACHE_DIR" in record.message
+    call = random_call(6, head_dim=8)
+    pools = call.k_pool.copy(), call.v_pool.copy()
+    expected = call.run()
+    monkeypatch.setitem(globals(), "attention_kernel", lambda *_: kernel)
+    call.k_pool, call.v_pool = pools
+    np.testing.assert_array_equal(call.run(), expected)
+
+
+def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    num_loaded, told = [], []
+    host_compile.warn_once.cache_clear()
+    for stamp in (1, 1, 2):
+        monkeypatch.setattr(host_compile, "source_stamp", lambda stamp=stamp: stamp)
+        kernel: Any = attention_kernel.__wrapped__(8)
+        num_loaded.append(sum(kernel.stats.cache_hits.values()))
+        told.append("compiling kernels" in caplog.text)
+        caplog.clear()
+        host_compile.warn_once.cache_clear()
+    assert num_loaded == [0, 1, 0] and told == [True, False, True], "only what is compiled is called so"

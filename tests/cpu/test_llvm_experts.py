@@ -1,0 +1,226 @@
+"""Experts whose layers are kernels of ours: what a row chooses, its bits in any company, and whole engines.
+
+Logits beside transformers' are in test_llvm_runner.py, with those of the other variants.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numba
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.request import Request
+from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu.kernels.experts import choose, sort_slots
+from faser_backend.device.runtime import ModelPair
+from faser_backend.engines.build import build_engines
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble_on
+from faser_backend.serving.runtimes import open_runtime
+from tests.cpu.test_llvm_runner import BLOCK_SIZE, build, logits_of, open_runner
+from tests.engines.test_families import MAX_ERROR
+from tests.engines.test_gguf_checkpoint import QUANTISED
+from tests.engines.test_weight_formats import round_matrices
+from tests.pipeline.test_eagle3_drafting import make_requests
+from tests.support.family_models import random_model, write_model
+from tests.support.forcing import Forced, at_random, forced
+from tests.support.gathered_runner import GatheredRunner
+from tests.support.gguf_models import write_gguf
+from tests.support.harness import drive, guessed
+from tests.support.precision import assert_computed_alike
+from tests.support.stored_matrices import restore_matrix
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all
+
+# Sizes that fill no block of columns, and a router of two blocks, so that two threads share it.
+SIZES = {"hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 19, "num_experts_per_tok": 3}
+
+
+@pytest.fixture(autouse=True)
+def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(random_model("qwen3_moe", **SIZES), tmp_path_factory.mktemp("experts") / "target")
+
+
+@pytest.fixture(scope="module")
+def directory(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that is cut, and a draft of experts that is often right."""
+    root = tmp_path_factory.mktemp("int4")
+    model = random_model("qwen3_moe", **SIZES)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    options = {"exit_layers": (1, 2), "kv_block_size": BLOCK_SIZE, "kv_cache_dtype": "fp32"}
+    options |= {"weights": "int4", "draft_weights": "int4"}
+    build_engines(source, write_model(model, root / "draft"), root / "engine", runtime="llvm", **options)
+    return root / "engine"
+
+
+def test_a_row_has_the_same_bits_in_any_company_on_any_threads(directory: Path) -> None:
+    expected = logits_of(open_runner(directory, 1), 1, is_packed=False)
+    assert np.isfinite(expected).all() and expected.std() > 0.01
+    for num_threads in (1, 2, 3):
+        runner = open_runner(directory, num_threads)
+        for chunk, is_packed in ((40, True), (7, True), (1, True), (40, False), (5, False)):
+            np.testing.assert_array_equal(logits_of(runner, chunk, is_packed=is_packed), expected)
+        runner.close()
+
+
+@numba.njit
+def choices(logits, chances, shares, chosen, normalises):
+    """A row at a time; logits stay as they are."""
+    for row in range(logits.shape[0]):
+        chances[row] = logits[row]
+        choose(chances[row], shares[row], chosen[row], normalises)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "normalises"),
+    [(1, 1, True), (8, 1, False), (8, 8, True), (19, 3, False), (128, 8, True)],
+)
+def test_the_best_experts_are_chosen_with_their_shares(num_experts: int, num_chosen: int, normalises: bool) -> None:
+    rng = np.random.default_rng(num_experts)
+    logits = (4 * rng.standard_normal((50, num_experts))).astype(np.float32)
+    logits[1] = 0  # all alike: the first ones are taken
+    logits[2, ::2] = logits[2].max() + 1
+    logits[3] *= 1e4  # one has it all, and the others nothing
+    chances, shares = np.empty_like(logits), np.empty((50, num_chosen), np.float32)
+    chosen = np.empty((50, num_chosen), np.int32)
+    choices(logits, chances, shares, chosen, normalises)
+    exact = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    exact /= exact.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(chances, exact, rtol=5e-6, atol=1e-30)
+    np.testing.assert_array_equal(chosen, np.argsort(-chances, axis=1, kind="stable")[:, :num_chosen])
+    np.testing.assert_array_equal(chosen[1], np.arange(num_chosen))
+    wanted = np.take_along_axis(exact, chosen.astype(np.int64), axis=1)
+    if normalises:
+        wanted /= wanted.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(shares, wanted, rtol=1e-5, atol=1e-30)
+
+
+def test_no_expert_is_chosen_twice_where_logits_are_no_numbers() -> None:
+    """Its rows would not fit into the room for them."""
+    logits = np.zeros((3, 19), np.float32)
+    logits[0], logits[1, 4], logits[2, 7] = np.nan, np.inf, -np.inf
+    chosen = np.empty((3, 8), np.int32)
+    choices(logits, np.empty_like(logits), np.empty((3, 8), np.float32), chosen, True)
+    assert [len(set(row)) for row in chosen.tolist()] == [8, 8, 8] and chosen.min() >= 0 and chosen.max() < 19
+
+
+@numba.njit
+def sort(ends, slots, rows, chosen, num_rows):
+    sort_slots(ends, slots, rows, chosen, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 30])
+def test_slots_go_by_expert_and_then_by_row(num_rows: int) -> None:
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(9)[:3] for _ in range(30)]).astype(np.int32)
+    ends, slots, rows = np.full(11, -5, np.int32), np.full((30, 3), -1, np.int32), np.full(90, -1, np.int32)
+    sort(ends, slots, rows, chosen, num_rows)
+    taken = chosen[:num_rows]
+    np.testing.assert_array_equal(ends, [(taken <= expert).sum() for expert in range(11)])
+    order = np.argsort(taken.ravel(), kind="stable")
+    np.testing.assert_array_equal(rows[: order.size], order // 3)
+    np.testing.assert_array_equal(slots[:num_rows].ravel()[order], np.arange(order.size))
+    assert (rows[order.size :] == -1).all() and (slots[num_rows:] == -1).all()
+
+
+def test_the_router_stays_float32(tmp_path: Path) -> None:
+    source = write_model(random_model("qwen3_moe", **SIZES), tmp_path / "source")
+    build(source, tmp_path / "half", weights="bf16")
+    plain = logits_of(open_runner(tmp_path / "half"), 9, is_packed=True)
+    round_matrices(source, torch.bfloat16)
+    build(source, tmp_path / "rounded", weights="fp32")
+    assert_computed_alike(logits_of(open_runner(tmp_path / "rounded"), 9, is_packed=True), plain)
+
+
+def test_calls_without_logits_and_of_one_row(source: Path, tmp_path: Path) -> None:
+    """The last layer then has no rows at all, or fewer than experts; beside ONNX Runtime."""
+    build(source, tmp_path / "engine")
+    runners = (open_runner(tmp_path / "engine"), GatheredRunner(source, tmp_path, block_size=BLOCK_SIZE))
+    tokens, table = np.random.default_rng(0).integers(0, VOCAB_SIZE, 12), np.arange(3)[None]
+    found = []
+    for runner in runners:
+        silent = make_rows([tokens], [0], [11], table, logit_rows=np.zeros(0, np.int64))
+        assert run_all(runner, silent).shape == (0, VOCAB_SIZE)
+        found.append(run_all(runner, make_rows([tokens], [11], [1], table)))
+    assert np.abs(found[0] - found[1]).max() <= MAX_ERROR
+
+
+def test_experts_of_a_gguf_file_are_stored_number_by_number(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    model = random_model("qwen3_moe", **{**QUANTISED, "moe_intermediate_size": 64, "num_hidden_layers": 1})
+    write_gguf(model, file, kind=Type.Q8_0)
+    manifest = build_engines(file, None, tmp_path / "engine", runtime="llvm", kv_block_size=BLOCK_SIZE)
+    assert manifest.target.weight_format.formats == ("int8",) * 3 and manifest.target.weight_format.rounded == ""
+    weights = llvm_weights.WeightFile(tmp_path / "engine" / "target.safetensors")
+    [stacked] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down_exps.weight"]
+    for expert, blocks in enumerate(stacked.data):
+        stored = weights.vector(f"layers.0.experts.{expert}.down", np.uint8)
+        assert stored is not None
+        wanted = gguf.quants.dequantize(blocks, Type.Q8_0)
+        np.testing.assert_array_equal(restore_matrix(stored, 64, model.config.hidden_size, "int8").T, wanted)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Some greedy, some sampled."""
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path, requests: list[Request]) -> dict[str, list[int]]:
+    """Tokens of plain decoding, one request at a time."""
+    return run(open_engine(directory, "none", max_num_seqs=1), requests)
+
+
+def open_engine(directory: Path, policy: object, *, max_num_seqs: int = 4, num_kv_blocks: int = 128) -> Engine:
+    manifest = EngineManifest.load(directory)
+    chosen = parse_policy(policy, guessed) if isinstance(policy, str) else policy
+    config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks, max_prefill_tokens=16)
+    models = ModelPair(manifest.target, manifest.draft)
+    return assemble_on(open_runtime(directory, manifest, config), models, chosen, config)  # pyright: ignore[reportArgumentType]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    tokens = drive(engine, requests).tokens
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
+def test_policies_and_batches_change_no_token(policy: str, directory: Path, requests, expected) -> None:
+    engine = open_engine(directory, policy)
+    assert run(engine, requests) == expected
+    metrics = engine.metrics()
+    assert policy in {"survival", "faser"} or (metrics.num_drafted > 0) == (policy != "none")
+    # What `survival` drafts depends on how long calls took.
+    assert policy != "fixed:4" or 0 < metrics.num_accepted < metrics.num_drafted
+
+
+def test_preemption_changes_no_token(directory: Path, requests, expected) -> None:
+    engine = open_engine(directory, "fixed:4", num_kv_blocks=32)  # one full context
+    assert run(engine, requests) == expected
+    assert engine.metrics().num_preemptions > 0
+
+
+def test_rows_that_leave_at_exits_change_no_token(directory: Path, requests, expected) -> None:
+    pruner = at_random(np.random.default_rng(0), exits=(0, 1))
+    policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
+    policy.partitions = ("whole",)
+    engine = open_engine(directory, policy)
+    assert run(engine, requests) == expected
+    assert engine.metrics().num_pruned > 10

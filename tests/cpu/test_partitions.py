@@ -1,0 +1,218 @@
+"""Opening partitions: which splits are opened and why, pools shared, sessions on the lanes, nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import Partition
+from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu.runner import LlvmRunner
+from faser_backend.cpu.runtime import LlvmRuntime, useful_splits
+from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.runtime import ModelPair
+from faser_backend.engines.build import build_engines
+from faser_backend.manifest import EngineManifest, FileSpec
+from faser_backend.profiling.measure import shares_of
+from faser_backend.serving.compose import open_partitions
+from tests.support.tiny_models import make_rows, run_all, write_checkpoint
+
+CORES = sorted(os.sched_getaffinity(0))
+# Both shares exist on a machine of one core too; they then take turns.
+TASKS = Path("/proc/self/task")
+PAIR = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
+MENU = PartitionMenu(CorePartition("whole", tuple(CORES)), (PAIR,), "as tested")
+NUM_BLOCKS, BLOCK_SIZE = 12, 4
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("partitions")
+    target, draft = write_checkpoint(root / "target"), write_checkpoint(root / "draft", seed=1, num_hidden_layers=1)
+    build_engines(target, draft, root / "engine", runtime="llvm", exit_layers=(1,), kv_block_size=BLOCK_SIZE)
+    return root / "engine"
+
+
+def pair_of(manifest: EngineManifest) -> ModelPair:
+    return ModelPair(manifest.target, manifest.draft)
+
+
+def open_on(
+    engine: Path,
+    menu: PartitionMenu[CorePartition] = MENU,
+    *,
+    is_drafting: bool = True,
+    names: tuple[str, ...] = (WHOLE, "1/1", "2/2"),
+):
+    models = pair_of(EngineManifest.load(engine))
+    runtime = LlvmRuntime(engine, models, BLOCK_SIZE, menu=menu)
+    sampler = runtime.open_sampler(models.vocab_size, 4)
+    return open_partitions(runtime, models, sampler, num_blocks=NUM_BLOCKS, names=names, is_drafting=is_drafting)
+
+
+def runners_of(partition: Partition) -> tuple[LlvmRunner, LlvmRunner]:
+    """(target, draft)"""
+    assert isinstance(partition.target, LlvmRunner) and isinstance(partition.draft, LlvmRunner)
+    return partition.target, partition.draft
+
+
+def test_a_split_continues_what_the_whole_began(engine: Path) -> None:
+    """And both models at once compute what they compute in turn."""
+    partitions, close = open_on(engine)
+    whole, split, lanes = runners_of(partitions[WHOLE]), runners_of(partitions["1/1"]), partitions["1/1"].lanes
+    assert lanes is not None and partitions[WHOLE].lanes is None
+    sequence, table = [np.arange(12) * 5 % 97], np.array([[8, 3, 11]])
+    wanted = [run_all(runner, make_rows(sequence, [0], [12], table)) for runner in whole]
+    for runner in whole:
+        runner.pool.storage[:] = 0.0
+        run_all(runner, make_rows(sequence, [0], [7], table))
+    rest = make_rows(sequence, [7], [5], table)
+    found = lanes.run_both(lambda: run_all(split[0], rest), lambda: run_all(split[1], rest))
+    for logits, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(logits, expected[7:], atol=1e-4)
+    close()
+
+
+def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each core is named twice, so that each runner computes with two threads on it."""
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    draft, target = (CorePartition(share.name, share.cores * 2) for share in PAIR)
+
+    def affinities() -> dict[int, set[int]]:
+        return {int(task.name): os.sched_getaffinity(int(task.name)) for task in TASKS.iterdir()}
+
+    before = affinities()
+    partitions, close = open_on(engine, PartitionMenu(PAIR[0], ((draft, target),), "as tested"))
+    assert list(partitions) == [WHOLE, "2/2"]
+    lanes, (on_target, on_draft) = partitions["2/2"].lanes, runners_of(partitions["2/2"])
+    assert lanes is not None and (on_target.num_threads, on_draft.num_threads) == (2, 2)
+    rows = make_rows([np.arange(4)], [0], [4], np.array([[0]]))
+    lanes.run_both(lambda: run_all(on_target, rows), lambda: run_all(on_draft, rows))
+    started = [cores for thread, cores in affinities().items() if thread not in before]
+    close()
+    shares = [set(draft.cores), set(target.cores)] * 2  # a lane, and a helper
+    assert sorted(map(sorted, started)) == sorted(map(sorted, shares))
+
+
+@pytest.mark.parametrize(
+    ("menu", "wishes"),
+    [
+        (MENU, {"names": (WHOLE,)}),
+        (MENU, {"is_drafting": False}),
+        (MENU, {"names": (WHOLE, "1/3")}),
+        (core_partitions((CORES[0],)), {}),
+    ],
+)
+def test_no_split_where_none_is_wanted_or_possible(engine: Path, menu: PartitionMenu, wishes: dict) -> None:
+    partitions, close = open_on(engine, menu, **wishes)
+    assert list(partitions) == [WHOLE]
+    assert (partitions[WHOLE].draft is None) == ("is_drafting" in wishes)
+    close()
+
+
+def test_close_ends_every_lane_and_may_be_repeated(engine: Path) -> None:
+    num_before = threading.active_count()
+    partitions, close = open_on(engine)
+    assert threading.active_count() == num_before + 2
+    close()
+    close()
+    assert threading.active_count() == num_before
+    lanes = partitions["1/1"].lanes
+    assert lanes is not None
+    with pytest.raises(RuntimeError, match="shutdown"):
+        lanes.run_both(lambda: 1, lambda: 2)
+
+
+def test_a_split_that_cannot_be_opened_leaves_nothing_open(engine: Path) -> None:
+    num_before = threading.active_count()
+    menu = dataclasses.replace(MENU, splits=(PAIR, (PAIR[0], CorePartition("target", (100_000,)))))
+    with pytest.raises(ConfigError, match="partition target"):
+        open_on(engine, menu)
+    assert threading.active_count() == num_before
+
+
+class TestUsefulSplits:
+    EIGHT = core_partitions(tuple(range(8)))
+
+    @staticmethod
+    def sized(engine: Path, *, target: int, draft: int) -> EngineManifest:
+        """A manifest whose weight files are that large."""
+        manifest = EngineManifest.load(engine)
+        sizes = {"target": target, "draft": draft}
+        models = {
+            name: dataclasses.replace(model, weights=FileSpec(name, "0" * 64, sizes[name]))
+            for name, model in (("target", manifest.target), ("draft", manifest.draft))
+        }
+        return dataclasses.replace(manifest, **models)
+
+    def names(self, engine: Path, *, draft: int, num_threads: int | None = None):
+        manifest = self.sized(engine, target=100 << 20, draft=draft)
+        splits, reason = useful_splits(self.EIGHT, pair_of(manifest), num_threads)
+        return [split_name(*split) for split in splits], reason
+
+    def test_a_large_draft_gets_every_share(self, engine: Path) -> None:
+        names, reason = self.names(engine, draft=50 << 20)
+        assert names == ["1/7", "2/6", "4/4"]
+        assert reason == "3 of 3 (1/7, 2/6, 4/4)"
+
+    def test_a_draft_of_one_thread_leaves_the_other_cores_to_the_target(self, engine: Path) -> None:
+        names, reason = self.names(engine, draft=5 << 20)
+        assert names == ["1/7"] and "cannot use more than 1 core" in reason
+
+    def test_fewer_threads_than_cores_cannot_be_split(self, engine: Path) -> None:
+        assert self.names(engine, draft=50 << 20, num_threads=8)[0] == ["1/7", "2/6", "4/4"]
+        assert self.names(engine, draft=50 << 20, num_threads=7) == (
+            [],
+            "none (num_threads = 7 of 8 cores: a split uses them all)",
+        )
+
+    @pytest.mark.parametrize("num_cores", [2, 7, 64])
+    def test_splits_are_named_as_the_profile_names_them(self, num_cores: int) -> None:
+        menu = core_partitions(tuple(range(num_cores)))
+        measured = {share.partition for share in shares_of(menu)} - {WHOLE}
+        assert {split_name(*split) for split in menu.splits} == measured
+        assert all(name in menu.note for name in measured)
+
+
+def test_one_core_has_one_partition_and_says_so() -> None:
+    menu = core_partitions((3,))
+    assert menu.whole.cores == (3,) and not menu.can_split and "1 core" in menu.note
+
+
+@given(num_cores=st.integers(2, 300))
+def test_splits_are_disjoint_and_use_every_core(num_cores: int) -> None:
+    menu = core_partitions(tuple(range(num_cores)))
+    assert menu.can_split
+    for draft, target in menu.splits:
+        assert sorted(draft.cores + target.cores) == list(range(num_cores))
+        assert 1 <= draft.size <= target.size
+    assert "split" in menu.note
+
+
+def test_bad_core_sets_are_refused() -> None:
+    for cores in ((), (1, 1)):
+        with pytest.raises(ValueError, match="cores"):
+            core_partitions(cores)
+
+
+def test_pinning_binds_the_calling_thread_alone() -> None:
+    before, inside = os.sched_getaffinity(0), set()
+    core = min(before)
+
+    def pinned() -> None:
+        CorePartition("draft", (core,)).bind_current_thread()
+        inside.update(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=pinned)
+    thread.start()
+    thread.join()
+    assert inside == {core} and os.sched_getaffinity(0) == before

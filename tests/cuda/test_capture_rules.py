@@ -1,0 +1,269 @@
+"""The rules of graph capture, on a fake that has them: real warm-up, scheduler, lanes and runners keep them, and the
+ways of doing it that they replaced do not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode
+from faser_backend.core.errors import FaserError
+from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.cuda.graphs import CallCache, RepeatedLaunch
+from faser_backend.cuda.runtime import CudaRuntime
+from faser_backend.cuda.segment import Launch
+from faser_backend.cuda.streams import open_menu
+from faser_backend.cuda.torch_programs import TorchPrograms
+from faser_backend.device.runtime import ModelPair
+from faser_backend.engines.build import build_engines
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble_on
+from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.warm_up import warm_up
+from tests.support.capture_machine import CaptureMachine, MachineCapturer, computed, watch
+from tests.support.fake_cuda import FakeDriver
+from tests.support.forcing import Change, Forced
+from tests.support.harness import guessed, request
+from tests.support.tiny_models import write_checkpoint, write_draft
+
+torch.set_num_threads(1)
+CONFIG = EngineConfig(max_num_seqs=2, num_kv_blocks=300, max_prefill_tokens=256)
+SPLIT = "16/116"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("captures")
+    source = write_checkpoint(root / "source", max_position_embeddings=2048, num_hidden_layers=1)
+    build_engines(source, write_draft(source, root / "draft"), root / "engine", runtime="torch", kv_block_size=16)
+    return root / "engine"
+
+
+@dataclass
+class Opened:
+    machine: CaptureMachine
+    counts: GraphCounts
+    engine: Engine
+
+    def warm_up(self) -> None:
+        warm_up(self.engine, max_num_seqs=CONFIG.max_num_seqs, max_prefill_tokens=CONFIG.max_prefill_tokens)
+
+
+def ping_pong(decision: Decision) -> Decision:
+    """On the split whenever there are two to take turns."""
+    if len(decision.num_draft_tokens) < 2:
+        return decision
+    return replace(decision, mode=PipelineMode.PING_PONG, partition=SPLIT)
+
+
+@contextmanager
+def opened(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_first_work: bool = True,
+    policy: str = "fixed:3",
+    change: Change = ping_pong,
+    config: EngineConfig = CONFIG,
+) -> Iterator[Opened]:
+    """An engine on the machine. change: of every decision of the policy."""
+    manifest = EngineManifest.load(directory)
+    models = ModelPair(manifest.target, manifest.draft)
+    machine = CaptureMachine()
+    watch(monkeypatch, machine)
+    first_work = machine.product if has_first_work else lambda: None
+    shares = open_menu(machine, 0, FakeDriver, first_work=first_work)
+    runtime = CudaRuntime(
+        torch.device("cpu"),
+        TorchPrograms.of_directory(directory, "fp32", torch.device("cpu"), manifest.target),
+        models,
+        16,
+        dtype="fp32",
+        shares=shares,
+        make_capturer=lambda counts: MachineCapturer(machine, counts),
+    )
+    forced = Forced(parse_policy(policy, guessed), change)
+    forced.partitions = (WHOLE, SPLIT)
+    engine = assemble_on(runtime, models, forced, config, on_close=runtime.close)
+    yield Opened(machine, runtime.graph_counts, engine)
+
+
+def serve(loop: EngineLoop, lengths: list[int]) -> list[str]:
+    """Requests with prompts of these lengths at once. Returns how they ended."""
+    rng, hub = np.random.default_rng(0), Subscription(loop)
+    for length in lengths:
+        hub.submit(request(f"r{length}", rng.integers(0, 97, length).tolist(), 12), "")
+    ends: list[str] = []
+    while len(ends) < len(lengths):
+        outputs = hub.outputs.get(timeout=60)
+        assert outputs is not None
+        ends += [output.finish_reason.value for output in outputs if output.finish_reason is not None]
+    return ends
+
+
+class TestFirstProducts:
+    """A handle of cuBLAS is a thread's, and cannot be opened under capture."""
+
+    def test_a_served_engine_keeps_the_rules_and_captures_nothing_on_live_traffic(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        with opened(directory, monkeypatch) as each:
+            loop = EngineLoop(each.engine, prepare=each.warm_up)
+            before = replace_counts(each.counts)
+            assert before.num_graphs == 4 * 20 + 2 * 8 and "graphs in" in caplog.text
+            assert serve(loop, [1000, 300]) == ["length", "length"]
+            assert serve(loop, [240]) == ["length"]
+            loop.close()
+        assert each.counts == before and before.num_failed_captures == 0
+        assert each.machine.num_first_under_capture == 0 and not each.machine.broken
+
+    def test_shapes_that_are_warmed_on_another_thread_and_captured_on_live_traffic_break_them(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The earlier way: the building thread runs batches, the loop's thread captures what comes for the second
+        time, as its first product."""
+        monkeypatch.setattr("faser_backend.serving.warm_up.capture_menus", lambda *_, **__: None)
+        with opened(directory, monkeypatch, has_first_work=False) as each:
+            each.warm_up()
+            loop = EngineLoop(each.engine)
+            serve(loop, [240])
+            loop.close()
+        assert each.machine.num_first_under_capture > 0
+
+    def test_a_thread_that_binds_to_a_share_has_its_handle(self) -> None:
+        machine = CaptureMachine()
+        menu = open_menu(machine, 0, FakeDriver, first_work=machine.product).menu
+        menu.whole.bind_current_thread()
+        with menu.splits[0][0].current():
+            pass
+        with menu.splits[0][0].current():
+            pass
+        assert len(machine.workspaces) == 2, "one per stream that the thread queued on"
+
+
+class OldCapturer(MachineCapturer):
+    """As it was: a capture that fails raises, and leaves the allocator where it is."""
+
+    def capture(self, launch: Launch, what: str) -> Launch:
+        graph = self._cuda.CUDAGraph()
+        try:
+            with self._cuda.stream(self._cuda.Stream(0)):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            raise FaserError(f"{what}: cannot be captured as a CUDA graph") from error
+        return computed(self._machine, graph.replay, launch)
+
+
+class OldCallCache(CallCache):
+    """As it was: the least recently used goes, with its graph."""
+
+    def get(self, shape: Any) -> Any:
+        if shape in self._eager:
+            self._eager.move_to_end(shape)
+        else:
+            if len(self._eager) >= self._max_graphs:
+                self._eager.popitem(last=False)
+            self._eager[shape] = self._make(shape, True)
+        return self._eager[shape]
+
+
+class TestFailedCaptures:
+    def test_one_costs_its_graph_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+        machine, results = self.machine(), []
+        capturer = MachineCapturer(machine, GraphCounts())
+        waits = capturer.capture(lambda: self.waiting(machine, results), "a call that waits")
+        waits()
+        waits()
+        assert results == [1, 1], "it runs as it is"
+        assert caplog.text.count("a call that waits: cannot be captured as a CUDA graph and runs without") == 1
+        machine.product()
+        good = RepeatedLaunch(machine.product, capturer, "a good call")
+        for _ in range(3):
+            good()
+        assert capturer.counts == GraphCounts(num_graphs=1, num_failed_captures=1)
+        assert not machine.left_open and not machine.broken
+
+    def test_the_graph_of_a_failed_one_frees_no_workspace(self) -> None:
+        machine = self.machine()
+        capturer = MachineCapturer(machine, GraphCounts())
+        good = capturer.capture(machine.product, "a good call")
+        capturer.capture(lambda: self.waiting(machine, []), "a call that waits")
+        good()
+        assert not machine.broken
+
+    def test_the_earlier_way_left_the_pool_open_and_had_no_other_way_to_run(self) -> None:
+        machine = self.machine()
+        capturer = OldCapturer(machine, GraphCounts())
+        for launch in (lambda: self.waiting(machine, []), machine.product):
+            with pytest.raises(FaserError, match="cannot be captured"):
+                capturer.capture(launch, "a call")
+        machine.product()
+        assert machine.broken == ["memory was taken from the pool of a failed capture"]
+
+    def test_an_error_that_stays_is_raised(self) -> None:
+        machine = self.machine()
+        capturer = MachineCapturer(machine, GraphCounts())
+
+        def fault() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            capturer.capture(fault, "a call")
+
+    def machine(self) -> CaptureMachine:
+        """With a thread that is bound to a stream."""
+        machine = CaptureMachine()
+        open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+        return machine
+
+    def waiting(self, machine: CaptureMachine, results: list[int]) -> None:
+        machine.product()
+        machine.wait()
+        results.append(1)
+
+
+class TestGraphsThatStay:
+    """Whenever a graph goes, PyTorch frees the workspaces that the others of its stream use."""
+
+    def replayed(self, kind: type[CallCache]) -> CaptureMachine:
+        machine = CaptureMachine()
+        open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+        capturer = MachineCapturer(machine, GraphCounts())
+        cache = kind(
+            lambda shape, captures: RepeatedLaunch(machine.product, capturer if captures else None, str(shape)),
+            is_cuda=False,
+            max_graphs=3,
+            max_eager=2,
+        )
+        for shape in (1, 2, 3, 4, 3, 5, 6, 2, 3, 1):
+            for _ in range(3):
+                cache.get(shape)()
+        assert isinstance(cache._eager, OrderedDict)
+        return machine
+
+    def test_none_is_dropped_however_many_shapes_come(self) -> None:
+        assert not self.replayed(CallCache).broken
+
+    def test_dropping_the_least_recently_used_breaks_others(self) -> None:
+        assert "a graph was replayed whose workspace had been freed" in self.replayed(OldCallCache).broken
+
+
+def replace_counts(counts: GraphCounts) -> GraphCounts:
+    return GraphCounts(counts.num_graphs, counts.num_failed_captures)

@@ -1,0 +1,192 @@
+"""Chains drafted at once against chains drafted token by token: the same frontiers, in every policy and mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser_backend.core.batch import RowBatch, SamplingRows
+from faser_backend.core.decision import PipelineMode
+from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Request
+from faser_backend.cpu.sampler import NumpySampler
+from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.step import Stepper
+from tests.pipeline.test_engine import alone, random_requests
+from tests.support.fakes import CountingClock, SequentialLanes
+from tests.support.forced_engine import LANES, POLICIES, Case, agrees, open_forced
+from tests.support.forcing import (
+    ADMITS_ALL,
+    ADMITS_NOTHING,
+    Change,
+    forced,
+    random_everything,
+    random_lengths,
+    random_rule,
+)
+from tests.support.harness import FakeEngine
+
+SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
+TRIMS = {
+    "all": ADMITS_ALL,
+    "nothing": ADMITS_NOTHING,
+    **{f"random {seed}": random_rule(np.random.default_rng(seed)) for seed in range(4)},
+}
+
+
+class FakeLoop:
+    """core.ports.DraftLoop as it is defined: calls of a runner and a sampler in turn."""
+
+    def __init__(self, runner: ModelRunner, sampler: NumpySampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self.num_calls = 0
+
+    def can_draft(self, slots: np.ndarray) -> bool:
+        return not self._sampler.parameters.has_rules[slots].any()
+
+    def draft(
+        self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
+    ) -> DraftTokens:
+        self.num_calls += 1
+        starts, tables = rows.context_lens + rows.rows_per_sequence, rows.block_tables
+        size, width = slots.size, int(num_draft_tokens.max())
+        # What has no meaning is filled with what would be noticed.
+        tokens = np.full((size, width), -(10**6))
+        margins = np.full((size, width), np.nan, np.float32)
+        candidates = np.full((size, width, num_candidates), -(10**6))
+        active = np.arange(size)
+        for step in range(width):
+            drawing = SamplingRows(slots[active], starts[active] + step, active, active * 0 + step, tokens)
+            drawn = self._sampler.sample_draft(run_model(self._runner, rows), drawing, num_candidates)
+            tokens[active, step], margins[active, step] = drawn.tokens, drawn.margins
+            if drawn.candidates is not None:
+                candidates[active, step] = drawn.candidates
+            active = np.flatnonzero(num_draft_tokens > step + 1)
+            cu_rows = np.arange(active.size + 1)
+            rows = RowBatch(tokens[active, step], cu_rows, starts[active] + step, tables[active], cu_rows[:-1])
+        return DraftTokens(tokens, margins, candidates if num_candidates else None)
+
+
+def add_loops(fake: FakeEngine) -> list[FakeLoop]:
+    """Gives every partition a loop over its draft."""
+    partitions, loops = fake.stepper.partitions, []
+    assert isinstance(partitions, dict) and isinstance(fake.stepper.sampler, NumpySampler)
+    for name, partition in partitions.items():
+        if partition.draft is not None:
+            loops.append(FakeLoop(partition.draft, fake.stepper.sampler))
+            partitions[name] = replace(partition, draft_loop=loops[-1])
+    return loops
+
+
+def recorded_frontiers(stepper: Stepper) -> list[tuple]:
+    """Filled step by step with all that a frontier tells. The engine's clock is not read for phase times any more:
+    laps differ in number, and policies may look at the clock."""
+    frontiers: list[tuple] = []
+
+    def note(record: StepRecord) -> None:
+        frontier = record.frontier
+        arrays = (frontier.drafted, frontier.num_drafted, frontier.num_rows, frontier.margins, frontier.candidates)
+        frontiers.append(tuple(None if array is None else array.copy() for array in arrays))
+
+    stepper.observers.append(note)
+    stepper.times._clock = stepper.draft_times._clock = CountingClock()
+    return frontiers
+
+
+def assert_equal_frontiers(one: list[tuple], other: list[tuple]) -> None:
+    assert len(one) == len(other)
+    for step, (first, second) in enumerate(zip(one, other, strict=True)):
+        for name, a, b in zip(
+            ("drafted", "num_drafted", "num_rows", "margins", "candidates"), first, second, strict=True
+        ):
+            np.testing.assert_equal(a, b, err_msg=f"{name} of step {step}")
+
+
+def mostly_plain(seed: int, count: int) -> list[Request]:
+    """One request has rules: while it runs in a batch of drafts, chains of that batch are drafted in steps."""
+    return [r for i, r in enumerate(random_requests(seed, count)) if i % 4 != 3 or i == 7]
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    requests = mostly_plain(3, 16)
+    return Case(requests, alone(requests))
+
+
+def compare(case: Case, policy: str, change: Change, other_change: Change, lanes: Lanes | None = None, **options):
+    """Runs both ways. change, other_change: alike, each with a generator of its own."""
+    seen, num_loops = [], 0
+    for with_loop, changed in ((False, change), (True, other_change)):
+        fake = open_forced(policy, changed, lanes, **options)
+        loops = add_loops(fake) if with_loop else []
+        seen.append(recorded_frontiers(fake.stepper))
+        agrees(fake, case, 0)
+        num_loops += sum(loop.num_calls for loop in loops)
+    assert_equal_frontiers(*seen)
+    return num_loops
+
+
+@pytest.mark.parametrize("mode", PipelineMode)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode) -> None:
+    for num_blocks in (200, 30):
+        num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
+        # `faser` decodes plainly where nothing promises more; with answers this short it may not come back from there.
+        assert num_loops == 0 if policy == "none" else num_loops > (2 if policy in {"faser", "survival"} else 10)
+
+
+@pytest.mark.parametrize("mode", PipelineMode)
+@pytest.mark.parametrize("trim", TRIMS)
+def test_trim_rules_cut_chains_that_are_there_already(case: Case, trim: str, mode: PipelineMode) -> None:
+    change = forced(mode, trim=TRIMS[trim])
+    assert compare(case, "fixed:6", change, change, num_blocks=60) > 10
+
+
+@pytest.mark.parametrize("mode", PipelineMode)
+def test_lengths_of_their_own(case: Case, mode: PipelineMode) -> None:
+    assert compare(case, "fixed:4", random_lengths(5, mode), random_lengths(5, mode), num_blocks=40) > 10
+
+
+@pytest.mark.parametrize("verifies_first", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_may_change_at_every_step(case: Case, seed: int, verifies_first: bool) -> None:
+    lanes = SequentialLanes(verifies_first=verifies_first)
+    changes = random_everything(seed), random_everything(seed)
+    assert compare(case, "fixed:4", *changes, lanes, num_blocks=(200, 40, 26)[seed % 3]) > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_lanes_of_threads_tokens_are_those_of_plain_decoding(case: Case, seed: int) -> None:
+    fake = open_forced("fixed:4", random_everything(seed), LANES["threads"](), num_blocks=40)
+    loops = add_loops(fake)
+    agrees(fake, case, seed)
+    assert sum(loop.num_calls for loop in loops) > 10
+
+
+def test_a_perfect_draft_is_never_rejected(case: Case) -> None:
+    """So the draft's KV is whole, also behind cut chains and where a chain runs ahead of another."""
+    for seed in range(4):
+        options = {"num_blocks": 40, "draft_noise": 0.0, "draft_memory": 10**6}
+        fake = open_forced("fixed:4", random_everything(seed), **options)
+        add_loops(fake)
+
+        def all_tested_are_accepted(record: StepRecord) -> None:
+            assert (record.acceptance.num_accepted == record.num_testable).all()
+
+        fake.stepper.observers.append(all_tested_are_accepted)
+        agrees(fake, case, 0)
+
+
+def test_rejection_sampling_asks_no_loop() -> None:
+    fake = open_forced("fixed:4", forced(SERIAL), uses_rejection=True)
+    loops = add_loops(fake)
+    for r in mostly_plain(0, 6):
+        fake.engine.submit(r)
+    while fake.engine.has_work:
+        fake.engine.step()
+    assert [loop.num_calls for loop in loops] == [0, 0]
+    assert fake.engine.metrics().num_drafted > 20

@@ -1,0 +1,159 @@
+"""Errors of a GPU that stay end the engine: requests are answered, the loop tells who watches; others fail one step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from faser_backend.core.errors import FaserError
+from faser_backend.cuda.fatal import is_fatal
+from faser_backend.cuda.runtime import first_products
+from faser_backend.cuda.torch_segment import product
+from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from tests.support.harness import FakeEngine, open_fake, request
+
+
+class AcceleratorError(RuntimeError):
+    """As torch's, which carries CUDA's number."""
+
+    def __init__(self, message: str, error_code: int) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+def chained(cause: Exception) -> Exception:
+    """As an error of a step is: raised from another, which came while handling a third."""
+    try:
+        try:
+            raise cause
+        except Exception as error:
+            raise ValueError("the call failed") from error
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AcceleratorError("CUDA error", 700),
+        AcceleratorError("CUDA error: unknown error", 999),
+        RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronous"),
+        RuntimeError("Triton Error [CUDA]: misaligned address"),
+        FaserError("target.0.engine: execute: Cuda Runtime (unspecified launch failure)"),
+        chained(RuntimeError("CUDA error: device-side assert triggered")),
+    ],
+    ids=str,
+)
+def test_what_breaks_the_context_is_fatal(error: Exception) -> None:
+    assert is_fatal(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AcceleratorError("CUDA error: out of memory", 2),
+        AcceleratorError("CUDA error: operation not permitted when stream is capturing", 900),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        ValueError("misaligned address of a table"),
+        chained(RuntimeError("unknown error")),
+        FaserError("row 1 (slot 3, position 8) hold NaN"),
+    ],
+    ids=str,
+)
+def test_what_the_next_step_survives_is_not(error: Exception) -> None:
+    assert not is_fatal(error)
+
+
+def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, FakeEngine]:
+    """Serves two requests, one after the other, where a step raises `error`; returns how each ended, first of all."""
+    fake, stopped = open_fake("none", is_fatal=is_fatal), threading.Event()
+    run = fake.stepper.run
+    raised: list[int] = []
+
+    def fails_once(plan):
+        if not raised:
+            raised.append(1)
+            raise error
+        return run(plan)
+
+    fake.stepper.run = fails_once  # type: ignore[method-assign]
+    loop = EngineLoop(fake.engine, on_stopped=stopped.set)
+    hub, told = Subscription(loop), []
+    for name in ("a", "b"):
+        try:
+            hub.submit(request(name, [1, 2, 3], 4), "")
+        except FaserError as refused:
+            told.append(f"refused as {refused.code.value}: {refused}")
+            continue
+        while True:
+            outputs = hub.outputs.get(timeout=30)
+            assert outputs is not None
+            if outputs[-1].is_final:
+                told.append(str(outputs[-1].error or "answered"))
+                break
+        stopped.wait(5 if is_fatal(error) else 0)
+    loop.close()
+    return told, loop, stopped, fake
+
+
+def test_an_error_that_stays_ends_the_engine_with_its_requests_answered() -> None:
+    told, _, stopped, _ = served(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert told[0].startswith("the engine stopped: RuntimeError: CUDA error: an illegal memory access")
+    assert told[1].startswith("refused as unavailable: the engine stopped") and stopped.is_set()
+
+
+def test_another_fails_its_step_alone() -> None:
+    told, _, stopped, fake = served(RuntimeError("CUDA out of memory"))
+    assert told == ["the step of this request failed: RuntimeError: CUDA out of memory", "answered"]
+    assert not stopped.is_set() and fake.engine.metrics().num_failed_steps == 1
+
+
+def test_an_engine_that_cannot_be_prepared_is_closed_and_says_why() -> None:
+    closed: list[int] = []
+    fake, threads = open_fake("none", close=lambda: closed.append(1)), []
+
+    def prepare() -> None:
+        threads.append(threading.current_thread().name)
+        raise FaserError("warm-up failed")
+
+    with pytest.raises(FaserError, match="warm-up failed"):
+        EngineLoop(fake.engine, prepare=prepare)
+    assert threads == ["engine-loop"] and closed == [1]
+
+
+def calls_of(work: Callable[[], object]) -> list[str]:
+    """The products that torch was asked for, in order; a bias in a product is cuBLASLt's."""
+    calls: list[str] = []
+
+    class Recorded(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            name = getattr(function, "__name__", str(function))
+            if name in {"linear", "addmm", "mm", "add_", "add"}:
+                has_bias = name == "addmm" or (name == "linear" and len(args) > 2 and args[2] is not None)
+                calls.append("product with bias" if has_bias else "add" if name.startswith("add") else "product")
+            return function(*args, **(kwargs or {}))
+
+    with Recorded():
+        work()
+    return calls
+
+
+class TestProducts:
+    """cuBLASLt asks for the stream's green context, and fails where that is being captured: products with a bias go
+    without it, and a thread has opened it before."""
+
+    def test_a_bias_is_added_behind_its_product(self) -> None:
+        rows, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+        assert calls_of(lambda: product(rows, weight, bias)) == ["product", "add"]
+        assert calls_of(lambda: product(rows, weight, None)) == ["product"]
+        torch.testing.assert_close(product(rows, weight, bias), rows @ weight.T + bias)
+        fused = calls_of(lambda: torch.nn.functional.linear(rows, weight, bias))
+        assert fused == ["product with bias"], "the check sees one"
+
+    def test_a_thread_opens_both_libraries_first(self) -> None:
+        calls = calls_of(lambda: first_products(torch.device("cpu"), torch.float32))
+        assert calls[:2] == ["product", "product with bias"]

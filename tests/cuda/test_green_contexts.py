@@ -1,0 +1,242 @@
+"""Shares of a GPU from a faked driver: sizes, disjointness, one split call, nothing leaked, and the fallbacks."""
+
+from __future__ import annotations
+
+import logging
+from ctypes.util import find_library
+from typing import Any
+
+import pytest
+
+from faser_backend.cuda.green_contexts import (
+    DEFAULT_STREAM_FLAG,
+    NO_FLAGS,
+    NON_BLOCKING,
+    DriverError,
+    GreenSplits,
+    call_driver,
+    draft_groups,
+    sm_kind,
+)
+from faser_backend.cuda.streams import SmMenu, open_menu
+from faser_backend.device.partition import split_name
+from tests.support.fake_cuda import FakeCuda, FakeDriver, Status
+
+CALLS = [
+    ("cuInit", 1),
+    ("cuDriverGetVersion", 1),
+    ("cuDeviceGet", 1),
+    ("cuDeviceGetDevResource", 1),
+    ("cuDevSmResourceSplitByCount", 1),
+    *[
+        (name, number)
+        for name in (
+            "cuDevResourceGenerateDesc",
+            "cuGreenCtxCreate",
+            "cuGreenCtxGetDevResource",
+            "cuGreenCtxStreamCreate",
+        )
+        for number in (1, 2, 5, 8)
+    ],
+]
+
+
+def names_of(green: GreenSplits) -> list[str]:
+    return [f"{draft.num_sms}/{target.num_sms}" for draft, target in green.splits]
+
+
+def open_faked(driver: FakeDriver, cuda: FakeCuda | None = None, **options: Any) -> SmMenu:
+    return open_menu(cuda or FakeCuda(len(driver.device.sms), **options), 0, lambda: driver)
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "smallest", "expected"),
+    [
+        (132, 8, ["8/124", "16/116", "32/100", "64/68"]),
+        (78, 8, ["8/70", "16/62", "32/46"]),
+        (14, 8, ["6/8"]),
+        (14, 4, ["4/10"]),
+        (14, 2, ["2/12", "4/10"]),
+        (108, 4, ["4/104", "8/100", "16/92", "32/76"]),
+        (16, 8, ["8/8"]),
+        (26, 8, ["8/18"]),
+    ],
+)
+def test_splits_use_every_sm_once(num_sms: int, smallest: int, expected: list[str]) -> None:
+    driver = FakeDriver(num_sms, smallest)
+    green = GreenSplits(driver, 0)
+    assert names_of(green) == expected and green.note == "" and green.num_sms == num_sms
+    for draft, target in green.splits:
+        shares = driver.sms_of[draft.stream], driver.sms_of[target.stream]
+        assert not shares[0] & shares[1] and shares[0] | shares[1] == set(range(num_sms))
+        assert [len(share) for share in shares] == [draft.num_sms, target.num_sms]
+    assert driver.calls["cuDevSmResourceSplitByCount"] == 1
+    green.close()
+    green.close()
+    assert not driver.contexts and not driver.streams
+
+
+def test_sms_that_cannot_be_joined_are_left_out_and_told() -> None:
+    driver = FakeDriver(132, 8, joins_rest=False)
+    green = GreenSplits(driver, 0)
+    assert names_of(green) == ["8/120", "16/112", "32/96", "64/64"] and green.note == "4 SMs belong to no share"
+    green.close()
+    assert not driver.contexts and not driver.streams
+
+
+def test_fewer_groups_than_division_promises_are_what_is_used() -> None:
+    """Clusters and alignment can cost groups: the number that the driver returns counts."""
+    green = GreenSplits(FakeDriver(132, 8, most_groups=5), 0)
+    assert names_of(green) == ["8/124", "16/116"]
+
+
+@pytest.mark.parametrize("fails_at", CALLS, ids=lambda call: f"{call[0]}-{call[1]}")
+def test_a_failure_at_any_call_leaves_nothing_open(fails_at: tuple[str, int]) -> None:
+    driver = FakeDriver(fails_at=fails_at)
+    with pytest.raises(DriverError, match=f"{fails_at[0]}: CUDA_ERROR_OUT_OF_MEMORY"):
+        GreenSplits(driver, 0)
+    assert not driver.contexts and not driver.streams
+    menu = open_faked(FakeDriver(fails_at=fails_at))
+    assert menu.choice.kind == "priority_streams" and fails_at[0] in menu.choice.reason
+
+
+def test_a_failure_to_destroy_one_share_still_destroys_the_others() -> None:
+    driver = FakeDriver(fails_at=("cuStreamDestroy", 2), status=Status.CUDA_ERROR_INVALID_CONTEXT)
+    green = GreenSplits(driver, 0)
+    driver.cuGreenCtxDestroy = lambda context: (driver.contexts.pop(context), (Status.CUDA_SUCCESS,))[1]  # type: ignore[method-assign]
+    with pytest.raises(DriverError, match="cuStreamDestroy"):
+        green.close()
+    assert not driver.contexts and len(driver.streams) == 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (FakeDriver(version=12020), "CUDA driver 12020: green contexts need at least 12040"),
+        (FakeDriver(8, 8), "8 SMs: two shares need more than 8"),
+        (FakeDriver(6, 8), "6 SMs: two shares need more than 8"),
+        (FakeDriver(132, 0), "both need CUDA 13"),
+        (FakeDriver(132, 8, most_groups=0), "split into 0 group"),
+        (FakeDriver(fails_at=("cuGreenCtxCreate", 1), status=Status.CUDA_ERROR_NOT_SUPPORTED), "NOT_SUPPORTED"),
+    ],
+)
+def test_a_device_that_cannot_split_says_why(driver: FakeDriver, reason: str) -> None:
+    with pytest.raises(DriverError, match=reason):
+        GreenSplits(driver, 0)
+    assert not driver.contexts and not driver.streams
+
+
+def test_functions_that_are_missing_are_named() -> None:
+    class Old:
+        def cuInit(self, flags: int):
+            raise RuntimeError("libcuda.so.1 cannot be opened")
+
+        def cuGreenCtxDestroy(self, context: int):
+            raise RuntimeError('Function "cuGreenCtxDestroy" not found')
+
+    with pytest.raises(DriverError, match=r"^no NVIDIA driver \(libcuda"):
+        call_driver(Old(), "cuInit", 0)
+    with pytest.raises(DriverError, match='cuGreenCtxDestroy: Function "cuGreenCtxDestroy" not found'):
+        call_driver(Old(), "cuGreenCtxDestroy", 0)
+    with pytest.raises(DriverError, match=r"cuGreenCtxCreate: this cuda-python does not know it"):
+        call_driver(Old(), "cuGreenCtxCreate", 0)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "expected"), [(2, [1]), (3, [1]), (4, [1, 2]), (16, [1, 2, 4, 8]), (17, [1, 2, 4, 8])]
+)
+def test_the_draft_gets_half_the_groups_at_most(num_groups: int, expected: list[int]) -> None:
+    assert draft_groups(num_groups) == expected
+
+
+class TestChoice:
+    def test_green_contexts_come_first(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        driver = FakeDriver(132, 8)
+        menu = open_faked(driver)
+        assert menu.choice == ("green_contexts", "132 SMs in groups of 8")
+        assert [split_name(*split) for split in menu.menu.splits] == ["8/124", "16/116", "32/100", "64/68"]
+        assert menu.menu.whole.size == 132 and menu.menu.whole.stream.cuda_stream not in (0, *driver.streams)
+        assert {share.stream.cuda_stream for split in menu.menu.splits for share in split} == set(driver.streams)
+        assert "GPU partitions: green_contexts (132 SMs in groups of 8)" in caplog.text
+        menu.close()
+        assert not driver.contexts
+
+    def test_without_them_two_priorities_share_all_sms(self, caplog: pytest.LogCaptureFixture) -> None:
+        menu = open_faked(FakeDriver(version=12000))
+        ((draft, target),) = menu.menu.splits
+        assert menu.choice.kind == "priority_streams" and "CUDA driver 12000" in menu.choice.reason
+        assert (draft.size, target.size) == (132, 132) and draft.stream.priority == -5 < target.stream.priority
+        assert len({draft.stream, target.stream, menu.menu.whole.stream}) == 3
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        menu.close()
+
+    def test_without_priorities_every_step_is_serial(self) -> None:
+        menu = open_faked(FakeDriver(version=12000), priorities=(0, 0))
+        assert menu.choice.kind == "serial" and not menu.menu.can_split
+        assert "CUDA driver 12000" in menu.menu.note and "priorities" in menu.menu.note
+
+    def test_without_cuda_python_the_reason_is_its_absence(self) -> None:
+        def missing() -> Any:
+            raise ImportError("No module named 'cuda'")
+
+        menu = open_menu(FakeCuda(), 0, missing)
+        assert menu.choice.kind == "priority_streams" and "No module named 'cuda'" in menu.choice.reason
+
+
+def test_a_share_binds_threads_and_lends_itself() -> None:
+    cuda = FakeCuda()
+    menu = open_faked(FakeDriver(), cuda=cuda).menu
+    draft = menu.splits[0][0]
+    menu.whole.bind_current_thread()
+    cuda.touch("pool")
+    with draft.current():
+        assert cuda.current_stream() is draft.stream
+        cuda.touch("pool")
+        with draft.current():
+            cuda.touch("pool")
+    assert cuda.current_stream() is menu.whole.stream
+    cuda.touch("pool")
+    cuda.check_order()
+
+    def fails() -> None:
+        with draft.current():
+            cuda.touch("pool")
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        fails()
+    assert cuda.current_stream() is menu.whole.stream
+    cuda.touch("pool")
+    cuda.check_order()
+
+
+def test_the_fake_sees_what_is_not_ordered() -> None:
+    cuda = FakeCuda()
+    cuda.touch("pool")
+    cuda.set_stream(cuda.Stream(0))
+    cuda.touch("pool")
+    with pytest.raises(AssertionError, match="pool"):
+        cuda.check_order()
+
+
+@pytest.mark.parametrize(
+    ("name", "make_arguments"),
+    [
+        ("cuInit", lambda driver: (0,)),
+        ("cuDeviceGet", lambda driver: (0,)),
+        ("cuDeviceGetDevResource", lambda driver: (driver.CUdevice(0), sm_kind(driver))),
+        ("cuDevSmResourceSplitByCount", lambda driver: (16, driver.CUdevResource(), NO_FLAGS, 8)),
+        ("cuDevResourceGenerateDesc", lambda driver: ([driver.CUdevResource()] * 2, 2)),
+        ("cuGreenCtxCreate", lambda driver: (driver.CUdevResourceDesc(), driver.CUdevice(0), DEFAULT_STREAM_FLAG)),
+        ("cuGreenCtxGetDevResource", lambda driver: (driver.CUgreenCtx(), sm_kind(driver))),
+        ("cuGreenCtxStreamCreate", lambda driver: (driver.CUgreenCtx(), NON_BLOCKING, 0)),
+    ],
+)
+def test_the_real_bindings_take_what_they_are_given(name: str, make_arguments: Any) -> None:
+    """Without a driver they convert their arguments first, and then say that there is none."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    if find_library("cuda") is not None:
+        pytest.skip("there is a driver, which would act on it: gpu_check.py does")
+    with pytest.raises(DriverError):  # and not TypeError
+        call_driver(driver, name, *make_arguments(driver))

@@ -1,0 +1,181 @@
+"""A GPU's memory is added up before anything is allocated: what is left is for KV blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from faser_backend.cli.doctor import memory_report
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import ModelSpec
+from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, ROW_COUNTS
+from faser_backend.cuda.choice import RowParameters, keep_top, perturbed
+from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
+from faser_backend.cuda.noise import TorchNoise
+from faser_backend.engines.build import build_engines
+from faser_backend.lab.shapes import PAIRS, layer_weights
+from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
+from tests.cuda.test_torch_eagle3 import Runners
+from tests.engines.test_eagle3 import BLOCK_SIZE, Built
+from tests.support.fake_cuda import FakeDriver
+from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.torch_engines import open_torch_runner, write_torch_engine
+
+GIB = 2**30
+H100 = 79 * GIB  # free on a card of 80 GB
+
+
+def engine_of(spec: ModelSpec, name: str) -> ModelEngine:
+    num_weights = spec.num_layers * layer_weights(spec)
+    num_weights += (1 if spec.tie_word_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    file = FileSpec(f"{name}.safetensors", "0" * 64, 2 * num_weights)
+    return ModelEngine(spec, file, (SegmentSpec(file, 0, spec.num_layers, (), ()),))
+
+
+def pair_of(name: str, *, max_context: int = 8192, halved: bool = False) -> list[ModelEngine]:
+    """The target, on a GPU of two if halved, and its draft."""
+    pair = PAIRS[name]
+    target = replace(pair.target, max_context=max_context)
+    if halved:
+        parts = {"num_heads": 32, "num_kv_heads": 4, "intermediate_size": 14336, "vocab_size": 64128}
+        target = replace(target, **parts)
+    return [engine_of(target, "target"), engine_of(replace(pair.draft, max_context=max_context), "draft")]
+
+
+def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: int = H100, **options) -> MemoryPlan:
+    known = {"dtype": "bf16", "kv_block_size": 16, "max_num_seqs": 32, "max_prefill_tokens": 256}
+    num_bytes = sum(model.num_weight_bytes for model in models)
+    return plan_memory(
+        models, free_bytes=free_bytes, num_partitions=num_partitions, unloaded_bytes=num_bytes, **{**known, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "halved", "weights_gib", "most_gib", "fewest_tokens"),
+    [
+        ("qwen3-8b/0.6b", False, 16.4, 5.0, 200_000),
+        ("qwen3-32b/0.6b", False, 62.1, 5.5, 20_000),
+        ("llama3.3-70b/3.2-1b", True, 67.8, 5.0, 30_000),
+    ],
+)
+def test_three_sizes_fit_an_80_gb_card_with_room_for_contexts(
+    name: str, halved: bool, weights_gib: float, most_gib: float, fewest_tokens: int
+) -> None:
+    plan = planned(pair_of(name, halved=halved))
+    lines = {line.what: line.num_bytes / GIB for line in plan.lines}
+    assert lines["weights"] == pytest.approx(weights_gib, rel=0.03)
+    beside = plan.reserved_bytes / GIB - lines["weights"]
+    assert 1.5 < beside < most_gib
+    assert plan.num_blocks * 16 > fewest_tokens
+    assert plan.reserved_bytes + plan.kv_bytes <= plan.free_bytes
+
+
+def test_what_lines_depend_on() -> None:
+    models = pair_of("qwen3-8b/0.6b")
+    plan, whole = planned(models), planned(models, num_partitions=1)
+    assert plan.reserved_bytes > whole.reserved_bytes
+    long = planned(pair_of("qwen3-8b/0.6b", max_context=40_960))
+    assert long.lines[2].num_bytes == pytest.approx(5 * plan.lines[2].num_bytes, rel=0.1), "tables are full-width"
+    assert planned(models, max_prefill_tokens=8192).reserved_bytes > plan.reserved_bytes
+    assert planned(models, free_bytes=10 * GIB).kv_bytes == 0
+    assert plan.lines[1] == PlanLine("logits", 2 * MAX_GRAPH_ROWS * 151_936 * 4)
+
+
+def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", max_position_embeddings=4096)
+    model = write_torch_engine(source, tmp_path, exit_layers=(1,))
+    runner = open_torch_runner(model, tmp_path, 8, 4)
+    runner.capture_menu(0)
+    blocks = sum(calls.get(shape).inputs.block.nbytes for calls in runner._calls for shape in calls.shapes)
+    hidden = sum(tensor.nbytes for tensor in runner._store._tensors.values())
+    options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
+    plan = planned([model], **options)
+    assert 0.9 * plan.lines[2].num_bytes < blocks + hidden <= 1.02 * plan.lines[2].num_bytes
+    assert runner.pool.logits._rows is not None and runner.pool.logits._rows.nbytes == plan.lines[1].num_bytes
+    assert {tuple(runner.pool.logits.rows(count, 97).shape) for count in (1, 512)} == {(1, 97), (512, 97)}
+    start = runner.pool.logits.rows(1, 97).data_ptr()
+    assert runner.pool.logits.rows(512, 97).data_ptr() == start != runner.pool.logits.rows(513, 97).data_ptr()
+
+
+def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
+    """Blocks hold the features, which the head's pool has none of; inputs and hidden states as of any model."""
+    built = Built(tmp_path, runtime="torch", exit_layers=(4,))
+    assert built.manifest.draft is not None
+    models = [built.manifest.target, built.manifest.draft]
+    runners = Runners(built.directory)
+    for runner in (runners.target, runners.head):
+        runner.capture_menu(0)
+    assert [len(calls) for calls in runners.head._calls] == [len(ROW_COUNTS), len(ROW_COUNTS) + 5]
+    options = {"dtype": "fp32", "kv_block_size": BLOCK_SIZE, "num_partitions": 1}
+    plan = planned(models, **options)
+    pools = runners.target.pool.num_bytes + runners.head.pool.storage.nbytes
+    assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools
+    assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
+    captured = 0
+    for runner in (runners.target, runners.head):
+        captured += sum(calls.get(shape).inputs.block.nbytes for calls in runner._calls for shape in calls.shapes)
+        captured += sum(tensor.nbytes for tensor in runner._store._tensors.values())
+    assert 0.8 * plan.lines[2].num_bytes < captured <= 1.1 * plan.lines[2].num_bytes
+    decoders = planned([models[0], replace(models[1], spec=replace(models[1].spec, family="llama"))], **options)
+    assert plan.lines[3].num_bytes > decoders.lines[3].num_bytes, "features side by side"
+    assert "KV blocks" in memory_report(built.directory, gpu_gib=80)[-1]
+
+
+def test_rows_are_filtered_some_at_a_time_with_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = FILTER_ROWS + 9
+    keys, weights = torch.arange(count), torch.ones(count)
+    filters = torch.full((count,), 20), torch.full((count,), 0.9, dtype=torch.float64), torch.full((count,), -3.0)
+    rows = RowParameters(keys, keys, weights * 0.7, weights, *filters)
+    logits, noise = torch.randn(count, 97), TorchNoise(97, torch.device("cpu"))
+    sizes = []
+    monkeypatch.setattr(
+        "faser_backend.cuda.choice.keep_top", lambda *given: sizes.append(len(given[0])) or keep_top(*given)
+    )
+    every = torch.arange(len(logits))
+    together = perturbed(logits, rows, noise, every)
+    assert sizes == [FILTER_ROWS, 9]
+    for index in (0, FILTER_ROWS - 1, FILTER_ROWS, FILTER_ROWS + 8):
+        one = torch.tensor([index])
+        alone = perturbed(logits[one], rows.take(one), noise, torch.tensor([0]))
+        torch.testing.assert_close(alone[0], together[index], rtol=0, atol=0)
+
+
+def test_doctor_prints_the_plan_of_an_engine_directory(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    draft = write_draft(source, tmp_path / "draft")
+    build_engines(source, draft, tmp_path / "torch", runtime="torch", kv_block_size=4)
+    lines = memory_report(tmp_path / "torch", gpu_gib=80)
+    assert lines[0].split()[:3] == ["81920", "MiB", "of"] and "KV blocks: at most" in lines[-1]
+    assert memory_report(tmp_path / "torch", load_driver=FakeDriver)[0].split()[0] == "81559"
+    build_engines(source, draft, tmp_path / "cpu", kv_block_size=4)
+    with pytest.raises(ConfigError, match=r"--gpu-gib = 80: engines of runtime 'llvm' run on a CPU"):
+        memory_report(tmp_path / "cpu", gpu_gib=80)
+
+
+@pytest.mark.parametrize("cache", ["fp16", "fp32"])
+def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, cache: str) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    draft = write_draft(source, tmp_path / "draft")
+    built = build_engines(source, draft, tmp_path / "cpu", kv_block_size=4, kv_cache_dtype=cache, max_context=64)
+    assert built.draft is not None
+    status, out, _ = run("doctor", "--engine-dir", tmp_path / "cpu", "--num-kv-blocks", 40)
+    assert status == 0 and f"40 KV blocks of 4 tokens, 160 in all: 2.5 requests of {64} tokens" in out
+    pools = [KvPool(model.spec, 40, 4, dtype=cache) for model in (built.target, built.draft)]
+    for name, pool in zip(("target", "draft"), pools, strict=True):
+        assert f"weights of the {name}, mapped" in out
+        assert f" {pool.num_bytes // 160} bytes of a token in the {name}'s cache ({cache})" in out
+    assert re.search(rf"{sum(pool.num_bytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
+    with pytest.raises(ConfigError, match="num_kv_blocks = 3: one context of 64 tokens needs at least 16 blocks of 4"):
+        memory_report(tmp_path / "cpu", config=EngineConfig(num_kv_blocks=3))
+
+
+def test_only_the_target_is_counted_where_no_model_drafts(tmp_path: Path) -> None:
+    build_engines(write_checkpoint(tmp_path / "source"), None, tmp_path / "cpu", kv_block_size=4)
+    report = "\n".join(memory_report(tmp_path / "cpu"))
+    assert "weights of the target" in report and "draft" not in report

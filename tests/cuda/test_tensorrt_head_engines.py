@@ -1,0 +1,179 @@
+"""EAGLE-3 heads behind TensorRT's runner: features, logits and chains against a dense reference, tokens of plain
+decoding. Engines are the graphs that TensorRT-RTX gets, run by ONNX Runtime (tests.support.ort_engines)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.device.runtime import ModelPair
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble_on
+from faser_backend.serving.runtimes import open_runtime
+from tests.engines.test_eagle3 import NUM_BLOCKS, Built, same_logits, shuffled_tables
+from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
+from tests.support.forcing import Forced, at_random, forced
+from tests.support.harness import drive, guessed
+from tests.support.ort_engines import graphs_are_engines
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
+
+RUNTIME, BLOCK_SIZE = "tensorrt_rtx", 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _graphs_are_engines() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        graphs_are_engines(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("chains"), runtime=RUNTIME, exit_layers=(4,))
+
+
+@pytest.fixture(scope="module")
+def plain(built: Built) -> dict[str, list[int]]:
+    return tokens_of(built, "none", make_requests(5, is_greedy=True))
+
+
+class Runners:
+    """Target and head of an engine directory, and the hidden states that they share."""
+
+    def __init__(self, built: Built) -> None:
+        manifest = built.manifest
+        assert manifest.draft is not None
+        runtime = open_runtime(built.directory, manifest, EngineConfig())
+        models = (manifest.target, manifest.draft)
+        self.pool, own = (runtime.open_pool(model, NUM_BLOCKS) for model in models)
+        own.features = self.pool.features
+        pools = (self.pool, own)
+        self.target, self.head = (
+            runtime.open_runner(model, runtime.menu.whole, pool) for model, pool in zip(models, pools, strict=True)
+        )
+
+    def read(
+        self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The target reads these rows, then the head the next tokens beside them. Returns the logits of both."""
+        of_target = run_all(self.target, make_rows(tokens, starts, counts, tables))
+        return of_target, run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
+
+    def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
+        """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
+        blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
+        return self.pool.features[table[blocks], offsets].flatten(1).float().numpy()
+
+
+def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
+    """Ragged chunks of three sequences; the target is cut before a layer whose input is wanted."""
+    rng, runners = np.random.default_rng(0), Runners(built)
+    tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
+    tables = shuffled_tables(rng, 3)
+    joined = [built.reference.joined(built.features(t)) for t in tokens]
+    expected = [built.reference.run(t[1:], j[:-1])[0] for t, j in zip(tokens, joined, strict=True)]
+    of_target = [reference_logits(built.target_reference, t) for t in tokens]
+    starts, lengths = np.zeros(3, np.int64), np.array([t.size - 1 for t in tokens])
+    while (starts < lengths).any():
+        live = np.flatnonzero(starts < lengths)
+        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 7) + 1)) for i in live]
+        both = runners.read([tokens[i] for i in live], starts[live].tolist(), counts, tables[live])
+        for logits, dense in zip(both, (of_target, expected), strict=True):
+            wanted = [dense[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
+            assert same_logits(logits, np.concatenate(wanted))
+        starts[live] += counts
+    for t, table in zip(tokens, tables, strict=True):
+        found = runners.features_of(t.size - 1, table)
+        assert np.abs(found - built.features(t)[:-1].numpy()).max() <= 1e-4
+
+
+def test_half_precision_heads_run(tmp_path: Path) -> None:
+    half = Built(tmp_path, runtime=RUNTIME, dtype="fp16")
+    runners, tokens = Runners(half), np.random.default_rng(4).integers(0, VOCAB_SIZE, 12)
+    _, logits = runners.read([tokens], [0], [11], np.arange(4)[None])
+    wanted = half.reference.run(tokens[1:], half.reference.joined(half.features(tokens))[:-1])[0]
+    is_known = np.isfinite(wanted)
+    assert runners.pool.features.dtype == torch.float16
+    assert np.array_equal(is_known, np.isfinite(logits))
+    assert 1e-4 < np.abs(logits[is_known] - wanted[is_known]).max() < 0.1
+
+
+def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, plain: dict[str, list[int]]) -> None:
+    """In one full context, so that sequences are preempted."""
+    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False, num_kv_blocks=32), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
+    assert engine.metrics().num_preemptions > 0
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+    assert tokens == plain
+
+
+def test_calls_too_large_for_graphs_are_no_different(
+    built: Built, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a context, and have hidden states of their own."""
+    for module in ("tensorrt_segment", "runner"):
+        monkeypatch.setattr(f"faser_backend.cuda.{module}.MAX_GRAPH_ROWS", 4)
+    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    assert drive(engine, make_requests(5, is_greedy=True)).tokens == plain
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+
+
+def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str, list[int]]) -> None:
+    pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
+    policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner))
+    models = ModelPair(built.manifest.target, built.manifest.draft)
+    config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
+    engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
+    checker = ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
+    assert engine.metrics().num_pruned > 0
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+    assert tokens == plain
+
+
+# -- what has to fail ----------------------------------------------------------------------------------
+
+
+def test_features_of_other_positions_are_noticed(built: Built) -> None:
+    """A head that reads what lies one place further on drafts other chains."""
+    engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
+    head: Any = engine.stepper.partitions[WHOLE].draft
+    run, features = head.run_segment, head.pool.features
+
+    def run_on_others(segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        kept = features.clone()
+        features.copy_(kept.roll(1, 1))
+        found = run(segment, rows, hidden)
+        features.copy_(kept)
+        return found
+
+    head.run_segment = run_on_others
+    engine.stepper.observers.append(checker.observe)
+    drive(engine, make_requests(5, is_greedy=True))
+    engine.close()
+    assert checker.num_equal < 0.5 * checker.num_chains
+
+
+def test_an_engine_never_writes_what_it_is_reading(
+    built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layer's hidden states go where its next call reads them: by a copy, else the contexts here object."""
+    monkeypatch.setattr("faser_backend.cuda.tensorrt_segment._apart", lambda *_: {})
+    engine = open_engine(built, "fixed:3")
+    drive(engine, make_requests(2, is_greedy=True))
+    engine.close()
+    assert "hidden_out is written where ['hidden'] are read" in caplog.text

@@ -1,0 +1,140 @@
+"""Inputs of GPU calls: what they say of each row, padded, and staged in turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs, input_shape
+from faser_backend.cuda.call_shapes import (
+    MAX_GRAPH_ROWS,
+    UNLIMITED,
+    Buckets,
+    CallBounds,
+    bucketed_rows,
+    power_of_two,
+)
+from faser_backend.cuda.transfer import upload
+from faser_backend.manifest import TensorSpec
+from tests.support.tiny_models import make_rows
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+INT32 = ("slot_mapping", "cu_rows", "context_lens", "block_table")
+INT64 = ("token_ids", "positions", "logit_rows", "exit_candidates", "pad_idx", "unpad_idx")
+INPUTS = [TensorSpec(name, "int32", ()) for name in INT32] + [TensorSpec(name, "int64", ()) for name in INT64]
+
+
+def random_rows(rng: np.random.Generator) -> RowBatch:
+    num = int(rng.integers(1, 6))
+    starts, counts = rng.integers(0, 9, num), rng.integers(1, 7, num)
+    sequences = [rng.integers(1, 97, 16) for _ in range(num)]
+    tables = rng.permutation(40)[: num * 4].reshape(num, 4)
+    num_rows = int(counts.sum())
+    logit_rows = np.sort(rng.permutation(num_rows)[: int(rng.integers(0, num_rows + 1))])
+    return make_rows(sequences, starts.tolist(), counts.tolist(), tables, logit_rows)
+
+
+def filled(rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """The inputs as they reach a device, over what an earlier call left in host memory and on the device."""
+    block = InputBlock(INPUTS, bounds, CPU)
+    block.block.fill_(0x5A)
+
+    def fill(area: np.ndarray) -> None:
+        area[:] = 0xA5
+        fill_inputs(block.views(area), rows, bounds, BLOCK_SIZE, candidates)
+
+    upload(block.block, fill)
+    return {name: tensor.numpy() for name, tensor in block.tensors.items()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_inputs_say_where_each_row_is_and_writes(seed: int) -> None:
+    rows = random_rows(np.random.default_rng(seed))
+    num_rows, num_sequences = rows.num_rows, rows.num_sequences
+    counts = rows.rows_per_sequence
+    max_rows, width = int(counts.max()), rows.block_tables.shape[1]
+    inputs = filled(rows, CallBounds(num_rows, num_sequences, max_rows, width, rows.logit_rows.shape[0], 0))
+    sequence = np.repeat(np.arange(num_sequences), counts)
+    offset = np.concatenate([np.arange(count) for count in counts])
+    positions = rows.context_lens[sequence] + offset
+    block = rows.block_tables[sequence, positions // BLOCK_SIZE]
+    last_rows = rows.cu_rows[1:, None] - 1
+    wanted = {
+        "token_ids": rows.token_ids,
+        "positions": positions,
+        "unpad_idx": sequence * max_rows + offset,
+        "pad_idx": np.minimum(rows.cu_rows[:-1, None] + np.arange(max_rows), last_rows),
+        "block_table": rows.block_tables,
+        "slot_mapping": block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        "logit_rows": rows.logit_rows,
+        "context_lens": rows.context_lens,
+        "cu_rows": rows.cu_rows,
+    }
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(inputs[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = random_rows(rng)
+    num_rows, num_sequences = rows.num_rows, rows.num_sequences
+    candidates = rng.integers(0, 97, (num_rows, 3))
+    exact = Buckets(BLOCK_SIZE, UNLIMITED).of(rows, 3)
+    bounds = CallBounds._make(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0), strict=True))
+    inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
+    for name, values in inputs.items():
+        assert values.shape == input_shape(name, bounds)
+        assert values.min(initial=0) >= -1 and values.max(initial=0) < 1000, f"{name} keeps what was there before"
+    assert (inputs["slot_mapping"][num_rows:] == -1).all() and (inputs["slot_mapping"][:num_rows] >= 0).all()
+    assert (inputs["cu_rows"][num_sequences:] == num_rows).all()
+    for name in ("token_ids", "positions", "exit_candidates"):
+        assert not inputs[name][num_rows:].any(), name
+    for name in ("context_lens", "block_table"):
+        assert not inputs[name][num_sequences:].any(), name
+    assert not inputs["logit_rows"][rows.logit_rows.shape[0] :].any()
+    assert inputs["pad_idx"].max() < num_rows
+    for name in ("token_ids", "positions", "slot_mapping", "exit_candidates"):
+        np.testing.assert_array_equal(inputs[name][:num_rows], narrow[name][:num_rows], err_msg=name)
+
+
+def test_a_table_wider_than_the_bound_is_cut() -> None:
+    rows = make_rows([np.arange(6)], [0], [6], np.arange(20)[None])
+    inputs = filled(rows, CallBounds(8, 1, 8, 3, 6, 0))
+    np.testing.assert_array_equal(inputs["block_table"], [[0, 1, 2]])
+
+
+def test_tensors_of_a_block_are_aligned_and_apart() -> None:
+    block = InputBlock(INPUTS, CallBounds(7, 3, 5, 9, 2, 0), CPU)
+    starts = [tensor.data_ptr() - block.block.data_ptr() for tensor in block.tensors.values() if tensor.numel()]
+    assert all(start % ALIGNMENT == 0 for start in starts) and len(set(starts)) == len(starts)
+    for index, tensor in enumerate(block.tensors.values()):
+        tensor.fill_(index)
+    assert all((tensor == index).all() for index, tensor in enumerate(block.tensors.values()))
+
+
+def test_inputs_that_nobody_fills_are_refused() -> None:
+    with pytest.raises(ConfigError, match="segment input mask: not one that a GPU runner fills"):
+        InputBlock([TensorSpec("mask", "int64", ("T",))], CallBounds(1, 1, 1, 1, 1, 0), CPU)
+
+
+def test_buckets_hold_their_calls_and_are_few() -> None:
+    for count in range(1, 3000):
+        bucket = bucketed_rows(count)
+        assert count <= bucket <= max(count + 31, 2 * count if count < 8 else 0) and bucketed_rows(bucket) == bucket
+        assert count <= power_of_two(count) < 2 * count
+    assert len({bucketed_rows(count) for count in range(1, MAX_GRAPH_ROWS + 1)}) == 25
+    assert bucketed_rows(0) == power_of_two(0) == 0
+    assert bucketed_rows(MAX_GRAPH_ROWS + 1) == MAX_GRAPH_ROWS + 8
+
+
+def test_bounds_of_a_call_and_their_limits() -> None:
+    rows = make_rows([np.arange(40)] * 3, [30, 8, 0], [5, 1, 3], np.arange(30).reshape(3, 10), np.array([0, 8]))
+    assert Buckets(BLOCK_SIZE, UNLIMITED).of(rows, 4) == CallBounds(16, 4, 8, 16, 2, 4)
+    assert Buckets(BLOCK_SIZE, CallBounds(12, 3, 5, 10, 12, 8)).of(rows, 4) == CallBounds(12, 3, 5, 10, 2, 4)
+    small = Buckets(BLOCK_SIZE, CallBounds(8, 3, 5, 10, 12, 8))
+    assert small.of(rows, 4).num_rows == rows.num_rows, "the program refuses it, not the rounding"

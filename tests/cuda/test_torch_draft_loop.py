@@ -1,0 +1,226 @@
+"""TorchDraftLoop on torch's CPU device: against calls of the runner and the sampler in turn."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import SamplingRows
+from faser_backend.core.errors import FaserError
+from faser_backend.core.ports import DraftTokens
+from faser_backend.core.request import Sampling
+from faser_backend.cuda.call_shapes import CallBounds
+from faser_backend.cuda.draft_loop import MAX_STEPS, TorchDraftLoop
+from faser_backend.cuda.runner import CudaRunner
+from faser_backend.cuda.sampler import TorchSampler
+from faser_backend.cuda.segment import PreparedCall
+from faser_backend.manifest import ModelEngine
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
+from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 90, 4, 11
+KINDS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=5),
+    Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=6),
+    Sampling(temperature=1.2, min_p=0.05, seed=2**64 - 1),
+]
+
+
+@pytest.fixture(scope="module", params=[(), (1,)], ids=["one segment", "two segments"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelEngine, Path]:
+    root = tmp_path_factory.mktemp("draft_loop")
+    source = write_checkpoint(root / "source")
+    return write_torch_engine(source, root, exit_layers=request.param), root
+
+
+def open_runner(built: tuple[ModelEngine, Path], limits: CallBounds | None = None) -> CudaRunner:
+    return open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, limits=limits)
+
+
+def open_sampler(kinds: list[Sampling]) -> TorchSampler:
+    sampler = TorchSampler(VOCAB_SIZE, MAX_SEQS, CPU)
+    for slot, sampling in enumerate(kinds):
+        sampler.add(slot, sampling, np.array([1]), 1, (0,))
+    return sampler
+
+
+class Drafting:
+    """A sequences with a context each; rows feed what the draft has not seen of them."""
+
+    def __init__(self, seed: int, size: int, most_tokens: int = 6) -> None:
+        rng = np.random.default_rng(seed)
+        self.seen = rng.integers(0, 30, size)
+        self.num_rows = rng.integers(1, 5, size)
+        self.lengths = rng.integers(1, most_tokens + 1, size)
+        self.tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in self.seen + self.num_rows]
+        width = -(-(30 + 5 + most_tokens) // BLOCK_SIZE)
+        needed = -(-(self.seen + self.num_rows + self.lengths - 1) // BLOCK_SIZE)
+        blocks = iter(rng.permutation(NUM_BLOCKS).tolist())
+        # Where a chain ends its blocks end as well: a write past it would land in block 0, which is somebody's.
+        self.tables = np.array([[next(blocks) if i < n else 0 for i in range(width)] for n in needed.tolist()])
+        self.slots = rng.permutation(MAX_SEQS)[:size]
+
+    def prefill(self, runner: CudaRunner) -> None:
+        who = np.flatnonzero(self.seen)
+        if who.size:
+            tokens = [self.tokens[i] for i in who]
+            rows = make_rows(tokens, [0] * who.size, self.seen[who].tolist(), self.tables[who], np.zeros(0, np.int64))
+            hidden = None
+            for segment in range(runner.num_segments):
+                hidden = runner.run_segment(segment, rows, hidden)
+
+    def rows(self):
+        last = np.cumsum(self.num_rows) - 1
+        return make_rows(self.tokens, self.seen.tolist(), self.num_rows.tolist(), self.tables, last)
+
+
+def in_turn(runner: CudaRunner, sampler: TorchSampler, drafting: Drafting, num_candidates: int) -> DraftTokens:
+    """The definition: a call and a draw per step, for the chains that go on."""
+    starts, size = drafting.seen + drafting.num_rows, drafting.slots.size
+    width = int(drafting.lengths.max())
+    tokens, margins = np.zeros((size, width), np.int64), np.zeros((size, width), np.float32)
+    candidates = np.zeros((size, width, num_candidates), np.int64)
+    rows, active = drafting.rows(), np.arange(size)
+    for step in range(width):
+        hidden = None
+        for segment in range(runner.num_segments):
+            hidden = runner.run_segment(segment, rows, hidden)
+        assert hidden is not None
+        drawing = SamplingRows(drafting.slots[active], starts[active] + step, active, active * 0 + step, tokens)
+        drawn = sampler.sample_draft(hidden, drawing, num_candidates)
+        tokens[active, step], margins[active, step] = drawn.tokens, drawn.margins
+        if drawn.candidates is not None:
+            candidates[active, step] = drawn.candidates
+        active = np.flatnonzero(drafting.lengths > step + 1)
+        places = (starts[active] + step).tolist()
+        padded = [
+            np.append(np.zeros(place, np.int64), tokens[i, step]) for i, place in zip(active, places, strict=True)
+        ]
+        if active.size:
+            rows = make_rows(padded, places, [1] * active.size, drafting.tables[active])
+    return DraftTokens(tokens, margins, candidates if num_candidates else None)
+
+
+def assert_equal_chains(drawn: DraftTokens, expected: DraftTokens, lengths: np.ndarray) -> None:
+    is_token = np.arange(expected.tokens.shape[1]) < lengths[:, None]
+    assert drawn.tokens.shape == expected.tokens.shape
+    assert np.array_equal(drawn.tokens[is_token], expected.tokens[is_token])
+    np.testing.assert_allclose(drawn.margins[is_token], expected.margins[is_token], atol=1e-3)
+    assert (drawn.candidates is None) == (expected.candidates is None)
+    if drawn.candidates is not None and expected.candidates is not None:
+        assert np.array_equal(drawn.candidates[is_token], expected.candidates[is_token])
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 4])
+@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[:2], KINDS], ids=["greedy", "temperature", "filters"])
+def test_chains_are_those_of_calls_in_turn(built, kinds: list[Sampling], num_candidates: int) -> None:
+    runner, host = open_runner(built), open_runner(built)
+    sampler = open_sampler((kinds * MAX_SEQS)[:MAX_SEQS])
+    loop = TorchDraftLoop(runner, sampler)
+    for seed in range(5):
+        drafting = Drafting(seed, size=1 + (seed * 7) % MAX_SEQS, most_tokens=1 + seed)
+        for each in (runner, host):
+            each.pool.storage.zero_()
+            drafting.prefill(each)
+        assert loop.can_draft(drafting.slots)
+        drawn = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
+        assert_equal_chains(drawn, in_turn(host, sampler, drafting, num_candidates), drafting.lengths)
+        torch.testing.assert_close(
+            runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0, msg="K/V of other places was written"
+        )
+        again = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
+        assert_equal_chains(again, drawn, drafting.lengths)
+
+
+def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:
+    runner = open_runner(built, CallBounds(64, 6, 8, 10, 6, 0))
+    prepared, prepare = [], runner.prepare_decode
+
+    def spied(bounds: CallBounds) -> PreparedCall:
+        prepared.append((bounds.num_rows, bounds.num_blocks))
+        return prepare(bounds)
+
+    runner.prepare_decode = spied  # type: ignore[method-assign]
+    drafting = Drafting(1, size=5)
+    drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 30
+    drafting.tables = np.arange(50).reshape(5, 10)
+    loop = TorchDraftLoop(runner, open_sampler(KINDS[:1] * MAX_SEQS))
+    loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+    assert prepared == [(6, 8)]
+    drafting.lengths[:] = 39
+    loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+    assert prepared == [(6, 8), (6, 10)]
+
+
+def test_longer_chains_than_a_plan_holds_are_refused(built) -> None:
+    drafting = Drafting(1, size=1)
+    drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, MAX_STEPS + 1
+    drafting.tables = np.arange(20)[None]
+    loop = TorchDraftLoop(open_runner(built), open_sampler(KINDS[:1] * MAX_SEQS))
+    with pytest.raises(ValueError, match="num_draft_tokens = 65: must be at most 64"):
+        loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
+
+
+def test_a_warmed_up_menu_leaves_pools_alone(built) -> None:
+    runner = open_runner(built)
+    runner.pool.storage.fill_(3.0)
+    before = runner.pool.storage.clone()
+    loop = TorchDraftLoop(runner, open_sampler(KINDS))
+    runner.capture_menu(0)
+    loop.capture_menu(5, 2)
+    assert torch.equal(runner.pool.storage, before)
+
+
+def test_rules_are_left_to_the_host(built) -> None:
+    kinds = [*KINDS[:3], Sampling(temperature=1.0, repetition_penalty=1.2)]
+    loop = TorchDraftLoop(open_runner(built), open_sampler(kinds))
+    assert loop.can_draft(np.array([0, 1, 2]))
+    assert not loop.can_draft(np.array([0, 3]))
+
+
+def with_nan(runner: CudaRunner, row: int, at_launch: int) -> CudaRunner:
+    """Logits of `row` become NaN behind one launch of each chain of four tokens."""
+    prepare = runner.prepare_decode
+
+    def prepare_decode(bounds: CallBounds) -> PreparedCall:
+        call, launches = prepare(bounds), itertools.cycle([1, 2, 3])
+
+        def launch() -> None:
+            call.launch()
+            if next(launches) == at_launch:
+                call.tensors["logits"][row] = torch.nan
+
+        return replace(call, launch=launch)
+
+    runner.prepare_decode = prepare_decode  # type: ignore[method-assign]
+    return runner
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_unusable_logits_name_their_slot_and_position(built, kind: int) -> None:
+    drafting = Drafting(3, size=4)
+    drafting.seen[1], drafting.num_rows[1] = 7, 1
+    drafting.tokens[1] = np.arange(8)
+    drafting.tables = np.arange(4 * 12).reshape(4, 12)
+    drafting.lengths[:] = 4
+    sampler = open_sampler(KINDS[kind : kind + 1] * MAX_SEQS)
+
+    def draft(runner: CudaRunner) -> None:
+        TorchDraftLoop(runner, sampler).draft(drafting.rows(), drafting.slots, drafting.lengths, 2)
+
+    slot = drafting.slots[1]
+    for step in (1, 3):
+        with pytest.raises(FaserError, match=rf"slot {slot}, position {8 + step}\) hold NaN"):
+            draft(with_nan(open_runner(built), 1, step))
+    drafting.lengths[1] = 3
+    draft(with_nan(open_runner(built), 1, 3))  # nobody's token
+    poisoned = open_runner(built)
+    poisoned.pool.storage[:, :, :, drafting.tables[1, 0], 2] = torch.nan
+    with pytest.raises(FaserError, match=rf"row 1 \(slot {slot}, position 8\) hold NaN"):
+        draft(poisoned)

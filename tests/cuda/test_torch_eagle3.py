@@ -1,0 +1,238 @@
+"""EAGLE-3 heads of runtime torch on torch's CPU device: rows and chains against a dense reference, in every format.
+
+Whole engines with such heads are in test_torch_eagle3_drafting.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS
+from faser_backend.cuda.pool import CudaKvPool
+from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.torch_programs import TorchPrograms
+from faser_backend.cuda.torch_weights import HeadTensors
+from faser_backend.engines.build import build_engines
+from faser_backend.manifest import EngineManifest
+from tests.engines.test_eagle3 import BLOCK_SIZE, CONFIGS, MAX_ERROR, NUM_BLOCKS, Built, same_logits, shuffled_tables
+from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
+from tests.support.torch_engines import CPU, NUM_SMS
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("eagle3"), runtime="torch", exit_layers=(4,), **CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("eagle3"), runtime="torch")
+
+
+class Runners:
+    """Target and head of an engine directory, and the features that they share."""
+
+    def __init__(self, directory: Path, num_blocks: int = NUM_BLOCKS) -> None:
+        manifest = EngineManifest.load(directory)
+        assert manifest.draft is not None
+        self.programs = TorchPrograms.of_directory(directory, manifest.dtype, CPU, manifest.target)
+        models = manifest.target, manifest.draft
+        pools = [CudaKvPool(m.spec, num_blocks, BLOCK_SIZE, dtype=manifest.dtype, device=CPU) for m in models]
+        self.features = pools[1].features = pools[0].features
+        opened = [self.programs.open(model, "", NUM_SMS) for model in (models[1], models[0])]  # the head asks first
+        self.target = CudaRunner(models[0], opened[1], pools[0], CPU)
+        self.head = CudaHeadRunner(models[1], opened[0], pools[1], CPU)
+        self.weights = self.programs.weights(models[1])
+        self.target_weights = self.programs.weights(models[0])
+
+    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
+        """The target reads these rows, then the head the next tokens beside them. Returns the head's logits."""
+        run_all(self.target, make_rows(tokens, starts, counts, tables))
+        return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
+
+    def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
+        """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
+        blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
+        return self.features[table[blocks], offsets].flatten(1).float().numpy()
+
+
+def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
+    """Ragged chunks of three sequences in calls that are padded; the target is cut before a layer that is read."""
+    rng, runners = np.random.default_rng(0), Runners(built.directory)
+    tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
+    tables = shuffled_tables(rng, 3)
+    joined = [built.reference.joined(built.features(t)) for t in tokens]
+    expected = [built.reference.run(t[1:], j[:-1])[0] for t, j in zip(tokens, joined, strict=True)]
+    starts, lengths = np.zeros(3, np.int64), np.array([t.size - 1 for t in tokens])
+    while (starts < lengths).any():
+        live = np.flatnonzero(starts < lengths)
+        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 7) + 1)) for i in live]
+        logits = runners.read([tokens[i] for i in live], starts[live].tolist(), counts, tables[live])
+        wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
+        assert same_logits(logits, np.concatenate(wanted))
+        starts[live] += counts
+    assert built.manifest.target.spec.feature_layers == FEATURE_LAYERS
+    is_written = np.zeros((NUM_BLOCKS, BLOCK_SIZE), np.bool_)
+    for t, table in zip(tokens, tables, strict=True):
+        features = runners.features_of(t.size - 1, table)
+        assert np.abs(features - built.features(t)[:-1].numpy()).max() <= MAX_ERROR
+        is_written[table[np.arange(t.size - 1) // BLOCK_SIZE], np.arange(t.size - 1) % BLOCK_SIZE] = True
+    assert not runners.features[:-1][torch.from_numpy(~is_written)].any(), "rows that pad a call write nobody's block"
+
+
+def test_chains_on_own_hidden_states_equal_a_dense_run(built: Built) -> None:
+    """Five greedy steps of three sequences, the second of which pauses after two: its state is taken out."""
+    rng, runners = np.random.default_rng(5), Runners(built.directory)
+    tokens = [rng.integers(0, VOCAB_SIZE, n) for n in (11, 6, 19)]
+    tables, counts = shuffled_tables(rng, 3), [10, 5, 18]
+    run_all(runners.target, make_rows(tokens, [0] * 3, counts, tables))
+    rows = make_rows([t[1:] for t in tokens], [0] * 3, counts, tables, np.cumsum(counts) - 1)
+    logits, hidden = runners.head.run_layer(rows, runners.head.run_segment(0, rows, None))
+    read = [(t[1:], built.reference.joined(built.features(t))[:-1]) for t in tokens]
+    going = np.arange(3)
+    for step in range(5):
+        runs = [built.reference.run(*read[i]) for i in going]
+        assert same_logits(logits.numpy(), np.stack([found[-1] for found, _ in runs]))
+        error = np.abs(hidden.numpy() - torch.stack([made[-1] for _, made in runs]).numpy()).max()
+        assert error <= (1 + step) * MAX_ERROR, "the rounding of a step enters the next"
+        drafted = logits.argmax(1).numpy()
+        for i, token, (_, made) in zip(going, drafted, runs, strict=True):
+            read[i] = np.append(read[i][0], token), torch.cat([read[i][1], made[-1:]])
+        if step == 1:
+            hidden, drafted, going = runners.head.take_rows(hidden, np.array([0, 2])), drafted[[0, 2]], going[[0, 2]]
+        lens = np.array([read[i][0].size - 1 for i in going])
+        newest = RowBatch(drafted, np.arange(going.size + 1), lens, tables[going], np.arange(going.size))
+        logits, hidden = runners.head.run_layer(newest, hidden)
+
+
+def test_taken_states_are_copies(gqa: Built) -> None:
+    head = Runners(gqa.directory).head
+    hidden = torch.arange(12.0).view(6, 2)
+    pieces = [head.take_rows(hidden, np.array(rows)) for rows in ([4], [0, 1, 2], [1, 5])]
+    hidden.zero_()
+    assert torch.cat(pieces)[:, 0].tolist() == [8, 0, 2, 4, 2, 10]
+
+
+def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path) -> None:
+    """One call of the target and of the head without logits, tensors of its own each; then a row behind it."""
+    source = write_checkpoint(
+        tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=2 * MAX_GRAPH_ROWS
+    )
+    build_engines(source, gqa.head_dir, tmp_path / "engine", runtime="torch", kv_block_size=BLOCK_SIZE)
+    found = []
+    num_tokens = MAX_GRAPH_ROWS + 5
+    tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, num_tokens + 2)
+    for chunk in (num_tokens, 100):
+        table = np.arange(num_tokens // BLOCK_SIZE + 2)[None]
+        runners = Runners(tmp_path / "engine", table.size)
+        for first in range(0, num_tokens, chunk):
+            count = min(chunk, num_tokens - first)
+            rows = make_rows([tokens], [first], [count], table, np.zeros(0, np.int64))
+            run_all(runners.target, rows)
+            run_all(runners.head, make_rows([tokens[1:]], [first], [count], table, np.zeros(0, np.int64)))
+        found.append(runners.read([tokens], [num_tokens], [1], table))
+    assert same_logits(*found)
+
+
+def test_each_tensor_of_a_head_shows_in_its_logits(gqa: Built) -> None:
+    """Negative control: the comparison would notice a tensor that is left out or read from the wrong place."""
+    rng, runners, reference = np.random.default_rng(3), Runners(gqa.directory), gqa.reference
+    tokens = rng.integers(0, VOCAB_SIZE, 12)
+    logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
+
+    def is_equal() -> bool:
+        return same_logits(logits, reference.run(tokens[1:], reference.joined(gqa.features(tokens))[:-1])[0])
+
+    for name in [name for name in reference.tensors if name != "t2d"]:
+        kept = reference.tensors[name]
+        reference.tensors[name] = kept.roll(1, 0) if name == "d2t" else kept * 1.1
+        assert not is_equal(), name
+        reference.tensors[name] = kept
+    assert is_equal()
+
+
+@pytest.mark.parametrize("mistake", ["another order of layers", "another position"])
+def test_other_features_are_noticed(gqa: Built, mistake: str) -> None:
+    """Negative control: layers that change places, and rows that read the place of their own token."""
+    rng, runners = np.random.default_rng(6), Runners(gqa.directory)
+    tokens, table = rng.integers(0, VOCAB_SIZE, 12), shuffled_tables(rng, 1)
+    assert np.isfinite(runners.read([tokens], [0], [11], table)).any()
+    wanted, _ = gqa.reference.run(tokens[1:], gqa.reference.joined(gqa.features(tokens))[:-1])
+    rows = make_rows([tokens[1:]], [0], [11], table)
+    assert same_logits(run_all(runners.head, rows), wanted)
+    axis = 2 if mistake == "another order of layers" else 1
+    runners.features.copy_(runners.features.roll(1, axis))
+    assert not same_logits(run_all(runners.head, rows), wanted)
+
+
+def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -> None:
+    """The same tensor, in no other memory; and the files say whose it is."""
+    runners = Runners(gqa.directory)
+    assert isinstance(runners.weights, HeadTensors) and not isinstance(runners.target_weights, HeadTensors)
+    assert runners.weights.layer.embedding is runners.target_weights.embedding
+    models = [gqa.manifest.target, gqa.manifest.draft]
+    sizes = [(gqa.directory / f"{name}.safetensors").stat().st_size for name in ("target", "draft")]
+    assert sizes == [model.num_weight_bytes for model in models if model is not None]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("fp32", MAX_ERROR), ("bf16", 0.1), ("fp16", 0.01)])
+def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp_path: Path) -> None:
+    """The layer under vLLM's name, an embedding of its own, half precision, explicit layers; in every dtype."""
+    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
+    rng = np.random.default_rng(2)
+    own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
+    tensors = head_tensors(HEAD, prefix="layers.0.") | {"embed_tokens.weight": own}
+    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
+    head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
+    directory = tmp_path / "engine"
+    manifest = build_engines(target, head, directory, runtime="torch", dtype=dtype, kv_block_size=BLOCK_SIZE)
+    assert manifest.target.spec.feature_layers == (1, 4, 7)
+    reference = ReferenceHead(head, own, prefix="layers.0.")
+    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
+    reference.embedding = reference.tensors["embed_tokens.weight"]
+    runners = Runners(directory)
+    tokens, table = rng.integers(0, VOCAB_SIZE, 10), shuffled_tables(rng, 1)
+    found = runners.read([tokens], [0], [9], table)
+    features = torch.from_numpy(runners.features_of(9, table[0]))  # what this dtype made of them
+    wanted, _ = reference.run(tokens[1:], reference.joined(features))
+    is_known = np.isfinite(wanted)
+    assert np.array_equal(is_known, np.isfinite(found)) and not is_known.all()
+    assert np.abs(found[is_known] - wanted[is_known]).max() <= most
+
+
+def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=104)
+    write_tokenizer(target, VOCAB_SIZE)
+    head = write_head(tmp_path / "head", vocab_size=104)
+    manifest = build_engines(target, head, tmp_path / "engine", runtime="torch", kv_block_size=BLOCK_SIZE)
+    assert manifest.draft is not None
+    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, 104)
+    reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
+    rng, runners = np.random.default_rng(4), Runners(tmp_path / "engine")
+    tokens, table = rng.integers(0, VOCAB_SIZE, 10), shuffled_tables(rng, 1)
+    found = runners.read([tokens], [0], [9], table)
+    features = torch.from_numpy(runners.features_of(9, table[0]))
+    wanted, _ = reference.run(tokens[1:], reference.joined(features))
+    assert np.isfinite(wanted[:, VOCAB_SIZE:]).any(), "the head must know an id that is cut"
+    assert same_logits(found, wanted[:, :VOCAB_SIZE])
+
+
+def test_a_head_s_file_without_its_map_is_refused(gqa: Built, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(gqa.directory / "draft.safetensors")
+    assert gqa.manifest.draft is not None
+    del tensors["token_ids"]
+    save_file(tensors, tmp_path / "draft.safetensors")
+    programs = TorchPrograms.of_directory(tmp_path, "fp32", CPU, gqa.manifest.target)
+    save_file(load_file(gqa.directory / "target.safetensors"), tmp_path / "target.safetensors")
+    with pytest.raises(ConfigError, match="tensor token_ids is missing"):
+        programs.open(gqa.manifest.draft, "", NUM_SMS)

@@ -1,0 +1,186 @@
+"""Engines of runtime torch that draft with a head, on the CPU: drafts are a dense reference's and those of llvm's head,
+tokens those of plain decoding, and a device that drafts whole chains drafts what the host would call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.request import Request, Sampling
+from faser_backend.cuda.draft_loop import TorchDraftLoop
+from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.runtime import CudaRuntime
+from faser_backend.device.runtime import ModelPair
+from faser_backend.engines.build import build_engines
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble_on, build_engine
+from faser_backend.serving.runtimes import open_runtime
+from tests.cuda.test_draft_loop import recorded_frontiers
+from tests.engines.test_eagle3 import BLOCK_SIZE, Built
+from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
+from tests.support.forcing import Forced, at_random, forced, in_turns
+from tests.support.harness import drive, guessed
+from tests.support.head_trees import Agreeing
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A head that is often right."""
+    return Agreeing(tmp_path_factory.mktemp("agreeing"), "torch")
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A head that knows some tokens alone and is hardly ever right."""
+    return Built(tmp_path_factory.mktemp("random"), runtime="torch", exit_layers=(4,))
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and sampled ones, some with filters, and two with rules, which end first."""
+    made = make_requests()
+    made[2] = replace(made[2], sampling=Sampling(temperature=1.0, top_k=7, top_p=0.9, seed=2))
+    made[4] = replace(made[4], sampling=Sampling(temperature=0.9, repetition_penalty=1.3, seed=4), max_tokens=6)
+    made[5] = replace(made[5], sampling=Sampling(presence_penalty=0.7, seed=5), max_tokens=4)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(built: Built) -> dict[str, list[int]]:
+    return tokens_of(built, "none", mixed_requests())
+
+
+def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaRuntime, "open_draft_loop", lambda *_: None)
+
+
+@pytest.fixture
+def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the device drafts whole chains, as the case asks."""
+    if not request.param:
+        without_loops(monkeypatch)
+    return bool(request.param)
+
+
+def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
+    engine, checker = open_engine(built, policy, enable_prefix_reuse=False, **options), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    return engine, checker
+
+
+# -- drafts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "has_loops"),
+    [
+        ((4,), {}, False),
+        ((4,), {"num_kv_blocks": 32}, True),  # one full context: sequences are preempted
+        ((5, 0, 2, 0, 0), {}, True),  # rounds without drafts: the head lags behind
+    ],
+    indirect=["has_loops"],
+)
+def test_every_chain_is_the_reference_s(
+    random: Built, lengths: tuple[int, ...], options: dict[str, object], has_loops: bool
+) -> None:
+    engine, checker = checked(random, "fixed:4", **options)
+    scheduler = engine.stepper.scheduler
+    scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
+    assert isinstance(engine.stepper.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
+    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
+    assert (engine.metrics().num_preemptions > 0) == bool(options)
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+    assert tokens == tokens_of(random, "none", make_requests(5, is_greedy=True))
+
+
+@pytest.mark.parametrize("name", ["built", "random"])
+def test_a_loop_drafts_what_the_host_drafts_call_by_call(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, lengths, margins and candidates of every frontier; greedy and sampled, with filters and rules."""
+    built: Built = request.getfixturevalue(name)
+    seen = []
+    for _ in range(2):
+        pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
+        policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
+        config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16)
+        models = ModelPair(built.manifest.target, built.manifest.draft)
+        engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
+        frontiers = recorded_frontiers(engine.stepper)
+        seen.append((drive(engine, mixed_requests()).tokens, frontiers))
+        engine.close()
+        without_loops(monkeypatch)
+    (with_loops, frontiers), (stepwise, expected) = seen
+    assert with_loops == stepwise and len(frontiers) == len(expected)
+    for drafted, wanted in zip(frontiers, expected, strict=True):
+        for found, other in zip(drafted, wanted, strict=True):
+            assert (found is None) == (other is None)
+            assert found is None or np.allclose(found, other, atol=1e-5)
+
+
+# -- tokens ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("fixed:4", {}), ("fixed:4", {"num_kv_blocks": 32}), ("faser", {})],
+)
+def test_tokens_equal_plain_decoding(
+    built: Built, plain: dict[str, list[int]], policy: str, options: dict[str, object]
+) -> None:
+    """Greedy sequences beside sampled ones, with penalties and filters, at random times."""
+    engine = open_engine(built, policy, **options)
+    assert drive(engine, mixed_requests(), seed=1).tokens == plain
+    assert policy == "faser" or engine.metrics().num_accepted > 20
+    engine.close()
+
+
+def test_tokens_equal_plain_decoding_in_halves(built: Built, tmp_path: Path) -> None:
+    """On a CPU products of a row are the same in any company: no near-tie decides otherwise."""
+    options = {"runtime": "torch", "dtype": "bf16", "kv_block_size": BLOCK_SIZE}
+    build_engines(built.source, built.head_dir, tmp_path, **options)
+    found = []
+    for policy in ("none", "fixed:4"):
+        engine = build_engine(tmp_path, EngineConfig(policy=policy))
+        found.append(drive(engine, make_requests(5, is_greedy=True)).tokens)
+        assert policy == "none" or engine.metrics().num_accepted > 20
+        engine.close()
+    assert found[0] == found[1]
+
+
+# -- what a mistake looks like -----------------------------------------------------------------------
+
+
+def states_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a loop read what the first of them read."""
+    monkeypatch.setattr(CudaHeadRunner, "_decode_tensors", CudaRunner._decode_tensors)
+
+
+def positions_are_a_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain's noise is that of the positions before its own."""
+    monkeypatch.setattr(CudaHeadRunner, "num_ahead", 0)
+
+
+@pytest.mark.parametrize("mistake", [states_are_left, positions_are_a_model_s])
+def test_mistakes_of_a_loop_are_noticed(
+    random: Built, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled, where noise is the position's; against chains that the host draws call by call."""
+    found = []
+    with monkeypatch.context() as patched:
+        for change in (mistake, without_loops):
+            change(patched)
+            engine = open_engine(random, "fixed:4", enable_prefix_reuse=False)
+            drafted = recorded_frontiers(engine.stepper)
+            tokens = drive(engine, make_requests(4)).tokens
+            found.append((tokens, [frontier[0].tolist() for frontier in drafted]))
+            engine.close()
+    assert found[0][0] == found[1][0], "no token depends on it"
+    assert found[0][1] != found[1][1]

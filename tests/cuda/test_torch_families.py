@@ -1,0 +1,96 @@
+"""Every model family without experts in runtime torch, cut and whole, against transformers; experts are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.errors import ConfigError
+from faser_backend.cuda.runner import CudaRunner
+from faser_backend.cuda.torch_weights import load_weights
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.checkpoint_base import CheckpointError
+from tests.support.family_models import VARIANTS, random_model, write_model
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits
+from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
+
+MAX_ERROR = 2e-4
+NUM_BLOCKS, BLOCK_SIZE = 40, 4
+DENSE = [name for name in VARIANTS if "moe" not in name]
+
+
+def run_all(runner: CudaRunner, rows: RowBatch) -> np.ndarray:
+    hidden = None
+    for segment in range(runner.num_segments):
+        hidden = runner.run_segment(segment, rows, hidden)
+    assert hidden is not None
+    return hidden.numpy().copy()
+
+
+@pytest.mark.parametrize(
+    ("variant", "exit_layers"), [("qwen3", ()), *((variant, (1, 2)) for variant in DENSE)], ids=str
+)
+def test_logits_are_those_of_transformers(variant: str, exit_layers: tuple[int, ...], tmp_path: Path) -> None:
+    reference: Any = random_model(variant)
+    model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=exit_layers)
+    runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)
+    rng = np.random.default_rng(6)
+    sequences = [rng.integers(0, VOCAB_SIZE, length) for length in (50, 21)]  # past the context of pretraining, and not
+    expected = [reference_logits(reference, tokens) for tokens in sequences]
+    tables = rng.permutation(NUM_BLOCKS)[:26].reshape(2, 13)
+    for starts, counts in (([0, 0], [40, 13]), ([40, 13], [3, 7]), ([43, 20], [7, 1])):
+        wanted = [expected[i][starts[i] : starts[i] + counts[i]] for i in range(2)]
+        logits = run_all(runner, make_rows(sequences, starts, counts, tables))
+        assert np.abs(logits - np.concatenate(wanted)).max() <= MAX_ERROR
+
+
+@pytest.mark.parametrize(
+    ("variant", "field"),
+    [
+        ("llama_all_biases_tied", "qkv_bias"),
+        ("llama_all_biases_tied", "attention_out_bias"),
+        ("llama_all_biases_tied", "gate_up_bias"),
+        ("llama_all_biases_tied", "down_bias"),
+        ("qwen3", "q_norm"),
+        ("qwen3", "k_norm"),
+    ],
+)
+def test_every_variant_shows_in_the_logits(variant: str, field: str, tmp_path: Path) -> None:
+    """Negative control: the models are such that a bias or norm that were forgotten would be seen."""
+    model = write_torch_engine(write_model(random_model(variant), tmp_path / "source"), tmp_path)
+    rows = make_rows([np.arange(9)], [0], [9], np.arange(3)[None])
+    runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)
+    logits = run_all(runner, rows)
+    getattr(runner._programs[0].weights.layers[1], field).mul_(0.5)  # pyright: ignore[reportAttributeAccessIssue]
+    assert np.abs(run_all(runner, rows) - logits).max() > 10 * MAX_ERROR
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    source = write_model(random_model("qwen3_moe"), tmp_path / "source")
+    with pytest.raises(CheckpointError, match="experts"):
+        build_engines(source, source, tmp_path / "engine", runtime="torch")
+    model = write_torch_engine(source, tmp_path / "torch")
+    with pytest.raises(ConfigError, match="num_experts = 8: runtime torch runs models without experts"):
+        load_weights(tmp_path / "torch" / model.segments[0].file.name, model.spec, "fp32", CPU)
+
+
+def test_half_precision_weights_are_of_the_engines_dtype(tmp_path: Path) -> None:
+    source = write_model(random_model("llama_all_biases_tied"), tmp_path / "source")
+    model = write_torch_engine(source, tmp_path, dtype="bf16")
+    weights = load_weights(tmp_path / model.segments[0].file.name, model.spec, "bf16", CPU)
+    assert weights.head is weights.embedding and weights.embedding.dtype == torch.bfloat16
+    for layer in weights.layers:
+        assert layer.qkv.is_contiguous() and layer.gate_up.is_contiguous()
+        assert layer.down.shape == (model.spec.hidden_size, model.spec.intermediate_size)
+        assert layer.input_norm.dtype == torch.float32
+        assert layer.qkv_bias is not None and layer.qkv_bias.dtype == torch.bfloat16
+    rows = make_rows([np.arange(9)], [0], [9], np.arange(3)[None])
+    directory = tmp_path / "exact"
+    exact = open_torch_runner(write_torch_engine(source, directory), directory, NUM_BLOCKS, BLOCK_SIZE)
+    rounded = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE, dtype="bf16")
+    assert 1e-3 < np.abs(run_all(exact, rows) - run_all(rounded, rows)).max() < 0.6

@@ -1,0 +1,181 @@
+"""The torch segments on a CPU against runtime llvm and transformers: packed, paged, chunked, cut and pruned runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.runner import LlvmRunner
+from faser_backend.cuda.runner import CudaRunner
+from faser_backend.cuda.torch_weights import load_weights
+from faser_backend.device.partition import CorePartition
+from faser_backend.engines.build import build_engines
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.rows import keep_rows
+from tests.support.tiny_models import make_rows, reference_logits, reference_model, run_all, write_checkpoint
+from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
+
+MAX_ERROR = 2e-4
+NUM_BLOCKS, BLOCK_SIZE = 40, 4
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "wide_heads": {"head_dim": 16, "rope_theta": 100.0, "rms_norm_eps": 1e-3},
+    "one_layer": {"num_hidden_layers": 1},
+}
+
+
+class Pair:
+    """One checkpoint under both runtimes, and a reference."""
+
+    def __init__(self, root: Path, exit_layers: tuple[int, ...] = (), dtype: str = "fp32", **config: Any) -> None:
+        source = write_checkpoint(root / "source", **config)
+        build_engines(source, source, root / "llvm", exit_layers=exit_layers, kv_block_size=BLOCK_SIZE)
+        target = EngineManifest.load(root / "llvm").target
+        pool = KvPool(target.spec, NUM_BLOCKS, BLOCK_SIZE)
+        self.llvm = LlvmRunner(target, root / "llvm", CorePartition("test", (0,)), pool)
+        model = write_torch_engine(source, root / "torch", exit_layers=exit_layers, dtype=dtype)
+        self.torch = open_torch_runner(model, root / "torch", NUM_BLOCKS, BLOCK_SIZE, dtype=dtype)
+        self.reference = reference_model(source)
+
+
+def to_numpy(logits: torch.Tensor | np.ndarray) -> np.ndarray:
+    return np.array(logits)
+
+
+def run_torch(runner: CudaRunner, rows) -> np.ndarray:
+    hidden = None
+    for segment in range(runner.num_segments):
+        hidden = runner.run_segment(segment, rows, hidden)
+    assert hidden is not None
+    return hidden.numpy().copy()
+
+
+def check_ragged_run(pair: Pair, seed: int, max_error: float) -> float:
+    """Prefill in ragged chunks, then decode in ragged steps. Returns the largest difference of a logit."""
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.integers(9, 40, 3)]
+    sequences = [rng.integers(0, 97, length) for length in lengths]
+    expected = [reference_logits(pair.reference, tokens) for tokens in sequences]
+    tables = rng.permutation(NUM_BLOCKS)[:30].reshape(3, 10)
+    starts, largest = [0, 0, 0], 0.0
+    while any(start < length for start, length in zip(starts, lengths, strict=True)):
+        live = [i for i in range(3) if starts[i] < lengths[i]]
+        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 9) + 1)) for i in live]
+        live_starts = [starts[i] for i in live]
+        rows = make_rows([sequences[i] for i in live], live_starts, counts, tables[live])
+        logits = run_torch(pair.torch, rows)
+        wanted = np.concatenate([expected[i][s : s + n] for i, s, n in zip(live, live_starts, counts, strict=True)])
+        differences = np.abs(logits - wanted).max(), np.abs(logits - run_all(pair.llvm, rows)).max()
+        assert max(differences) <= max_error
+        largest = max(largest, *differences)
+        for i, count in zip(live, counts, strict=True):
+            starts[i] += count
+    pair.torch.check_integrity()
+    return largest
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_llvm_and_transformers(name: str, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, **CONFIGS[name])
+    check_ragged_run(pair, 0, MAX_ERROR)
+
+
+@pytest.mark.parametrize("exit_layers", [(1, 2)])
+def test_cut_models_give_the_same_logits(exit_layers: tuple[int, ...], tmp_path: Path) -> None:
+    pair = Pair(tmp_path, exit_layers)
+    assert pair.torch.num_layers == pair.llvm.num_layers and pair.torch.exits == pair.llvm.exits
+    check_ragged_run(pair, 7, MAX_ERROR)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_stays_close(dtype: str, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, (1,), dtype)
+    largest = check_ragged_run(pair, 3, {"bf16": 0.6, "fp16": 0.08}[dtype])
+    assert largest > MAX_ERROR, "the engine's dtype shows"
+
+
+def test_pools_hold_the_same_keys_and_values(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, (1,))
+    rng = np.random.default_rng(5)
+    sequences = [rng.integers(0, 97, 20) for _ in range(2)]
+    tables = rng.permutation(NUM_BLOCKS)[:10].reshape(2, 5)
+    for starts, counts in (([0, 0], [7, 11]), ([7, 11], [5, 1])):
+        rows = make_rows(sequences, starts, counts, tables, logit_rows=np.zeros(0, np.int64))  # a prefill: no logits
+        assert run_torch(pair.torch, rows).shape == (0, 97)
+        run_all(pair.llvm, rows)
+    difference = np.abs(pair.torch.pool.storage.numpy()[:, :, :, :NUM_BLOCKS] - pair.llvm.pool.storage)
+    assert difference.max() <= MAX_ERROR
+    assert pair.llvm.pool.storage[:, :, :, :NUM_BLOCKS].any()
+
+
+@pytest.mark.parametrize("num_kept", [[4, 5, 3], [2, 5, 1]])
+def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> None:
+    pair = Pair(tmp_path, (1,))
+    rng = np.random.default_rng(2)
+    sequences = [rng.integers(0, 97, 12) for _ in range(3)]
+    tables, starts = np.array([[5, 9, 0], [7, 1, 20], [2, 0, 0]]), [3, 6, 0]
+    candidates = rng.integers(0, 97, (12, 4))
+    results = []
+    runners: tuple[Any, Any] = pair.llvm, pair.torch
+    for runner in runners:
+        for sequence, start, table in zip(sequences, starts, tables, strict=True):
+            if start:
+                rows = make_rows([sequence], [0], [start], table[None])
+                runner.run_segment(1, rows, runner.run_segment(0, rows, None))
+        rows = make_rows(sequences, starts, [4, 5, 3], tables)
+        hidden, scores = runner.run_segment_with_scores(0, rows, None, candidates)
+        hidden, scores = to_numpy(hidden), to_numpy(scores)
+        again, _ = runner.run_segment_with_scores(0, rows, None, candidates)
+        shorter, kept = keep_rows(rows, np.array(num_kept))
+        logits = to_numpy(runner.run_segment(1, shorter, runner.take_rows(again, kept)))
+        results.append((hidden, scores, logits))
+    for wanted, got in zip(*results, strict=True):
+        assert wanted.shape == got.shape
+        np.testing.assert_allclose(got, wanted, atol=MAX_ERROR)
+    got, wanted = pair.torch.pool.storage.numpy(), pair.llvm.pool.storage
+    np.testing.assert_allclose(got[:, :, :, :NUM_BLOCKS], wanted[:, :, :, :NUM_BLOCKS], atol=MAX_ERROR)
+
+
+def test_logits_of_some_rows(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    sequence, table = [np.arange(11)], np.array([[3, 8, 1]])
+    everything = run_torch(pair.torch, make_rows(sequence, [0], [11], table))
+    some = run_torch(pair.torch, make_rows(sequence, [0], [11], table, logit_rows=np.array([2, 10, 5])))
+    np.testing.assert_allclose(some, everything[[2, 10, 5]], atol=1e-5)
+
+
+def test_a_wrong_table_changes_the_logits(tmp_path: Path) -> None:
+    """Negative control: the comparison notices a sequence that reads another's blocks."""
+    pair = Pair(tmp_path)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 97, 12) for _ in range(2)]
+    tables = np.array([[4, 5, 6], [7, 8, 9]])
+    for runner in (pair.llvm, pair.torch):
+        prefill = make_rows(sequences, [0, 0], [11, 11], tables)
+        runner.run_segment(0, prefill, None)
+    wanted = run_all(pair.llvm, make_rows(sequences, [11, 11], [1, 1], tables))
+    swapped = run_torch(pair.torch, make_rows(sequences, [11, 11], [1, 1], tables[::-1].copy()))
+    assert np.abs(swapped - wanted).max() > 100 * MAX_ERROR
+
+
+def test_weight_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = write_torch_engine(write_checkpoint(tmp_path / "source"), tmp_path)
+    path = tmp_path / model.segments[0].file.name
+    with pytest.raises(ConfigError, match=r"embedding has dtype torch.float32, the engine's wants torch.bfloat16"):
+        load_weights(path, model.spec, "bf16", CPU)
+    tensors = load_file(path)
+    save_file({**tensors, "layers.0.sinks": torch.zeros(4)}, path)
+    with pytest.raises(ConfigError, match=r"holds layers\.0\.sinks, which runtime torch does not know"):
+        load_weights(path, model.spec, "fp32", CPU)
+    del tensors["layers.1.down"]
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"tensor layers\.1\.down is missing"):
+        load_weights(path, model.spec, "fp32", CPU)

@@ -1,0 +1,291 @@
+"""EAGLE-3 heads whose layer is a kernel of ours: against a dense reference, in any company, in every format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.model import FLOAT32_WEIGHTS
+from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu.head import LlvmHeadRunner
+from faser_backend.cpu.kernels.matrix_units import has_matrix_units
+from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.runner import LlvmRunner
+from faser_backend.device.partition import CorePartition
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.tensorrt_buckets import TensorRtOptions
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.runtimes import open_runtime
+from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
+from tests.support.precision import UNIT_ERROR
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
+
+MAX_ERROR = 1e-4
+NUM_BLOCKS = 40
+BLOCK_SIZE = 4
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mha": {"num_key_value_heads": 4, "rope_theta": 500000.0},
+    "wide_heads": {"head_dim": 16, "num_key_value_heads": 1},
+    "whole_vocabulary": {"draft_vocab_size": None},
+}
+
+
+class Built:
+    """A target and a head, built together, and the references of both."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        runtime: str = "llvm",
+        weights: str | None = None,
+        exit_layers: tuple[int, ...] = (),
+        kv_cache_dtype: str | None = None,
+        tensorrt: TensorRtOptions | None = None,
+        dtype: str = "fp32",
+        **config: Any,
+    ) -> None:
+        self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
+        self.head_dir = write_head(root / "head", **config)
+        self.directory = root / "engine"
+        self.manifest = build_engines(
+            self.source,
+            self.head_dir,
+            self.directory,
+            runtime=runtime,
+            weights=weights,
+            exit_layers=exit_layers,
+            kv_block_size=BLOCK_SIZE,
+            kv_cache_dtype=kv_cache_dtype,
+            tensorrt=tensorrt,
+            dtype=dtype,
+        )
+        assert EngineManifest.load(self.directory) == self.manifest
+        self.target_reference = reference_model(self.source)
+        embedding = self.target_reference.get_parameter("model.embed_tokens.weight").detach()
+        self.reference = ReferenceHead(self.head_dir, embedding)
+
+    def features(self, token_ids: np.ndarray) -> torch.Tensor:
+        """Hidden states that the target's reference feeds to the head's layers, side by side: [n, 3 * hidden_size]."""
+        with torch.no_grad():
+            run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
+        return torch.cat([run.hidden_states[layer][0] for layer in FEATURE_LAYERS], dim=-1)
+
+
+def same_logits(found: np.ndarray, wanted: np.ndarray, error: float = MAX_ERROR) -> bool:
+    """Within the error, and -inf for the same ids."""
+    is_known = np.isfinite(wanted)
+    if not np.array_equal(is_known, np.isfinite(found)):
+        return False
+    return np.abs(found[is_known] - wanted[is_known]).max() <= error
+
+
+def shuffled_tables(rng: np.random.Generator, num_sequences: int, width: int = 10) -> np.ndarray:
+    return rng.permutation(NUM_BLOCKS)[: num_sequences * width].reshape(num_sequences, width)
+
+
+@pytest.fixture(autouse=True)
+def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,), **CONFIGS[request.param])
+
+
+class Runners:
+    """Target and head of an engine directory, and the pool of features that they share."""
+
+    def __init__(self, directory: Path, num_threads: int = 2) -> None:
+        manifest, cores = EngineManifest.load(directory), CorePartition("test", tuple(range(num_threads)))
+        assert manifest.draft is not None
+        pools = [KvPool(model.spec, NUM_BLOCKS, BLOCK_SIZE) for model in (manifest.target, manifest.draft)]
+        self.features = pools[1].features = pools[0].features
+        models = manifest.target, manifest.draft
+        self.target = LlvmRunner(models[0], directory, cores, pools[0], num_threads=num_threads)
+        self.head = LlvmHeadRunner(models[1], directory, cores, pools[1], models[0], num_threads=num_threads)
+
+    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
+        """The target reads these rows, then the head the next tokens beside them. Returns the head's logits."""
+        run_all(self.target, make_rows(tokens, starts, counts, tables))
+        rows = make_rows([t[1:] for t in tokens], starts, counts, tables)
+        return run_all(self.head, rows)
+
+    def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
+        """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
+        blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
+        return np.concatenate([array[table[blocks], offsets] for array in self.features.values()], axis=1)
+
+    def close(self) -> None:
+        self.target.close()
+        self.head.close()
+
+
+def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
+    """Ragged chunks of three sequences; the target is cut before a layer whose input is wanted."""
+    rng, runners = np.random.default_rng(0), Runners(built.directory)
+    tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
+    tables = shuffled_tables(rng, 3)
+    joined = [built.reference.joined(built.features(t)) for t in tokens]
+    expected = [built.reference.run(t[1:], j[:-1])[0] for t, j in zip(tokens, joined, strict=True)]
+    starts, lengths = np.zeros(3, np.int64), np.array([t.size - 1 for t in tokens])
+    while (starts < lengths).any():
+        live = np.flatnonzero(starts < lengths)
+        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 7) + 1)) for i in live]
+        logits = runners.read([tokens[i] for i in live], starts[live].tolist(), counts, tables[live])
+        wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
+        assert same_logits(logits, np.concatenate(wanted))
+        starts[live] += counts
+    assert list(runners.features) == list(FEATURE_LAYERS)
+    for t, table in zip(tokens, tables, strict=True):
+        features = runners.features_of(t.size - 1, table)
+        assert np.abs(features - built.features(t)[:-1].numpy()).max() <= MAX_ERROR
+    runners.close()
+
+
+def chain_of(runners: Runners, chunk: int, *, is_packed: bool) -> list[np.ndarray]:
+    """Logits of three sequences: [20, vocab_size] read in chunks, then [3, vocab_size] of 3 greedy steps."""
+    sequences = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 21) for seed in range(3)]
+    tables = np.random.default_rng(9).permutation(NUM_BLOCKS)[:18].reshape(3, 6)
+    groups = [[0, 1, 2]] if is_packed else [[0], [1], [2]]
+    found: list[np.ndarray] = []
+    for group in groups:
+        tokens, own = [sequences[i] for i in group], tables[group]
+        parts = [
+            runners.read(tokens, [first] * len(group), [min(chunk, 20 - first)] * len(group), own).reshape(
+                len(group), -1, VOCAB_SIZE
+            )
+            for first in range(0, 20, chunk)
+        ]
+        read = np.concatenate(parts, axis=1)
+        last = np.arange(1, len(group) + 1) * 20 - 1  # all is read again: the head's own rows need its hidden states
+        rows = make_rows([t[1:] for t in tokens], [0] * len(group), [20] * len(group), own, last)
+        logits, hidden = runners.head.run_layer(rows, runners.head.run_segment(0, rows, None))
+        steps = []
+        for step in range(3):
+            steps.append(logits.copy())
+            newest = RowBatch(
+                token_ids=steps[-1].argmax(axis=1),
+                cu_rows=np.arange(len(group) + 1),
+                context_lens=np.full(len(group), 20 + step),
+                block_tables=own,
+                logit_rows=np.arange(len(group)),
+            )
+            logits, hidden = runners.head.run_layer(newest, hidden)
+        found += [np.concatenate([read[i], np.stack(steps)[:, i]]) for i in range(len(group))]
+    return found
+
+
+@pytest.mark.parametrize("built", ["gqa"], indirect=True)
+def test_a_row_has_the_same_bits_in_any_company_on_any_threads(built: Built) -> None:
+    alone = Runners(built.directory, 1)
+    expected = chain_of(alone, 1, is_packed=False)
+    assert all(np.isfinite(logits).sum() == 23 * 40 for logits in expected)  # the head knows 40 ids
+    for num_threads in (1, 2, 3):
+        runners = Runners(built.directory, num_threads)
+        for chunk, is_packed in ((20, True), (7, True), (1, True), (20, False)):
+            np.testing.assert_array_equal(chain_of(runners, chunk, is_packed=is_packed), expected)
+        runners.close()
+
+
+@pytest.mark.parametrize("built", ["gqa"], indirect=True)
+def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
+    """Negative control: the comparison would notice a tensor that is left out or read from the wrong place."""
+    rng, runners = np.random.default_rng(3), Runners(built.directory)
+    tokens = rng.integers(0, VOCAB_SIZE, 12)
+    logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
+
+    def is_equal() -> bool:
+        return same_logits(
+            logits, built.reference.run(tokens[1:], built.reference.joined(built.features(tokens))[:-1])[0]
+        )
+
+    for name in [name for name in built.reference.tensors if name != "t2d"]:
+        kept = built.reference.tensors[name]
+        built.reference.tensors[name] = kept.roll(1, 0) if name == "d2t" else kept * 1.1
+        assert not is_equal(), name
+        built.reference.tensors[name] = kept
+    assert is_equal()
+    runners.close()
+
+
+def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> None:
+    """The target's matrices are halves, the head's float32, as its checkpoint has them."""
+    built = Built(tmp_path, weights="bf16", kv_cache_dtype="fp32")
+    assert built.manifest.draft is not None
+    assert built.manifest.target.weight_format.formats == ("bf16",) * 3
+    assert built.manifest.draft.weight_format.name == FLOAT32_WEIGHTS.name
+    stored, built.reference.embedding = built.reference.embedding, built.reference.embedding.clone()
+    with torch.no_grad():
+        for parameter in built.target_reference.parameters():  # `stored` is among them
+            if parameter.ndim > 1:
+                parameter.copy_(parameter.bfloat16().float())
+    runners = Runners(built.directory)
+    tokens = np.random.default_rng(4).integers(0, VOCAB_SIZE, 14)
+    joined = built.reference.joined(built.features(tokens))[:-1]
+    logits = runners.read([tokens], [0], [13], np.arange(4)[None])
+    error = UNIT_ERROR if has_matrix_units() else MAX_ERROR  # of what the target computes of its halves
+    assert not same_logits(logits, built.reference.run(tokens[1:], joined)[0], error)
+    built.reference.embedding = stored
+    assert same_logits(logits, built.reference.run(tokens[1:], joined)[0], error)
+    sizes = [(built.directory / f"{name}.safetensors").stat().st_size for name in ("target", "draft")]
+    assert sizes == [model.num_weight_bytes for model in (built.manifest.target, built.manifest.draft)]
+
+
+def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Logits of the engine's head for tokens beside hidden states, on the engine's runtime."""
+    manifest = EngineManifest.load(directory)
+    runtime = open_runtime(directory, manifest, EngineConfig())
+    assert manifest.draft is not None
+    pool = runtime.open_pool(manifest.draft, NUM_BLOCKS)
+    runner = runtime.open_runner(manifest.draft, runtime.menu.whole, pool)
+    assert isinstance(runner, LlvmHeadRunner)
+    logits = runner.run_layer(make_rows([tokens], [0], [tokens.size], table), hidden)[0].copy()
+    runner.close()
+    return logits
+
+
+def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
+    """The layer under vLLM's name, an embedding of its own, half precision, explicit layers."""
+    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
+    rng = np.random.default_rng(2)
+    own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
+    tensors = head_tensors(HEAD, prefix="layers.0.") | {"embed_tokens.weight": own}
+    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
+    head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
+    manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
+    assert manifest.target.spec.feature_layers == (1, 4, 7)
+    assert manifest.draft is not None
+    assert manifest.draft.spec.checkpoint_dtype == "BF16"
+    assert manifest.draft.weight_format.name == "bf16"
+    reference = ReferenceHead(head, own, prefix="layers.0.")
+    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
+    reference.embedding = reference.tensors["embed_tokens.weight"]
+    tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
+    found = logits_of_layer(tmp_path / "engine", tokens, hidden, shuffled_tables(rng, 1))
+    assert same_logits(found, reference.run(tokens, torch.from_numpy(hidden))[0])
+
+
+def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=104)
+    write_tokenizer(target, VOCAB_SIZE)
+    head = write_head(tmp_path / "head", vocab_size=104)
+    manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
+    assert manifest.draft is not None
+    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, 104)
+    reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
+    rng = np.random.default_rng(4)
+    tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
+    wanted, _ = reference.run(tokens, torch.from_numpy(hidden))
+    assert np.isfinite(wanted[:, VOCAB_SIZE:]).any(), "the head must know an id that is cut"
+    found = logits_of_layer(tmp_path / "engine", tokens, hidden, shuffled_tables(rng, 1))
+    assert same_logits(found, wanted[:, :VOCAB_SIZE])

@@ -1,0 +1,171 @@
+"""Every model family and variant against transformers: packed, paged, chunked and cut runs give dense logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from faser_backend.core.model import RopeScaling
+from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.runner import LlvmRunner
+from faser_backend.device.partition import CorePartition
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
+from faser_backend.manifest import EngineManifest
+from tests.support.family_models import EXPERTS, VARIANTS, random_model, write_model
+from tests.support.gathered_runner import GatheredRunner
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
+
+MAX_ERROR = 1e-4
+NUM_BLOCKS = 60
+BLOCK_SIZE = 4
+
+
+def build(source: Path, directory: Path, exit_layers: tuple[int, ...] = (), **options: Any) -> EngineManifest:
+    """In float32, whatever the checkpoint's format, unless another is asked for."""
+    options = {"weights": "fp32", "kv_cache_dtype": "fp32", "kv_block_size": BLOCK_SIZE, **options}
+    manifest = build_engines(source, source, directory, exit_layers=exit_layers, **options)
+    assert EngineManifest.load(directory) == manifest
+    return manifest
+
+
+def open_runner(manifest: EngineManifest, directory: Path) -> LlvmRunner:
+    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
+    return LlvmRunner(manifest.target, directory, CorePartition("test", (0, 1)), pool)
+
+
+def largest_error(runner: LlvmRunner | GatheredRunner, reference: PreTrainedModel, seed: int) -> float:
+    """Compares every row of three sequences: ragged prefill in chunks, then ragged decoding."""
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.integers(12, 60, 3)]
+    sequences = [rng.integers(0, VOCAB_SIZE, length) for length in lengths]
+    expected = [reference_logits(reference, tokens) for tokens in sequences]
+    tables = rng.permutation(NUM_BLOCKS)[: 3 * 16].reshape(3, 16)
+    starts, errors = [0, 0, 0], []
+    while live := [i for i in range(3) if starts[i] < lengths[i]]:
+        most = 17 if not any(starts) else 9
+        counts = [int(rng.integers(1, min(lengths[i] - starts[i], most) + 1)) for i in live]
+        rows = make_rows([sequences[i] for i in live], [starts[i] for i in live], counts, tables[live])
+        wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
+        errors.append(float(np.abs(run_all(runner, rows) - np.concatenate(wanted)).max()))
+        for i, count in zip(live, counts, strict=True):
+            starts[i] += count
+    return max(errors)
+
+
+@pytest.mark.parametrize("exit_layers", [(), (1, 2)], ids=["whole", "cut"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers(
+    variant: str, exit_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    model = random_model(variant)
+    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", exit_layers)
+    assert manifest.target.spec.family == VARIANTS[variant][0]
+    assert len(manifest.target.segments) == len(exit_layers) + 1
+    runner = open_runner(manifest, tmp_path / "engine")
+    assert max(largest_error(runner, model, seed) for seed in range(2)) <= MAX_ERROR
+    runner.check_integrity()
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("variant", "parameter"),
+    [
+        ("llama_attention_bias", "layers.0.self_attn.v_proj.bias"),
+        ("llama_attention_bias", "layers.2.self_attn.o_proj.bias"),
+        ("llama_all_biases_tied", "layers.1.mlp.gate_proj.bias"),
+        ("llama_all_biases_tied", "layers.1.mlp.up_proj.bias"),
+        ("llama_all_biases_tied", "layers.2.mlp.down_proj.bias"),
+        ("qwen2", "layers.1.self_attn.k_proj.bias"),
+        ("qwen3", "layers.1.self_attn.q_norm.weight"),
+        ("qwen3", "layers.1.self_attn.k_norm.weight"),
+        ("qwen3_moe", "layers.1.mlp.gate.weight"),
+        ("qwen3_moe_plain_shares", "layers.2.mlp.gate.weight"),
+    ],
+)
+def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, tmp_path: Path) -> None:
+    """Negative control: each part that a variant adds shows in the logits."""
+    model = random_model(variant)
+    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine")
+    with torch.no_grad():
+        model.get_parameter(f"model.{parameter}").mul_(-0.5)
+    assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=0) > 100 * MAX_ERROR
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_segments_for_tensorrt_rtx_give_the_same_logits(variant: str, tmp_path: Path) -> None:
+    """Their graphs hold standard ops alone, so that ONNX Runtime can run what TensorRT-RTX compiles."""
+    model = random_model(variant)
+    source = write_model(model, tmp_path / "source")
+    runner = GatheredRunner(source, tmp_path / "fp32", exit_layers=(1,), num_blocks=NUM_BLOCKS)
+    assert largest_error(runner, model, seed=4) <= MAX_ERROR
+    half = GatheredRunner(source, tmp_path / "fp16", exit_layers=(1,), num_blocks=NUM_BLOCKS, dtype="fp16")
+    # rounding can make a row choose another expert, which is a step and no small error
+    assert MAX_ERROR < largest_error(half, model, seed=4) <= (2.0 if "moe" in variant else 0.5)
+
+
+@pytest.mark.parametrize(("target", "draft"), [("llama_all_biases_tied", "qwen2"), ("qwen3_moe", "qwen3_tied_bias")])
+def test_families_compile_with_tensorrt_rtx(target: str, draft: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    narrow = {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    sources = [
+        write_model(random_model(variant, **narrow, num_key_value_heads=1), tmp_path / variant)
+        for variant in (target, draft)
+    ]
+    manifest = build_engines(
+        *sources,
+        tmp_path / "engine",
+        runtime="tensorrt_rtx",
+        dtype="fp16",
+        tensorrt=TensorRtOptions(CallLimits(max_num_seqs=4, max_context=64, max_prefill_tokens=32)),
+    )
+    assert EngineManifest.load(tmp_path / "engine") == manifest
+    assert [model.spec.family for model in (manifest.target, manifest.draft)] == [
+        VARIANTS[target][0],
+        VARIANTS[draft][0],
+    ]
+
+
+def test_dtype_of_the_checkpoint_is_recorded_and_read(tmp_path: Path) -> None:
+    for dtype, name in ((torch.bfloat16, "BF16"), (torch.float16, "F16")):
+        model = random_model("qwen3").to(dtype)
+        source, engine = write_model(model, tmp_path / name), tmp_path / f"engine{name}"
+        manifest = build(source, engine)
+        assert manifest.target.spec.checkpoint_dtype == name
+        reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+        assert largest_error(open_runner(manifest, engine), reference.eval(), seed=1) <= MAX_ERROR
+
+
+def test_exit_scores_of_a_family_with_norms_and_a_tied_head(tmp_path: Path) -> None:
+    model = random_model("qwen3_tied_bias")
+    manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", (1,))
+    rng = np.random.default_rng(2)
+    sequences = [rng.integers(0, VOCAB_SIZE, length) for length in (9, 5)]
+    rows = make_rows(sequences, [0, 0], [9, 5], rng.permutation(NUM_BLOCKS)[:6].reshape(2, 3))
+    candidates = rng.integers(0, VOCAB_SIZE, (14, 6))
+    hidden, scores = open_runner(manifest, tmp_path / "engine").run_segment_with_scores(0, rows, None, candidates)
+    with torch.no_grad():
+        logits = model.lm_head(model.model.norm(torch.from_numpy(hidden.copy()))).numpy()
+    assert np.abs(scores - np.take_along_axis(logits, candidates, 1)).max() <= MAX_ERROR
+
+
+def test_specs_say_what_the_configs_say(tmp_path: Path) -> None:
+    specs = {}
+    for variant in ("llama3_rope", "qwen2", "qwen3", "qwen3_moe"):
+        source = write_model(random_model(variant), tmp_path / variant)
+        specs[variant] = build(source, tmp_path / f"engine_{variant}").target.spec
+    assert specs["llama3_rope"].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+    assert specs["qwen2"].rope_theta == 1e6
+    biases = {name: (s.has_qkv_bias, s.has_attention_out_bias, s.has_mlp_bias) for name, s in specs.items()}
+    assert biases["qwen2"] == (True, False, False) and biases["qwen3"] == (False, False, False)
+    assert specs["qwen3"].has_qk_norm and not specs["qwen2"].has_qk_norm
+    moe = specs["qwen3_moe"]
+    assert (moe.num_experts, moe.num_experts_per_token) == (EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
+    assert moe.intermediate_size == EXPERTS["moe_intermediate_size"] and moe.has_normalized_routing

@@ -1,0 +1,188 @@
+"""GGUF files against transformers: every architecture and type of tensors, rows in order, factors of positions."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from faser_backend.core.model import RopeScaling
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.checkpoint import open_checkpoint
+from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.families import read_spec
+from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.engines.gguf_file import TYPES
+from faser_backend.engines.weights import ModelWeights
+from faser_backend.manifest import EngineManifest
+from tests.engines.test_families import MAX_ERROR, build, largest_error, open_runner
+from tests.support.family_models import LLAMA3_ROPE, random_model, write_model
+from tests.support.gguf_models import Edit, random_blocks, write_gguf
+
+QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
+K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+LLAMA_31 = {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+
+
+def linear(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def llama31(writer: gguf.GGUFWriter) -> None:
+    frequencies = 5e5 ** (-np.arange(4) / 4)
+    factors = frequencies / RopeScaling("llama3", 8.0).scaled(frequencies)
+    assert factors[0] == 1.0 < factors[2] < factors[3] == 8.0
+    writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+
+
+def nothing(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+VARIANTS: dict[str, tuple[str, dict, Edit]] = {
+    "llama_linear": ("linear_rope", {}, linear),
+    "llama_31": ("llama3_rope", {"rope_parameters": LLAMA_31}, llama31),
+    "llama_biases_tied": ("llama_all_biases_tied", {}, nothing),
+    "mistral": ("mistral", {}, nothing),
+    "qwen2": ("qwen2", {}, nothing),
+    "qwen2_tied": ("qwen2_tied", {}, nothing),
+    "qwen3": ("qwen3", {}, nothing),
+    "qwen3_tied_bias": ("qwen3_tied_bias", {}, nothing),
+    "qwen3moe": ("qwen3_moe", {}, nothing),
+}
+
+
+def error_of(file: Path, reference, directory: Path) -> float:
+    manifest = build(file, directory)
+    runner = open_runner(manifest, directory)
+    return max(largest_error(runner, reference, seed) for seed in range(2))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
+    variant, changes, edit = VARIANTS[name]
+    model = write_gguf(random_model(variant, **changes), tmp_path / "model.gguf", edit=edit)
+    assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") <= MAX_ERROR
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_logits_equal_those_of_the_dequantised_weights(kind: str, tmp_path: Path):
+    sizes = K_QUANTISED if kind.endswith("_K") else QUANTISED
+    model = random_model("linear_rope", **sizes, num_hidden_layers=2)
+    model = write_gguf(model, tmp_path / "model.gguf", kind=Type[kind], edit=linear)
+    assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") <= MAX_ERROR
+    spec = EngineManifest.load(tmp_path / "engine").target.spec
+    assert spec.checkpoint_dtype == (kind if kind in ("F32", "BF16") else "F16")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_experts_are_dequantised_one_by_one(kind: str, tmp_path: Path):
+    sizes = {**(K_QUANTISED if kind == "Q6_K" else QUANTISED), "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    model = write_gguf(random_model("qwen3_moe", **sizes), tmp_path / "model.gguf", kind=Type[kind])
+    assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") <= MAX_ERROR
+
+
+def test_blocks_of_experts_are_joined_as_their_numbers_are(tmp_path: Path):
+    file, sizes = tmp_path / "model.gguf", {**QUANTISED, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    write_gguf(random_model("qwen3_moe", **sizes), file, kind=Type.Q8_0)
+    checkpoint = GGUFCheckpoint(file)
+    weights = ModelWeights(checkpoint, read_spec(checkpoint.fields), joins_experts=True)
+    for name in ("layers.0.experts.gate", "layers.0.experts.down"):
+        numbers = gguf.quants.dequantize(weights.read_blocks(name), Type.Q8_0)
+        assert np.array_equal(numbers.T, weights[name]) and weights.stored_types(name) == {"Q8_0"}
+
+
+def test_the_comparison_notices_rows_in_another_order(tmp_path: Path):
+    model = write_gguf(random_model("linear_rope"), tmp_path / "model.gguf", edit=linear, permutes=False)
+    assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") > 100 * MAX_ERROR
+
+
+def test_the_comparison_notices_factors_that_are_left_out(tmp_path: Path):
+    model = random_model("llama3_rope", rope_parameters=LLAMA_31)
+    write_gguf(model, tmp_path / "model.gguf")
+    assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") > 10 * MAX_ERROR
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_lie_where_the_packages_reader_finds_them(kind: str, tmp_path: Path):
+    sizes = K_QUANTISED if kind.endswith("_K") else QUANTISED
+    file = tmp_path / "model.gguf"
+    write_gguf(random_model("qwen2", **sizes, num_hidden_layers=1), file, kind=Type[kind])
+    checkpoint = GGUFCheckpoint(file)
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored_type, rows = checkpoint.stored_type(name), checkpoint.read_stored(name)
+    wanted = theirs["blk.0.ffn_down.weight"]
+    assert stored_type == kind == wanted.tensor_type.name
+    assert np.array_equal(rows.view(np.uint8), wanted.data.view(np.uint8))
+    expected = gguf.quants.dequantize(wanted.data, wanted.tensor_type)
+    read = checkpoint.read(name)
+    assert read.shape == expected.shape == checkpoint.shape(name)
+    assert np.array_equal(read.astype(np.float32), expected)
+
+
+def test_stored_blocks_come_in_hugging_faces_order(tmp_path: Path):
+    file = tmp_path / "model.gguf"
+    write_gguf(random_model("linear_rope", **QUANTISED), file, kind=Type.Q4_0, edit=linear)
+    checkpoint = GGUFCheckpoint(file)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        blocks = checkpoint.read_stored(f"model.layers.1.{name}.weight")
+        assert blocks.dtype == np.uint8
+        expected = gguf.quants.dequantize(blocks, Type.Q4_0)
+        assert np.array_equal(checkpoint.read(f"model.layers.1.{name}.weight"), expected)
+
+
+def test_dequantising_some_rows_at_a_time_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, name = tmp_path / "model.gguf", "model.embed_tokens.weight"
+    write_gguf(random_model("qwen2", **QUANTISED), file, kind=Type.Q5_1)
+    whole = GGUFCheckpoint(file).read(name)
+    monkeypatch.setattr("faser_backend.engines.gguf_file.NUMBERS_AT_ONCE", 7 * 64)
+    assert np.array_equal(GGUFCheckpoint(file).read(name), whole)
+
+
+def test_a_directory_with_one_file_is_a_checkpoint(tmp_path: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_gguf(random_model("qwen2"), folder / "one.gguf")
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, GGUFCheckpoint) and checkpoint.origin == folder / "one.gguf"
+    (folder / "two.gguf").write_bytes((folder / "one.gguf").read_bytes())
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF files \(one\.gguf, two\.gguf\): name one of them"):
+        open_checkpoint(folder)
+
+
+def test_a_file_and_a_hugging_face_directory_make_a_pair(tmp_path: Path):
+    model = write_gguf(random_model("qwen2"), tmp_path / "model.gguf")
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    draft = write_model(model, tmp_path / "draft")
+    (draft / "tokenizer.json").write_bytes((checkpoint.directory / "tokenizer.json").read_bytes())
+    manifest = build_engines(tmp_path / "model.gguf", draft, tmp_path / "engine")
+    assert manifest.draft is not None and manifest.end_ids == (3,)
+    spec = manifest.draft.spec
+    assert manifest.target.spec == replace(spec, rms_eps=float(np.float32(spec.rms_eps)))  # GGUF holds a float32
+
+
+def test_the_tokenizers_folder_goes_with_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_gguf(random_model("qwen2"), tmp_path / "model.gguf")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert [path.parent for path in checkpoint.directory.iterdir()] == [checkpoint.directory] * 2
+    del checkpoint
+    build_engines(tmp_path / "model.gguf", None, tmp_path / "engine")
+    gc.collect()
+    assert list(temporary.iterdir()) == []
+
+
+def test_random_blocks_are_neither_zero_nor_large():
+    for kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
+        numbers = gguf.quants.dequantize(random_blocks(kind, 16, 512), kind)
+        assert 0.01 < numbers.std() < 0.2 and abs(numbers.mean()) < 0.05

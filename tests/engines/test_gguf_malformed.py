@@ -1,0 +1,294 @@
+"""GGUF files that must not be built: each gets one error, in one line, that names file, field, value and limit."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as Kind
+
+from faser_backend.core.errors import FaserError
+from faser_backend.engines.build import build_engines
+from tests.support.family_models import random_model
+from tests.support.gguf_models import add_vocabulary, write_gguf
+
+Words = list[str]
+Edit = Callable[[gguf.GGUFWriter], object]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    file = tmp_path_factory.mktemp("good") / "model.gguf"
+    write_gguf(random_model("qwen2", num_hidden_layers=1), file)
+    return file.read_bytes()
+
+
+def refuses(file: Path, words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line with these words; nothing is left beside the file or in the temporary folder."""
+    output, temporary = file.parent / "out", file.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = sorted(path.name for path in file.parent.iterdir())
+    with pytest.raises(FaserError) as caught:
+        build_engines(file, None, output)
+    message = str(caught.value)
+    assert "\n" not in message and "\x1b" not in message and len(message) < 1000
+    assert [word for word in [file.name, *words] if word not in message] == [], message
+    caught.value.__traceback__ = None  # its frames hold the checkpoint, and that its folder
+    del caught
+    gc.collect()
+    assert sorted(path.name for path in file.parent.iterdir()) == before and list(temporary.iterdir()) == []
+
+
+def after(data: bytes, key: str) -> int:
+    """Where the type of a key's value begins."""
+    return data.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key)
+
+
+def patched(data: bytes, at: int, layout: str, value: Any) -> bytes:
+    new = struct.pack(layout, value)
+    return data[:at] + new + data[at + len(new) :]
+
+
+TOKENS = "tokenizer.ggml.tokens"
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], Words]] = {
+    "empty": (lambda d: b"", ["0 bytes", "24"]),
+    "head_of_nothing": (lambda d: d[:23], ["23 bytes", "24"]),
+    "not_gguf": (lambda d: b"GGML" + d[4:], ["magic", "GGML"]),
+    "a_safetensors_file": (lambda d: b"\x10\0\0\0\0\0\0\0{}" + d, ["magic"]),
+    "version_1": (lambda d: patched(d, 4, "<I", 1), ["version = 1", "2, 3"]),
+    "other_byte_order": (lambda d: patched(d, 4, ">I", 3), ["version", "other order"]),
+    "a_billion_tensors": (lambda d: patched(d, 8, "<Q", 10**9), ["tensor_count = 1000000000", "65536"]),
+    "a_tensor_too_many": (lambda d: patched(d, 8, "<Q", struct.unpack_from("<Q", d, 8)[0] + 1), ["name of tensor"]),
+    "a_tensor_too_few": (lambda d: patched(d, 8, "<Q", struct.unpack_from("<Q", d, 8)[0] - 1), ["size", "ends at"]),
+    "no_tensors": (lambda d: patched(d, 8, "<Q", 0), ["vocab_size"]),
+    "endless_metadata": (lambda d: patched(d, 16, "<Q", 2**63), ["metadata_kv_count", "65536"]),
+    "an_entry_too_many": (lambda d: patched(d, 16, "<Q", struct.unpack_from("<Q", d, 16)[0] + 1), [" = "]),
+    "an_entry_too_few": (lambda d: patched(d, 16, "<Q", struct.unpack_from("<Q", d, 16)[0] - 1), [" = "]),
+    "a_key_without_end": (lambda d: patched(d, 24, "<Q", 2**40), ["key of metadata entry 0", "65535"]),
+    "a_text_without_end": (
+        lambda d: patched(d, after(d, "general.architecture") + 4, "<Q", 2**62),
+        ["length of general.architecture", "16777216"],
+    ),
+    "a_text_beyond_the_file": (
+        lambda d: patched(d, after(d, "general.architecture") + 4, "<Q", 2**23),
+        ["end of general.architecture", "head must end"],
+    ),
+    "text_that_is_no_utf8": (
+        lambda d: d.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0\xffwen2", 1),
+        ["general.architecture", "UTF-8"],
+    ),
+    "unknown_type_of_value": (
+        lambda d: patched(d, after(d, "qwen2.block_count"), "<I", 13),
+        ["qwen2.block_count", "13"],
+    ),
+    "an_array_without_end": (
+        lambda d: patched(d, after(d, TOKENS) + 8, "<Q", 2**40),
+        [f"length of {TOKENS} = {2**40}", str(1 << 23)],
+    ),
+    "an_array_beyond_the_file": (
+        lambda d: patched(d, after(d, TOKENS) + 8, "<Q", 1 << 23),
+        [f"end of {TOKENS}", "head must end"],
+    ),
+    "an_array_of_arrays": (lambda d: patched(d, after(d, TOKENS) + 4, "<I", 9), [TOKENS, "9", "nested"]),
+    "unknown_type_of_elements": (lambda d: patched(d, after(d, TOKENS) + 4, "<I", 77), [TOKENS, "77"]),
+    "five_dimensions": (
+        lambda d: patched(d, after(d, "token_embd.weight"), "<I", 5),
+        ["dimensions of token_embd.weight = 5", "[1, 4]"],
+    ),
+    "no_dimensions": (
+        lambda d: patched(d, after(d, "token_embd.weight"), "<I", 0),
+        ["dimensions of token_embd.weight"],
+    ),
+    "an_empty_axis": (lambda d: patched(d, after(d, "token_embd.weight") + 4, "<Q", 0), ["shape of token_embd.weight"]),
+    "an_axis_without_end": (
+        lambda d: patched(d, after(d, "token_embd.weight") + 4, "<Q", 2**60),
+        ["shape of token_embd.weight", str(2**60)],
+    ),
+    "an_unknown_type": (
+        lambda d: patched(d, after(d, "token_embd.weight") + 20, "<I", 99),
+        ["type of token_embd.weight = 99", "Q8_0"],
+    ),
+    "a_type_that_is_not_read": (
+        lambda d: patched(d, after(d, "token_embd.weight") + 20, "<I", 10),
+        ["type of token_embd.weight = 10 (Q2_K)", "Q6_K"],
+    ),
+    "rows_of_broken_blocks": (
+        lambda d: patched(d, after(d, "token_embd.weight") + 20, "<I", 12),
+        ["shape of token_embd.weight", "Q4_K", "256"],
+    ),
+    "an_offset_elsewhere": (
+        lambda d: patched(d, after(d, "token_embd.weight") + 24, "<Q", 2**50),
+        ["offset of token_embd.weight", str(2**50)],
+    ),
+    "numbers_cut_off": (lambda d: d[:-64], ["end of", "the file ends at"]),
+    "more_than_its_tensors": (lambda d: d + bytes(4096), ["size", "ends at"]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_refused(case: str, good: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    damage, words = DAMAGED[case]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(damage(good))
+    refuses(file, words, monkeypatch)
+
+
+def test_a_file_cut_anywhere_is_refused(good: bytes, tmp_path: Path):
+    """At every byte of the head's first thousand, and at some of what follows."""
+    file = tmp_path / "model.gguf"
+    for size in (*range(0, 1000, 7), *range(1000, len(good) - 32, 4093)):
+        file.write_bytes(good[:size])
+        with pytest.raises(FaserError, match=r"model\.gguf: "):
+            build_engines(file, None, tmp_path / "out")
+
+
+def test_random_bytes_in_the_head_never_crash(good: bytes, tmp_path: Path):
+    """Whatever comes of it is a build or an error of ours."""
+    rng, file, num_refused = np.random.default_rng(0), tmp_path / "model.gguf", 0
+    for _ in range(150):
+        data = bytearray(good)
+        for at in rng.integers(0, 3000, 4):
+            data[at] = rng.integers(0, 256)
+        file.write_bytes(data)
+        try:
+            build_engines(file, None, tmp_path / "out")
+        except FaserError:
+            num_refused += 1
+    assert num_refused > 50
+
+
+def key(name: str, value: Any, kind: Kind) -> Edit:
+    return lambda writer: writer.add_key_value(name, value, kind)
+
+
+def tensor(name: str, *shape: int) -> Edit:
+    return lambda writer: writer.add_tensor(name, np.ones(shape, np.float32))
+
+
+BAD_CONTENT: dict[str, tuple[Edit, Words]] = {
+    "unknown_architecture": (
+        key("general.architecture", "mamba", Kind.STRING),
+        ["general.architecture", "'mamba'", "qwen3moe"],
+    ),
+    "unknown_architecture_and_tokenizer": (
+        lambda w: (w.add_string("general.architecture", "gemma2"), w.add_string("tokenizer.ggml.pre", "gemma")),
+        ["general.architecture", "'gemma2'", "must be one of llama, qwen2"],
+    ),
+    "architecture_is_a_number": (key("general.architecture", 5, Kind.UINT32), ["general.architecture", "5"]),
+    "a_part_of_several": (key("split.count", 3, Kind.UINT16), ["split.count", "3"]),
+    "layers_are_text": (key("qwen2.block_count", "one", Kind.STRING), ["qwen2.block_count", "'one'"]),
+    "no_layers": (key("qwen2.block_count", 0, Kind.UINT32), ["qwen2.block_count", "0", "1024"]),
+    "more_layers_than_tensors": (key("qwen2.block_count", 2, Kind.UINT32), ["model.layers.1.", "missing"]),
+    "heads_by_layer": (key("qwen2.attention.head_count", [4, 4], Kind.ARRAY), ["qwen2.attention.head_count"]),
+    "heads_do_not_divide": (
+        key("qwen2.attention.head_count_kv", 3, Kind.UINT32),
+        ["qwen2.attention.head_count_kv", "3", "4"],
+    ),
+    "width_is_another": (key("qwen2.embedding_length", 64, Kind.UINT32), ["[97, 32]", "[97, 64]"]),
+    "epsilon_is_no_number": (
+        key("qwen2.attention.layer_norm_rms_epsilon", float("nan"), Kind.FLOAT32),
+        ["qwen2.attention.layer_norm_rms_epsilon", "nan"],
+    ),
+    "partial_rotary": (key("qwen2.rope.dimension_count", 4, Kind.UINT32), ["qwen2.rope.dimension_count", "4", "8"]),
+    "yarn": (key("qwen2.rope.scaling.type", "yarn", Kind.STRING), ["qwen2.rope.scaling.type", "'yarn'", "llama3"]),
+    "no_factor": (key("qwen2.rope.scaling.type", "linear", Kind.STRING), ["qwen2.rope.scaling.factor", "None"]),
+    "other_values": (key("qwen2.attention.value_length", 4, Kind.UINT32), ["qwen2.attention.value_length", "4"]),
+    "a_window": (key("qwen2.attention.sliding_window", 64, Kind.UINT32), ["qwen2.attention.sliding_window", "64"]),
+    "both_ways": (key("qwen2.attention.causal", False, Kind.BOOL), ["qwen2.attention.causal", "False"]),
+    "experts_without_a_router": (key("qwen2.expert_count", 8, Kind.UINT32), ["qwen2.expert_count", "8"]),
+    "an_unknown_scale": (key("qwen2.logit_scale", 2.0, Kind.FLOAT32), ["qwen2.logit_scale", "2.0", "not known"]),
+    "a_key_that_paints": (key("qwen2.\x1b[31m\n", 1, Kind.UINT32), ["qwen2.\\x1b[31m\\n", "not known"]),
+    "alignment_of_three": (key("general.alignment", 3, Kind.UINT32), ["general.alignment", "3", "power of two"]),
+    "alignment_is_huge": (key("general.alignment", 1 << 30, Kind.UINT32), ["general.alignment", "65536"]),
+    "a_name_that_escapes": (tensor("../../etc/passwd", 4), ["../../etc/passwd", "no part"]),
+    "a_name_that_paints": (tensor("blk.0.\x1b[2J", 4), ["\\x1b[2J", "no part"]),
+    "a_name_without_end": (tensor("x" * 65, 4), ["name of tensor", "65", "64"]),
+    "an_unknown_tensor": (tensor("blk.0.attn_sinks.weight", 4), ["blk.0.attn_sinks.weight", "no part"]),
+    "a_layer_beyond": (tensor("blk.7.attn_norm.weight", 32), ["model.layers.7.input_layernorm.weight", "no part"]),
+    "factors_of_another_size": (tensor("rope_freqs.weight", 3), ["rope_freqs.weight", "4 numbers"]),
+    "factors_that_nothing_has": (
+        lambda w: w.add_tensor("rope_freqs.weight", np.array([1, 2, 3, 4], np.float32)),
+        ["rope_freqs.weight[1]", "2.0", "Llama 3.1"],
+    ),
+    "an_unknown_tokenizer": (
+        key("tokenizer.ggml.model", "t5", Kind.STRING),
+        ["tokenizer.ggml.model", "'t5'", "gpt2, llama"],
+    ),
+    "no_vocabulary": (key(TOKENS, 5, Kind.UINT32), [TOKENS, "5"]),
+    "a_token_twice": (key(TOKENS, ["a", "b", "ab", *"c" * 94], Kind.ARRAY), [f"{TOKENS}[4]", "'c'", "3"]),
+    "fewer_types_than_tokens": (
+        key("tokenizer.ggml.token_type", [1, 1], Kind.ARRAY),
+        ["tokenizer.ggml.token_type", "2", "97"],
+    ),
+    "a_merge_of_three": (key("tokenizer.ggml.merges", ["a b c"], Kind.ARRAY), ["tokenizer.ggml.merges[0]", "'a b c'"]),
+    "a_merge_of_strangers": (key("tokenizer.ggml.merges", ["a zz"], Kind.ARRAY), ["tokenizer.ggml.merges", "zz"]),
+    "an_end_outside": (
+        key("tokenizer.ggml.eos_token_id", 97, Kind.UINT32),
+        ["tokenizer.ggml.eos_token_id", "97", "96"],
+    ),
+    "an_end_below": (key("tokenizer.ggml.eot_token_id", -1, Kind.INT32), ["tokenizer.ggml.eot_token_id", "-1"]),
+    "begin_is_text": (
+        key("tokenizer.ggml.add_bos_token", "yes", Kind.STRING),
+        ["tokenizer.ggml.add_bos_token", "'yes'"],
+    ),
+    "blanks_are_squeezed": (
+        key("tokenizer.ggml.remove_extra_whitespaces", True, Kind.BOOL),
+        ["tokenizer.ggml.remove_extra_whitespaces", "True"],
+    ),
+    "template_is_a_list": (key("tokenizer.chat_template", ["x"], Kind.ARRAY), ["tokenizer.chat_template"]),
+    "template_is_huge": (
+        key("tokenizer.chat_template", "x" * ((1 << 20) + 1), Kind.STRING),
+        ["tokenizer.chat_template", "1048576"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONTENT)
+def test_content_that_cannot_be_built_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    edit, words = BAD_CONTENT[case]
+    model = random_model("qwen2", num_hidden_layers=1)
+    write_gguf(model, tmp_path / "model.gguf", edit=edit)
+    refuses(tmp_path / "model.gguf", words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "words"),
+    [
+        (Type.Q8_0, np.inf, ["layers.0.up: weights are not finite"]),  # which runtime llvm takes over as they are
+        (Type.Q4_1, np.nan, ["layers.0.up: weights are not finite"]),
+        (Type.F32, np.nan, ["blk.0.ffn_up.weight[0, 0]", "nan", "finite"]),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(
+    kind: Type, scale: float, words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "model.gguf"
+    write_gguf(random_model("qwen2", hidden_size=64, intermediate_size=64, num_hidden_layers=1), file, kind=kind)
+    at = next(t.data_offset for t in gguf.GGUFReader(file).tensors if t.name == "blk.0.ffn_up.weight")
+    file.write_bytes(patched(file.read_bytes(), at, "<f" if kind == Type.F32 else "<e", scale))
+    refuses(file, words, monkeypatch)
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path: Path):
+    vocabulary = partial(add_vocabulary, tokens=["a", "b", "ab", *(f"t{i}" for i in range(99))], merges=["a b"])
+    write_gguf(random_model("qwen2", num_hidden_layers=1), tmp_path / "model.gguf", vocabulary=vocabulary)
+    with pytest.raises(FaserError, match="vocab_size of target = 97: its tokenizer has ids up to 101"):
+        build_engines(tmp_path / "model.gguf", None, tmp_path / "out")
+
+
+def test_rows_that_do_not_pair_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Heads of one row have no two halves."""
+    model = random_model("linear_rope", num_hidden_layers=1)
+    edit = partial(gguf.GGUFWriter.add_head_count, count=32)
+    write_gguf(model, tmp_path / "model.gguf", edit=edit)
+    refuses(tmp_path / "model.gguf", ["rows of blk.0.attn_q.weight = 32", "32 heads"], monkeypatch)

@@ -1,0 +1,159 @@
+"""Prompt files: how they are read and ordered, what engines make of them, and what is refused or left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.lab.answers import jobs_of
+from faser_backend.lab.prompts import Prompt, PromptLimits, PromptSet, interleaved, load_prompt_set, read_prompts
+from faser_backend.manifest import EngineManifest
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
+from tests.support.serving_pair import MAX_CONTEXT, build_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = "x" * 2000  # more tokens than the tiny pair's context
+QUESTIONS = [
+    {"question_id": 2, "category": "math", "turns": ["How much is 2 + 2?", "Are you sure?"]},
+    {"question_id": 4, "category": "math", "turns": ["How much is 3 * 3?"], "reference": ["9"]},
+    {"question_id": 6, "category": "writing", "turns": ["Write a line\u2028and another."]},
+    {"question_id": 8, "category": "rag", "turns": [LONG]},
+]
+
+
+def write_lines(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("prompt-files"))
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("questions") / "question.jsonl", *QUESTIONS)
+
+
+def load(path: Path, engine_dir: Path, *, is_chat: bool = True, **limits: int) -> PromptSet:
+    manifest = EngineManifest.load(engine_dir)
+    return load_prompt_set(path, engine_dir, manifest, PromptLimits(**{"max_tokens": 10, **limits}), is_chat=is_chat)
+
+
+def test_files_are_read_as_they_are_written(tmp_path: Path, questions: Path):
+    first = [Prompt(str(line["turns"][0]), str(line["category"])) for line in QUESTIONS]
+    assert read_prompts(questions) == first
+    plain = tmp_path / "plain.jsonl"
+    plain.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "id": 1}\r\n\n  {"text": "b\\n", "category": "c"}')
+    assert read_prompts(plain) == [Prompt("a"), Prompt("b\n", "c")]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("{one}\n\n two \n")
+    assert read_prompts(lines) == [Prompt("{one}"), Prompt(" two ")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the file holds no prompts"),
+        (" \n\n", "the file holds no prompts"),
+        ('{"prompt": "a"}\nhello\n', "line 2: not JSON .*only files named .txt hold plain lines"),
+        ('{"prompt": "a"}\n\n["b"]\n', 'line 3: must be a JSON object with "turns", "prompt" or "text"'),
+        ('{"question": "a"}', 'line 1: must be a JSON object with "turns", "prompt" or "text"'),
+        ('{"turns": []}', r"line 1: turns = \[\]: must be text, not empty"),
+        ('{"turns": "a"}', "line 1: turns = 'a': must be text"),
+        ('{"turns": [3, "a"]}', r"line 1: turns = \[3, 'a'\]: must be text, not empty"),
+        ('{"prompt": " "}', "line 1: prompt = ' ': must be text, not empty"),
+        ('{"text": "a", "category": 7}', "line 1: category = 7: must be text"),
+        ('{"text": "\\ud83d"}', r"line 1: text = '\\ud83d': must be text, not empty, valid Unicode"),
+        ("[" * 100_000, "line 1: not JSON"),
+    ],
+)
+def test_a_malformed_file_is_refused_by_line(tmp_path: Path, content: str, message: str):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^prompts .*prompts\.jsonl(: |, ){message}"):
+        read_prompts(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: no such file"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match=r"not readable as UTF-8 text .*Is a directory"):
+        read_prompts(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(ConfigError, match="not readable as UTF-8 text"):
+        read_prompts(tmp_path / "latin.txt")
+
+
+def test_categories_are_asked_in_turn(tmp_path: Path):
+    def prompts(kinds: str) -> list[Prompt]:
+        return [Prompt(f"{kind}{index}", kind) for index, kind in enumerate(kinds)]
+
+    assert [prompt.text for prompt in interleaved(prompts("aaabbc"))] == ["a0", "b3", "c5", "a1", "b4", "a2"]
+    plain = [Prompt(text) for text in "abc"]
+    assert interleaved(plain) == plain and interleaved([]) == []
+    path = write_lines(
+        tmp_path / "p.jsonl", *({"text": prompt.text, "category": prompt.category} for prompt in prompts("aab"))
+    )
+    jobs = jobs_of(interleaved(read_prompts(path)), 5, 4, 0.5, 7)
+    assert [job.prompt for job in jobs] == ["a0", "b2", "a1", "a0", "b2"]
+    assert [(job.category, job.seed) for job in jobs] == list(zip("abaab", range(7, 12), strict=True))
+
+
+def test_messages_become_what_text_models_make_of_them(engine_dir: Path, questions: Path):
+    manifest = EngineManifest.load(engine_dir)
+    tokenizer = TextTokenizer.from_file(engine_dir / "tokenizer.json", PromptFormat.load(engine_dir, manifest))
+    found = load(questions, engine_dir)
+    assert [prompt.category for prompt in found.prompts] == ["math", "writing", "math"]
+    for prompt in found.prompts:
+        messages = json.dumps([{"role": "user", "content": prompt.text}])
+        text, token_ids = tokenizer.encode_chat("messages", messages)
+        assert prompt.token_ids == tuple(token_ids) and prompt.is_chat
+        assert text.endswith("assistant\n") and prompt.text in text
+    tokenizer.close()
+    plain = load(questions, engine_dir, is_chat=False)
+    assert [len(a.token_ids) < len(b.token_ids) for a, b in zip(plain.prompts, found.prompts, strict=True)] == [
+        True
+    ] * 3
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, questions: Path):
+    found = load(questions, engine_dir)
+    room = MAX_CONTEXT - 10
+    reason = f"longer than {room} tokens, all that a context of {MAX_CONTEXT} holds beside an answer of 10"
+    assert found.left_out == f"1 of 4 prompts are left out: {reason} (rag 1 of 1)"
+    told = {"name": "question.jsonl", "is_chat": True, "num_prompts": 3, "num_left_out": 1}
+    assert found.as_dict() == {**told, "categories": {"math": 2, "writing": 1}}
+    short = load(questions, engine_dir, is_chat=False, max_prompt_chars=20)
+    assert "longer than 20 characters or " in short.left_out and "writing 1 of 1, rag 1 of 1" in short.left_out
+    with pytest.raises(ConfigError, match=r"all 4 prompts are longer than 3 tokens"):
+        load(questions, engine_dir, max_prompt_tokens=3)
+    with pytest.raises(ConfigError, match="--max-prompt-tokens = 0: must be at least 1"):
+        load(questions, engine_dir, max_prompt_tokens=0)
+    with pytest.raises(ConfigError, match=f"context of {MAX_CONTEXT} tokens holds no prompt beside an answer of 600"):
+        load(questions, engine_dir, max_tokens=600)
+
+
+def test_comparisons_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "faser_backend.lab.compare", str(engine_dir)]
+    given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]
+    done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"error: prompts {tmp_path / 'nowhere.jsonl'}: no such file\n"
+
+
+def test_spec_bench_is_read_where_it_is_present():
+    path = ROOT.parent / "shared" / "data" / "spec_bench" / "question_even.jsonl"
+    if not path.is_file():
+        pytest.skip("Spec-Bench is not beside this checkout")
+    prompts = read_prompts(path)
+    categories = {prompt.category for prompt in prompts}
+    assert len(prompts) == 240 and len(categories) == 13
+    assert {prompt.category for prompt in interleaved(prompts)[:13]} == categories

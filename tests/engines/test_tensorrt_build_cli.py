@@ -1,0 +1,73 @@
+"""`faser build`: which options go with which runtime, and what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from faser_backend.cli.build import print_steps, summary
+from faser_backend.cli.main import app
+from faser_backend.core.errors import FaserError
+from faser_backend.manifest import EngineManifest
+from tests.support.tiny_models import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source"), num_hidden_layers=1)
+
+
+def build(source: Path, output: Path, options: str) -> Result:
+    paths = ["--target", str(source), "--draft", str(source), "--output", str(output)]
+    return CliRunner().invoke(app, ["build", *paths, *options.split()])
+
+
+def test_options_of_tensorrt_reach_the_manifest(source: Path, tmp_path: Path) -> None:
+    options = "--max-num-seqs 2 --max-prefill-tokens 32 --max-context 48 --compute-capability 8.9"
+    done = build(source, tmp_path / "engine", f"--runtime tensorrt_rtx --dtype bf16 {options}")
+    assert done.exit_code == 0, done.output
+    manifest = EngineManifest.load(tmp_path / "engine")
+    assert (manifest.dtype, manifest.compute_capabilities) == ("bf16", ("8.9",))
+    prefill = manifest.draft.segments[0].buckets[-1].ranges
+    assert [prefill[dimension][2] for dimension in ("B", "T", "MB")] == [2, 32, 3]
+    assert done.stdout.splitlines()[-1] == summary(tmp_path / "engine", manifest)
+    assert f"for tensorrt_rtx, bf16, {manifest.compiler}, context 48, " in done.stdout
+    steps = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert [line.split("]")[0] for line in steps] == [f"[{done}/{len(steps) - 1}" for done in range(len(steps))]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) -> None:
+    assert build(source, tmp_path / "engine", f"--runtime torch --dtype {dtype}").exit_code == 0
+    manifest = EngineManifest.load(tmp_path / "engine")
+    assert (manifest.runtime, manifest.dtype, manifest.compiler) == ("torch", dtype, "")
+    assert sorted(file.name for file in manifest.files) == [
+        "draft.safetensors", "prompts.json", "target.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ], "a weight file per model beside tokenizer files and prompts, each once"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--max-num-seqs 2", "--max-num-seqs = 2: for --runtime tensorrt_rtx or tensorrt alone"),
+        ("--runtime torch --compute-capability 8.9", "--compute-capability = 8.9: for --runtime tensorrt_rtx or "),
+        ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 7.5, "),
+        ("--runtime tensorrt_rtx --max-num-seqs 0", "max_num_seqs = 0: must lie in"),
+        ("--runtime tensorrt_rtx --max-context 0", "--max-context = 0: must be at least 32"),
+        ("--dtype bf16", "dtype = 'bf16': runtime 'llvm' is built for 'fp32' alone"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: str, message: str, source: Path, tmp_path: Path) -> None:
+    done = build(source, tmp_path / "engine", options)
+    assert isinstance(done.exception, FaserError)
+    assert message in str(done.exception)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_step_is_printed_once_however_much_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    report = print_steps()
+    for call in (("a", 0, 2), ("a: phase", 0, 2), ("b", 1, 2), ("b: phase 1/2", 1, 2), ("done", 2, 2)):
+        report(*call)
+    assert capsys.readouterr().err.splitlines() == ["[0/2] a", "[1/2] b", "[2/2] done"]

@@ -1,0 +1,177 @@
+"""Failures of TensorRT, its absence or its engines: one clear error each, from the real library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faser_backend.core.errors import FaserError
+from faser_backend.engines.build import build_engines
+from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
+from faser_backend.engines.tensorrt_build import parse_network, require_gpu
+from faser_backend.plugins.tensorrt_import import TensorRt, TensorRtError, import_tensorrt
+from tests.support.gathered_runner import GatheredRunner
+from tests.support.tiny_models import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def rtx() -> TensorRt:
+    return import_tensorrt("rtx")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def engine(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    directory = tmp_path_factory.mktemp("engines") / "engine"
+    limits = CallLimits(max_num_seqs=1, max_context=64, max_prefill_tokens=16)
+    build_engines(
+        source, source, directory, runtime="tensorrt_rtx", dtype="fp16", tensorrt=TensorRtOptions(limits, ("12.0",))
+    )
+    return (directory / "draft.0.engine").read_bytes()
+
+
+def load_error(rtx: TensorRt, content: bytes) -> str:
+    log = rtx.error_log()
+    assert rtx.module.Runtime(log.logger).deserialize_cuda_engine(content) is None
+    with pytest.raises(TensorRtError) as caught:
+        log.check("x.engine: load")
+    log.check("nothing is left to report")
+    return str(caught.value)
+
+
+def has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+@pytest.mark.skipif(has_driver(), reason="needs a machine without an NVIDIA driver")
+def test_a_sound_engine_needs_a_driver(rtx: TensorRt, engine: bytes) -> None:
+    error = load_error(rtx, engine)
+    assert error.startswith("x.engine: load: ") and "cudaError 35" in error
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda engine: b"", "empty memory buffer"),
+        (lambda engine: b"junk" * 1000, "kEXPECTED_MAGIC_TAG"),
+        (lambda engine: b"ftrt" + engine[4:], "kEXPECTED_MAGIC_TAG"),  # each flavour has a tag of its own
+        (lambda engine: engine[: len(engine) // 2], "plan.header.size == blobSize"),
+        (lambda engine: engine[:-1], "plan.header.size == blobSize"),
+        (lambda engine: engine[:10], "bufferSize >= minBufferSize"),
+    ],
+    ids=["empty", "junk", "flavour", "half", "last byte", "header"],
+)
+def test_damaged_engines_are_named_as_such_even_without_a_driver(rtx: TensorRt, engine: bytes, damage, words) -> None:
+    """The driver's absence, which is logged as well, does not hide what is wrong."""
+    error = load_error(rtx, damage(engine))
+    assert words in error and "cudaError" not in error
+
+
+def test_engines_of_another_version_are_refused_by_name(rtx: TensorRt) -> None:
+    rtx.check_built_by(rtx.title)
+    for other in ("TensorRT-RTX 1.6.0.1", "TensorRT 11.4.0", ""):
+        with pytest.raises(TensorRtError) as caught:
+            rtx.check_built_by(other)
+        assert other in str(caught.value) and f"here is {rtx.title}: build again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "blocked", "extra"),
+    [
+        ("tensorrt_rtx", ["tensorrt_rtx", "tensorrt_rtx_bindings"], "faser-backend[tensorrt-rtx]"),
+        ("tensorrt", ["tensorrt"], "faser-backend[tensorrt]"),
+        ("tensorrt_rtx", ["onnx"], "faser-backend[tensorrt-rtx]"),
+    ],
+)
+def test_a_missing_tensorrt_names_the_extra_to_install(
+    runtime: str, blocked: list[str], extra: str, tmp_path: Path
+) -> None:
+    """In a process of its own whose import system does not find the library, through the command line."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+        "from faser_backend.cli.main import main\n"
+        f"sys.argv[1:] = ['build', '--runtime', '{runtime}', '--dtype', 'fp16', '--output', {str(tmp_path / 'out')!r},"
+        f" '--target', {str(DEMO / 'target')!r}, '--draft', {str(DEMO / 'draft')!r}]\nmain()"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: ") and f"pip install '{extra}'" in done.stderr
+    assert all(name in done.stderr for name in blocked)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp8"}, "dtype = 'fp8': must be one of fp32, fp16, bf16"),
+        ({"runtime": "tensorrt_xyz"}, "runtime = 'tensorrt_xyz': must be one of llvm, "),
+        ({"runtime": "llvm"}, "dtype = 'fp16': runtime 'llvm' is built for 'fp32' alone"),
+        (
+            {"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "9.0"))},
+            "compute_capabilities = 9.0: must be one of 7.5, 8.0, 8.6, 8.9, 12.0, 12.1",
+        ),
+        ({"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "8.9"))}, "8.9, 8.9: names one twice"),
+        (
+            {"tensorrt": TensorRtOptions(split_streams={"16/116": SplitStreams(1, 2)})},
+            "split_streams: TensorRT-RTX .* cannot build for SM splits",
+        ),
+        (
+            {"runtime": "torch", "tensorrt": TensorRtOptions()},
+            "runtime = 'torch': limits and targets of TensorRT are for tensorrt_rtx, tensorrt",
+        ),
+    ],
+)
+def test_options_that_cannot_be_built_are_refused(options: dict, message: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        build_engines(source, source, tmp_path / "out", **{"runtime": "tensorrt_rtx", "dtype": "fp16", **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_compiler_refuses_names_engine_and_stage(source: Path, tmp_path: Path) -> None:
+    """Turing has no float32 products in TensorRT-RTX, and logits are float32."""
+    options = TensorRtOptions(compute_capabilities=("7.5",))
+    with pytest.raises(TensorRtError, match=r"target\.0\.onnx: build: .*Turing.*FP32 GEMM is not supported"):
+        build_engines(source, source, tmp_path / "out", runtime="tensorrt_rtx", dtype="fp16", tensorrt=options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_without_its_weights_names_file_and_stage(rtx: TensorRt, source: Path, tmp_path: Path) -> None:
+    GatheredRunner(source, tmp_path)
+    (tmp_path / "weights").unlink()
+    log = rtx.error_log()
+    builder = rtx.module.Builder(log.logger)
+    with pytest.raises(TensorRtError, match=r"^0\.onnx: parse: "):
+        parse_network(rtx, builder, log, tmp_path / "0.onnx")
+
+
+@pytest.mark.skipif(has_driver(), reason="needs a machine without an NVIDIA driver")
+def test_full_tensorrt_says_that_it_needs_a_gpu() -> None:
+    with pytest.raises(TensorRtError, match=r"TensorRT 11\.4\.0 builds on the GPU .* torch finds none here"):
+        require_gpu("TensorRT 11.4.0")
+
+
+def test_a_setter_that_only_logs_its_refusal_is_noticed(rtx: TensorRt) -> None:
+    """The reason why every stage ends with a check: nothing is raised, and the build would go on."""
+    log = rtx.error_log()
+    builder = rtx.module.Builder(log.logger)
+    config = builder.create_builder_config()
+    config.set_compute_capability(rtx.module.ComputeCapability.SM89, 3)
+    with pytest.raises(TensorRtError, match="options: "):
+        log.check("options")
+    assert issubclass(TensorRtError, FaserError), "or the command line would show a traceback"

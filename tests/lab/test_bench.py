@@ -1,0 +1,463 @@
+"""`faser bench` on tiny engines: its files, its accounting, who takes part and when, and its words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import PipelineMode
+from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.core.sequence import Sequence
+from faser_backend.lab import drive as driver
+from faser_backend.lab.answers import (
+    Answer,
+    Job,
+    add_category_speedups,
+    jobs_of,
+    merge_categories,
+    merge_repeats,
+    summarise_categories,
+)
+from faser_backend.lab.bench import command
+from faser_backend.lab.bench.command import run_bench
+from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
+from faser_backend.lab.bench.servers import LoadClient, serve_all
+from faser_backend.lab.bench.timeline import LANES
+from faser_backend.lab.bench.wire import make_request
+from faser_backend.lab.command_options import BenchOptions
+from faser_backend.lab.contestants import Contestant, Sizing, choose_contestants, split_names
+from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns, turn_orders
+from faser_backend.lab.peers.programs import body_of
+from faser_backend.lab.prompts import Prompt
+from faser_backend.lab.steps import StepLog, StepNote, count_lost, figures
+from faser_backend.policy import registry
+from faser_backend.policy.baselines import FixedLength
+from tests.engines import test_prompt_files
+from tests.engines.test_prompt_files import load
+from tests.support.harness import drive, fake_engine, request
+from tests.support.serving_pair import END_ID
+
+CONTRACT = (
+    "policy", "load", "tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99", "e2e_ms_p50", "mean_accepted",
+    "rows_drafted", "rows_verified", "rows_pruned", "overlap_share", "repeats",
+)  # fmt: skip
+TINY = Sizing(2, 0.01, 1, 0.2, 2, 6, (0.8,), bursty_ablations=False)
+CHOSEN = "none,fixed:2,goodput,oracle,fixed:4 (ping-pong)"
+FILES = ("bench.json", "report.html", "timeline.json")
+
+engine_dir, questions = (
+    test_prompt_files.engine_dir,
+    test_prompt_files.questions,
+)  # fixtures: a tiny pair, four questions
+
+
+@pytest.fixture(scope="module")
+def output(engine_dir: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run, of which most tests here read the files."""
+    home = tmp_path_factory.mktemp("bench")
+    options = BenchOptions(output=home, engine_dir=engine_dir, policies=CHOSEN, prompts=questions, seed=3, is_chat=True)
+    run_bench(options, TINY, command="faser bench --test")
+    return home
+
+
+@pytest.fixture(scope="module")
+def bench(output: Path) -> dict:
+    return json.loads((output / "bench.json").read_text())
+
+
+def test_every_contestant_has_a_row_per_load(bench):
+    rows = bench["rows"]
+    closed = {(row["policy"], row["load"], row["temperature"]) for row in rows if row["load"] != "bursty"}
+    names = split_names(CHOSEN)
+    assert closed == {(name, load, 0.8) for name in names for load in ("low", "middle", "saturating")}
+    bursty = {row["policy"] for row in rows if row["load"] == "bursty"}
+    assert bursty == set(names) - {"fixed:4 (ping-pong)"}  # ablations sit out a short run's bursts
+    assert all(name in row for row in rows for name in CONTRACT)
+    assert all(row["repeats"] == 2 and row["num_different"] == 0 for row in rows)
+
+
+def test_rows_add_up(bench):
+    for row in bench["rows"]:
+        tokens = row["row_layers_accepted"] // 3  # the tiny target has three layers
+        assert row["rows_verified"] + row["rows_trimmed"] <= row["rows_drafted"] + tokens
+        work = sum(row[f"row_layers_{part}"] for part in ("accepted", "rejected", "pruned"))
+        assert work == row["rows_verified"] * 3 - row["row_layers_saved_by_exit"]
+        assert row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"]
+        if row["policy"] == "none":
+            assert row["rows_drafted"] == 0 and row["speedup_none"] == 1.0 and row["row_layers_rejected"] == 0
+    best = [row for row in bench["rows"] if row["is_best_static"]]
+    assert {row["policy"] for row in best} == {"fixed:2"} and len(best) == 4
+
+
+def test_report_is_one_file_that_says_what_it_is(output: Path, bench):
+    html = (output / "report.html").read_text()
+    assert not re.search(r'(?:src|href)="(?!https://ui\.perfetto\.dev|#)', html)
+    assert html.count("<svg") == 2 and len(html) < 3_000_000
+    for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "goodput", "seed 3", "<td>writing</td>"):
+        assert text in html
+    assert "had only guesses" in html  # these engines were never profiled
+    assert "rag 1 of 1" in html and "question.jsonl, as messages" in html  # what was left out, what is asked
+
+
+def test_results_are_given_by_category(bench):
+    assert bench["meta"]["prompts"]["categories"] == {"math": 2, "writing": 1}
+    for row in bench["rows"]:
+        categories = row["categories"]
+        assert set(categories) == (set() if row["load"] == "bursty" else {"math", "writing"})
+        assert not categories or sum(each["num_answers"] for each in categories.values()) == row["num_jobs"]
+        assert row["policy"] != "none" or all(each["speedup"] == 1.0 for each in categories.values())
+
+
+def test_the_oracle_drafts_what_it_saw_accepted(bench):
+    """After its warm-up every token that it drafts is kept, and its answers are everybody's."""
+    oracle = [row for row in bench["rows"] if row["policy"] == "oracle"]
+    assert {row["load"] for row in oracle} == {row["load"] for row in bench["rows"]}
+    assert all(row["row_layers_rejected"] == 0 for row in oracle if row["load"] != "bursty"), "no row in vain"
+
+
+def test_timeline_slices_nest_in_their_lanes(output: Path, bench):
+    events = json.loads((output / "timeline.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["tid"] for event in slices} == set(LANES.values())
+    steps = [event for event in slices if event["name"].startswith("step")]
+    assert all(event["args"]["tokens"] >= event["args"]["batch_size"] > 0 for event in steps)
+    auto = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "faser, auto")
+    for event in steps:
+        told = {"reason", "best_mode", "best_tokens_per_ms"} & set(event["args"])
+        assert len(told) == (3 if event["pid"] == auto else 0), event
+    for place in {(event["pid"], event["tid"]) for event in slices}:
+        open_until: list[float] = []
+        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == place), key=lambda e: (e["ts"], -e["dur"])):
+            while open_until and open_until[-1] <= event["ts"] + 1e-3:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert not open_until or end <= open_until[-1] + 1e-3, event
+            open_until.append(end)
+    assert len(bench["meta"]["timelines"]) == len({event["pid"] for event in slices})
+
+
+def test_files_are_replaced_together_or_not_at_all(bench, tmp_path, monkeypatch):
+    old = {name: f"old {name}" for name in FILES}
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+
+    def interrupted(content: dict) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "render", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.write_files(tmp_path, bench, [])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == old
+
+
+def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for options, message in (
+        (BenchOptions(output=file), r"--output = .*: File exists; name a directory"),
+        (BenchOptions(output=tmp_path, policies="best"), "--policies = 'best': unknown; known are none"),
+        (BenchOptions(output=tmp_path, engine_dir=engine_dir, prompts=file), "the file holds no prompts"),
+        (BenchOptions(output=tmp_path, budget_s=-1.0), "--budget-s = -1: must be above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_bench(options, TINY, command="")
+
+
+def test_a_registered_policy_takes_part_by_itself(monkeypatch):
+    mine, theirs = (registry.NamedPolicy(usage, lambda _: FixedLength(3)) for usage in ("mine", "theirs:K"))
+    monkeypatch.setattr(registry, "POLICIES", {**registry.POLICIES, "mine": mine, "theirs": theirs})
+    chosen, missing = choose_contestants(None)
+    assert Contestant("mine") in chosen and any("theirs:K" in text for text in missing)
+
+
+@pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
+def test_figures_agree_with_the_answers(policy: str):
+    engine, target = fake_engine(policy)
+    log = StepLog(engine)
+    done = drive(engine, [request(f"r{i}", [1, 2, i], max_tokens=20) for i in range(6)])
+    found = figures(log, sum(target.num_layers))
+    stats = [output.stats for output in done.final.values() if output.stats is not None]
+    assert found["rows_drafted"] == sum(each.num_drafted for each in stats)
+    assert found["row_layers_accepted"] == 6 * 20 * sum(target.num_layers)
+    assert found["mean_length"] == pytest.approx(found["rows_drafted"] / sum(each.num_steps for each in stats))
+    assert found["rows_verified"] + found["rows_trimmed"] == found["rows_drafted"] + sum(e.num_steps for e in stats)
+    assert found["share_serial"] == 1.0 and 0 < found["step_overhead_share"] <= 1 and found["plan_us_p50"] > 0
+
+
+def note(sequence: Sequence, first: int, drafted: list[int], *, rows: int, kept: int, accepted: int) -> StepNote:
+    counts = (np.array([value]) for value in (first, len(drafted), rows, kept, accepted))
+    num_tokens, num_drafted, num_rows, num_kept, num_accepted = counts
+    emitted = np.minimum(num_accepted + 1, num_kept)
+    chain = np.array([drafted])
+    times = (0.0, 0.0, 0.0)
+    return StepNote(
+        0, 1, PipelineMode.SERIAL, [sequence], set(), num_tokens, chain, num_drafted, num_rows, num_kept,
+        num_accepted, emitted, 0, *times,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("drafted", "rows", "kept", "accepted", "lost"),
+    [
+        ([10, 11, 12, 13], 5, 5, 4, (0, 0)),  # nothing was dropped
+        ([10, 11, 12, 13], 2, 2, 2, (2, 0)),  # both dropped tokens are in the answer
+        ([10, 11, 12, 13], 5, 2, 2, (0, 2)),  # the same by an exit
+        ([10, 11, 12, 13], 3, 2, 2, (1, 1)),  # one row pruned, one never there
+        ([10, 11, 99, 13], 2, 2, 2, (0, 0)),  # the first dropped token is wrong, so what follows it is, too
+        ([10, 99, 12, 13], 2, 2, 1, (0, 0)),  # a rejection before them: they were lost anyway
+        ([10, 11, 12, 99], 1, 1, 1, (2, 0)),
+        ([12, 13, 14, 15, 16], 1, 1, 1, (1, 0)),  # the answer ends first
+    ],
+)
+def test_lost_tokens_are_those_that_the_answer_has_in_their_place(drafted, rows, kept, accepted, lost):
+    sequence = Sequence.from_request(request("r", [1, 2], max_tokens=4), 0)
+    sequence.append([10, 11, 12, 13])
+    first = 4 if drafted[0] == 12 else 2
+    assert count_lost([note(sequence, first, drafted, rows=rows, kept=kept, accepted=accepted)]) == lost
+
+
+# -- chats and categories ----------------------------------------------------------------------------
+
+
+def test_a_chat_ends_where_the_model_ends_it_and_goes_to_everyone_alike(engine_dir: Path, questions: Path):
+    prompts = load(questions, engine_dir).prompts
+    (job,) = jobs_of(prompts, 1, 8, 0.0, 0)
+    place = InProcess(engine_dir, {})
+    request = place.request(0, job)
+    assert request.prompt_ids.tolist() == list(job.prompt_ids) and request.end_ids == (END_ID,)
+    assert place.request(0, replace(job, is_chat=False)).end_ids == ()
+    sent = make_request(job, 0)
+    names = [tensor.name for tensor in sent.inputs]
+    assert "end_id" not in names and "text_input" not in names
+    message = sent.raw_input_contents[names.index("messages")][4:]
+    assert json.loads(message) == [{"role": "user", "content": job.prompt}]
+    plain = [tensor.name for tensor in make_request(replace(job, is_chat=False), 0).inputs]
+    assert "end_id" in plain and "text_input" in plain and "messages" not in plain
+    body = body_of(job)
+    assert body["prompt"] == list(job.prompt_ids) and body["ignore_eos"] is False
+    assert body_of(replace(job, is_chat=False))["ignore_eos"] is True
+
+
+def test_a_server_answers_messages_as_the_engines_in_process(engine_dir: Path, questions: Path, tmp_path: Path):
+    prompts = load(questions, engine_dir, max_tokens=300).prompts
+    alone = InProcess(engine_dir, {"fixed:4": EngineConfig.from_options(policy="fixed:4")})
+    options = ["--engine-dir", str(engine_dir), "--policy", "fixed:4", "--num-threads", "1"]
+    with ExitStack() as stack:
+        stack.callback(alone.close)
+        served = serve_all(stack, LoadClient(stack), {"served": options}, tmp_path)["served"]
+        for chat in (True, False):
+            jobs = [replace(job, is_chat=chat) for job in jobs_of(prompts, 12, 300, 1.0, 0)]
+            if not chat:  # completions of the bare text
+                jobs = [replace(job, prompt_ids=()) for job in jobs]
+            here, there = (found[0] for found in (alone.run("fixed:4", jobs, 4), served(jobs, 4)))
+            assert [trace.num_tokens for trace in here] == [trace.num_tokens for trace in there]
+            assert [trace.num_accepted for trace in here] == pytest.approx([t.num_accepted for t in there], abs=4)
+            has_ended = [trace.num_tokens < 300 for trace in here]
+            assert any(has_ended) if chat else not any(has_ended)
+
+
+def answer(seconds: float, num_tokens: int, num_accepted: int) -> Answer:
+    responses = [1.0 + seconds * (step + 1) / 2 for step in range(2)]
+    return Answer(1.0, responses, num_tokens, num_tokens, num_accepted, "")
+
+
+def test_what_was_accepted_behind_the_end_does_not_count():
+    found = []
+    for num_accepted in (9, 3):
+        trace = answer(1.0, 6, num_accepted)
+        trace.cut_accepted()
+        found.append(trace.num_accepted)
+    assert found == [4, 3]  # two responses, so two verifications at least
+
+
+def test_figures_of_a_category_are_those_of_its_requests():
+    jobs = [Job("", 8, 0.0, 0, category) for category in ("a", "b", "a", "")]
+    traces = [answer(1.0, 8, 4), answer(4.0, 8, 6), answer(3.0, 8, 0), answer(2.0, 8, 4)]
+    found = summarise_categories(jobs, traces)
+    assert list(found) == ["a", "b", "(none)"]
+    assert (found["a"]["num_answers"], found["a"]["num_tokens"]) == (2, 16)
+    assert [found[name]["request_tokens_per_s"] for name in found] == pytest.approx([4.0, 2.0, 4.0])
+    assert [found[name]["mean_emitted"] for name in found] == pytest.approx([16 / 12, 4.0, 2.0])
+    assert found["b"]["e2e_ms_p50"] == pytest.approx(4000.0)
+    merged = merge_categories([found, {name: {**found[name], "request_tokens_per_s": 1.0} for name in found}])
+    reference = {name: {"request_tokens_per_s_repeats": [2.0, 1.0]} for name in found}
+    add_category_speedups(merged, reference)
+    assert merged["a"]["request_tokens_per_s_repeats"] == pytest.approx([4.0, 1.0])
+    assert merged["a"]["speedup"] == pytest.approx(1.5) and merged["a"]["num_answers"] == 2
+    assert summarise_categories(jobs[3:], traces[3:]) == {}
+
+
+# -- turns ---------------------------------------------------------------------------------------------
+
+
+class MachineTime:
+    """Stands in for the machine's clock."""
+
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def perf_counter_ns(self) -> int:
+        return round(self.s * 1e9)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> MachineTime:
+    machine = MachineTime()
+    monkeypatch.setattr(driver, "time", machine)
+    return machine
+
+
+def worker(machine: MachineTime, clock: OwnClock, num_steps: int, step_s: float) -> Generator[float, None, float]:
+    """Returns how long it believes to have worked."""
+    start_s = clock.now_s()
+    for step in range(num_steps):
+        machine.s += step_s
+        yield (step + 1) / num_steps
+    return clock.now_s() - start_s
+
+
+def test_time_is_each_ones_own(machine: MachineTime):
+    clocks = {"quick": OwnClock(), "slow": OwnClock()}
+    shares: list[float] = []
+    runs = {"slow": worker(machine, clocks["slow"], 10, 0.5), "quick": worker(machine, clocks["quick"], 100, 0.01)}
+    assert take_turns(runs, clocks, shares.append, 0.1) == pytest.approx({"slow": 5.0, "quick": 1.0})
+    assert machine.s == pytest.approx(106.0)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert shares[0] == pytest.approx(0.05)  # a step that is longer than a turn ends it
+    assert shares[1] == pytest.approx(0.1)  # ten steps make a turn
+    before_s = clocks["slow"].now_s()
+    machine.s += 1.0
+    assert clocks["slow"].now_s() - before_s == pytest.approx(1.0)  # afterwards clocks run as ever
+
+
+def test_a_clock_skips_what_is_only_waiting(machine: MachineTime):
+    clock = OwnClock()
+    start_s = clock.now_s()
+    clock.skip(3.0)
+    clock.skip(-1.0)
+    assert clock.now_s() - start_s == pytest.approx(3.0)
+
+
+def test_an_error_ends_all_and_stops_no_clock(machine: MachineTime):
+    def failing() -> Generator[float, None, float]:
+        yield 0.5
+        raise FaserError("no")
+
+    clocks = {"a": OwnClock(), "b": OwnClock()}
+    with pytest.raises(FaserError, match="no"):
+        take_turns({"a": worker(machine, clocks["a"], 9, 1.0), "b": failing()}, clocks, lambda share: None, 0.1)
+    before = [clock.now_ns() for clock in clocks.values()]
+    machine.s += 1.0
+    assert [clock.now_ns() - ns for clock, ns in zip(clocks.values(), before, strict=True)] == [10**9, 10**9]
+
+
+def test_another_one_begins_each_repeat():
+    assert list(turn_orders(["a", "b", "c"], 2)) == [["a", "b", "c"], ["b", "c", "a"]]
+
+
+def test_turns_change_no_answer_and_idle_time_is_not_waited_for(engine_dir: Path):
+    config = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in ("none", "fixed:3")}
+    place = InProcess(engine_dir, config)
+    try:
+        jobs = jobs_of([Prompt("def f(x):"), Prompt("return")], 6, 12, 0.8, 5)
+        alone, _ = place.run("none", jobs, 2)
+        together = place.serve_in_turns(["fixed:3", "none"], jobs, ClosedLoop(2))
+        assert list(together) == ["fixed:3", "none"]
+        for traces, seconds in together.values():
+            assert [trace.digest for trace in traces] == [trace.digest for trace in alone]
+            assert max(trace.response_s[-1] for trace in traces) - min(trace.start_s for trace in traces) <= seconds
+        # Requests an hour apart: each begins when it is due by the run's own clock.
+        traces, seconds = place.serve("none", jobs[:3], OpenLoop([0.0, 3600.0, 7200.0]))
+        assert [round(trace.start_s - traces[0].start_s) for trace in traces] == [0, 3600, 7200]
+        assert 7200.0 <= seconds < 7300.0
+    finally:
+        place.close()
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+def row(policy: str, speed: float, *, spread: float = 0.01, load: str = "low", e2e: float = 10.0, **fields) -> dict:
+    note = {"(no exit)": {"early_exit": "off"}}
+    spec, _, ablation = policy.partition(" ")
+    return {
+        "policy": policy,
+        "spec": spec,
+        "options": note.get(ablation, {}),
+        "load": load,
+        "temperature": 0.8,
+        "tokens_per_s": speed,
+        "tokens_per_s_min": speed * (1 - spread),
+        "tokens_per_s_max": speed * (1 + spread),
+        "tokens_per_s_repeats": [speed, speed * (1 - spread), speed * (1 + spread)],
+        "e2e_ms_p50": e2e,
+        "e2e_ms_p50_repeats": [e2e, e2e * (1 + spread), e2e * (1 - spread)],
+        "num_different": 0,
+        "num_jobs": 4,
+        "repeats": 3,
+        **fields,
+    }
+
+
+def test_the_best_policy_leads_unless_none_beats_plain_decoding():
+    rows = [row("none", 100), row("fixed:2", 150), row("fixed:4", 140), row("fixed:8", 80), row("faser", 200)]
+    assert "`faser` leads with 2.00x of `none`" in in_words(rows)[0]
+    assert "leads" not in in_words([row("none", 100), row("fixed:4", 90)])[0]
+
+
+@pytest.mark.parametrize(
+    ("speed", "verdict"),
+    [(150, "costs (0.75x of `faser`)"), (250, "pays (1.25x of `faser`)"), (201, "makes no clear difference")],
+)
+def test_an_ablation_is_judged_against_its_policy(speed: float, verdict: str):
+    rows = [row("none", 100), row("faser", 200), row("faser (no exit)", speed)]
+    assert f"`faser (no exit)` {verdict}" in in_words(rows)[0]
+
+
+def test_bursts_are_judged_by_latency_and_the_best_static_length_with_them():
+    rows = [row("none", 100, load="bursty", e2e=30.0)]
+    rows += [row("fixed:2", 100, load="bursty", e2e=20.0), row("fixed:4", 101, load="bursty", e2e=25.0)]
+    add_comparisons(rows)
+    assert [each["is_best_static"] for each in rows] == [False, True, False]
+    assert gain(rows[1], rows[0]) == rows[1]["e2e_gain_none"] == pytest.approx(1.5)
+    assert best_static(rows[:1]) is None
+
+
+def test_differing_answers_and_busy_machines_are_told():
+    assert "the same, token by token" in in_words([row("none", 1), row("fixed:4", 2)])[-1]
+    assert "3 of 4 answers differ" in in_words([row("none", 1), row("fixed:4", 2, num_different=3)])[-1]
+    assert spread_warning([row("none", 100)]) == []
+    assert "40%" in spread_warning([row("none", 100, spread=0.2)])[0]
+
+
+def test_loops_and_repeats():
+    closed = ClosedLoop(4)
+    assert closed.num_due(9.0, 0) == 4 and closed.num_due(9.0, 3) == 7 and closed.due_s(5, 2.5) == 2.5
+    opened = OpenLoop([0.0, 0.5, 0.5, 2.0])
+    assert [opened.num_due(now, 0) for now in (0.0, 0.4, 0.5, 3.0)] == [1, 1, 3, 4] and opened.due_s(3, 9.0) == 2.0
+    runs = [{"tokens_per_s": 3.0, "e2e_ms_p50": 9.0, "n": 1}, {"tokens_per_s": 5.0, "e2e_ms_p50": 7.0, "n": 4}]
+    assert merge_repeats(runs) == {
+        "tokens_per_s": 4.0, "e2e_ms_p50": 8.0, "n": 1, "tokens_per_s_repeats": [3.0, 5.0],
+        "e2e_ms_p50_repeats": [9.0, 7.0],
+    }  # fmt: skip
+
+
+def test_ratios_are_taken_within_a_repeat_and_told_with_their_range():
+    """A machine that was half as fast in the second repeat was so for both."""
+    slow, fast = row("none", 100), row("faser", 110)
+    slow["tokens_per_s_repeats"], fast["tokens_per_s_repeats"] = [100, 50, 120], [110, 54, 126]
+    rows = [slow, fast]
+    add_comparisons(rows)
+    assert fast["speedup_none"] == pytest.approx(1.08) and fast["speedup_none_range"] == pytest.approx([1.05, 1.1])
+    assert is_clear(fast, slow) and not is_clear(row("faser", 101), slow)
+    fast["tokens_per_s_repeats"][1] = 49
+    assert not is_clear(fast, slow), "one repeat says otherwise"
+    assert "1.05x (0.98 to 1.10) of `none`" in in_words(rows)[0]

@@ -1,0 +1,72 @@
+"""`python -m lab.compare`: contestants are what their names say, answers are the same, the page has a row of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.lab import compare
+from tests.support.serving_pair import build_pair
+
+
+def test_names_say_who_drafts() -> None:
+    for name, (policy, draft) in {
+        "faser": ("faser", "auto"),
+        "fixed:4 (ngram)": ("fixed:4", "ngram"),
+        "tree:5 (model+ngram)": ("tree:5", "model+ngram"),
+    }.items():
+        config = compare.config_of(name, max_num_seqs=4)
+        assert (config.policy, config.draft, config.max_num_seqs) == (policy, draft, 4)
+    with pytest.raises(ConfigError, match=r"'\(ngrams\)' must be one of \(ngram\), \(model\+ngram\)"):
+        compare.config_of("fixed:4 (ngrams)")
+
+
+def test_several_directories_are_told_apart_by_name() -> None:
+    one, two = Path("a/one"), Path("a/two")
+    assert compare.contestants([one], ["none"]) == {"none": (one, "none")}
+    assert list(compare.contestants([one, two], ["none", "faser"])) == [
+        "one none",
+        "one faser",
+        "two none",
+        "two faser",
+    ]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("the quick\nanother one\n")
+    return path
+
+
+def compared(tmp_path: Path, prompts: Path, *words: str) -> list[dict]:
+    common = ["--temperatures", "0", "--repeats", "1", "--max-tokens", "6", "--threads", "1", "--name", "found"]
+    compare.main([*words, *common, "--prompts", str(prompts), "--output", str(tmp_path)])
+    return json.loads((tmp_path / "found.json").read_text())["rows"]
+
+
+def test_contestants_take_turns_over_the_same_prompts(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["none", "fixed:3", "fixed:2 (ngram)", "faser (model+ngram)"]
+    engine_dir = build_pair(tmp_path / "pair")
+    rows = compared(tmp_path, prompts, str(engine_dir), "--clients", "1,2", "--policies", ",".join(names))
+    assert [(row["num_clients"], row["policy"]) for row in rows] == [(n, name) for n in (1, 2) for name in names]
+    assert all(row["num_different"] == 0 for row in rows)
+    assert {row["ratios"][0] for row in rows if row["policy"] == "none"} == {1.0}
+    assert next(row for row in rows if row["policy"] == "fixed:3")["acceptance_rate"] > 0
+    assert "| `faser (model+ngram)` |" in capsys.readouterr().out
+    assert all((tmp_path / f"found_{shade}.png").stat().st_size > 1000 for shade in compare.SHADES)
+
+
+def test_engine_directories_are_compared_through_servers(tmp_path: Path, prompts: Path) -> None:
+    one = build_pair(tmp_path / "pair")
+    other = tmp_path / "other"
+    other.symlink_to(one)
+    words = [str(one), str(other), "--places", "triton", "--clients", "2", "--policies", "fixed:2"]
+    rows = compared(tmp_path, prompts, *words)
+    assert [(row["place"], row["policy"]) for row in rows] == [("Triton", f"{d.name} fixed:2") for d in (one, other)]
+    assert rows[1]["num_different"] == 0 and rows[0]["mean_accepted"] > 0

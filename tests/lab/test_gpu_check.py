@@ -1,0 +1,197 @@
+"""The GPU check: its report and parts, the harness around them, and a dry run on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.engines.build import build_engines
+from faser_backend.lab import shapes
+from faser_backend.lab.environment import parse_gpu, without_places
+from faser_backend.lab.gpu import first_contact, kernels, ladder, parity, speed
+from faser_backend.lab.gpu.command import PARTS
+from faser_backend.lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
+from faser_backend.lab.gpu.pairs import model_pair, random_tensors
+from faser_backend.lab.gpu.report import Report, default_path
+from faser_backend.lab.gpu.sms import check_split, histogram, overlap_of
+
+ROOT = Path(__file__).resolve().parents[2]
+torch.set_num_threads(1)
+
+
+def tiny(device: str = "cpu") -> Context:
+    return Context(device, is_tiny=True, end_s=time.monotonic() + 60)
+
+
+def gpu_check(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/gpu_check.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+def test_every_part_names_a_function_of_its_own():
+    assert len({part.name for part in PARTS}) == len({part.run for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        module, _, function = part.run.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_a_dry_run_on_the_cpu_ends_every_part_well_and_can_be_shown_again(tmp_path: Path):
+    parts, output = "kernels,sms", tmp_path / "found.json"
+    done = gpu_check("--device", "cpu", "--tiny", "--budget-s", 600, "--parts", parts, "--output", output)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(output.read_text())
+    status = {name: part["status"] for name, part in content["parts"].items()}
+    assert status == {name: "skipped" if name == "sms" else "done" for name in parts.split(",")}
+    assert all(case["is_right"] for case in content["parts"]["kernels"]["result"]["cases"])
+    assert gpu_check("--table", output).stdout == done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so_and_its_parts_fail_by_name(tmp_path: Path):
+    done = gpu_check("--parts", "sms", "--tiny", "--output", tmp_path / "found.json")
+    assert done.returncode == 1 and done.stderr.startswith("no GPU: ")
+    assert re.search(r"\| sms \| failed \|.*sees no GPU", done.stdout)
+    for part in (parity.torch_runtime, ladder.demo, first_contact.run):
+        with pytest.raises(RuntimeError, match=r"device = 'cuda': torch .* would compute on 'cpu'"):
+            part(tiny("cuda"))
+
+
+def test_an_unknown_part_is_refused_by_name():
+    assert "--parts = 'nonsense': unknown; known are device" in gpu_check("--parts", "kernels,nonsense").stderr
+
+
+def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path: Path):
+    report = Report(tmp_path / "found.json", {"device": "cpu"})
+    for name in ("first", "second"):
+        error = 'File "' + "/" + 'home/somebody/torch/nn.py", line 3, in f at 8/124 GB/s'
+        report.record(name, Outcome("title", "failed", error=error))
+        content = json.loads(report.path.read_text())
+        assert list(content["parts"])[-1] == name
+        assert content["parts"][name]["error"] == 'File "nn.py", line 3, in f at 8/124 GB/s'
+    assert without_places("8/124 and a/b and 3 / 4") == "8/124 and a/b and 3 / 4"
+    assert (
+        default_path({"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01T"}).stem == "gpu-h100-80gb-hbm3-2026-01-01"
+    )
+    assert parse_gpu("NVIDIA H100, 580.1, 81559 MiB, 345 MHz")["clocks.sm"] == "345 MHz"
+
+
+# -- the harness -----------------------------------------------------------------------------------------------------
+def outcomes_of(*names: str, budget_s: float = 60.0, needs_gpu: bool = False) -> dict[str, Outcome]:
+    """The outcomes of the functions of gpu_check_parts as parts with limits of three seconds."""
+    outcomes: dict[str, Outcome] = {}
+    parts = [Part(name, name, f"tests.support.gpu_check_parts:{name}", 3.0, needs_gpu) for name in names]
+    run_parts(parts, Setting("cpu", is_tiny=True), budget_s, budget_s / 60, outcomes.__setitem__)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "result", "error"),
+    [
+        ("raises", "failed", {"known": 1}, "ValueError: as it had to"),
+        ("hangs", "timed out", {"known": 2}, "killed"),
+        ("dies", "died", {}, "SIGKILL"),
+        ("prints", "done", {"printed": True}, ""),
+        ("holds_no_json", "failed", {}, "item"),
+    ],
+)
+def test_what_a_part_does_is_recorded_and_the_next_runs_in_a_child_of_its_own(
+    name: str, status: str, result: dict, error: str
+):
+    outcomes = outcomes_of(name, "well")
+    assert (outcomes[name].status, outcomes[name].result) == (status, result) and error in outcomes[name].error
+    assert outcomes["well"].status == "done" and outcomes["well"].result["process"] != os.getpid()
+
+
+def test_parts_past_the_budget_or_without_a_gpu_are_skipped():
+    assert "out of budget" in outcomes_of("well", budget_s=0.0)["well"].error
+    assert outcomes_of("well", needs_gpu=True)["well"].error == "needs a GPU"
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+def test_splits_of_sms_are_judged():
+    assert histogram(np.array([3, 3, 1], np.int32)) == {"1": 1, "3": 2}
+    assert all(check_split({0, 1}, {2, 3, 4}, 2, 3).values())
+    assert not check_split({0, 1, 2}, {2, 3}, 3, 2)["is_disjoint"]
+    assert not check_split({0, 1, 2}, {3}, 2, 1)["is_draft_within_size"]
+    assert not check_split({0}, {2, 3}, 2, 2)["is_draft_full"]
+    assert overlap_of((0.0, 4.0), (3.0, 13.0)) == 0.25 and overlap_of((0.0, 4.0), (5.0, 9.0)) == 0.0
+
+
+def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
+    code = (
+        "from faser_backend.lab.gpu.sms import sm_probe_kernel as k\n"
+        "from faser_backend.plugins.compile import compile_kernel\n"
+        "types = {'sms': '*i32', 'starts': '*i64', 'ends': '*i64', 'spin_ns': 'i32'}\n"
+        "ptx = compile_kernel(k, types, {}, 90, num_warps=8).ptx\n"
+        "assert '%smid' in ptx and '%globaltimer' in ptx"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch):
+    """Weights of runtime llvm stand in for engines, which need a GPU."""
+
+    def build(*places, **options):
+        if options.get("runtime") != "tensorrt_rtx":
+            return build_engines(*places, **options)
+        return build_engines(*places, runtime="llvm", exit_layers=options["exit_layers"], kv_cache_dtype="fp32")
+
+    monkeypatch.setattr(parity, "build_engines", build)
+    found = parity.rtx_runtime(tiny())
+    pair, head = found["dtypes"]
+    assert [row["stage"] for row in found["dtypes"]] == ["done"] * 2
+    assert [row["options"] for row in found["dtypes"]] == ["", "--draft HEAD"]
+    for each in (pair, head):
+        assert [(row["policy"], row["temperature"]) for row in each["answers"]] == list(parity.RUNS)
+        assert all(row["num_equal"] == row["num_answers"] == 2 for row in each["answers"])
+    assert pair["target"]["num_different"] == pair["draft"]["num_different"] == head["target"]["num_different"] == 0
+
+
+def test_synthetic_weights_keep_hidden_states_near_one():
+    spec = shapes.TINY_PAIR.target
+    weights = random_tensors(spec, "fp32", torch.device("cpu"), 0)
+    assert weights.embedding.std().item() == pytest.approx(1.0, abs=0.05)
+    assert weights.layers[0].qkv.shape == ((4 + 2 * 2) * 16, 64)
+    again = random_tensors(spec, "fp32", torch.device("cpu"), 0)
+    assert torch.equal(weights.layers[2].down, again.layers[2].down)
+    pair = model_pair(shapes.TINY_PAIR, "fp32")
+    assert pair.draft is not None
+    assert [(each.first_layer, each.last_layer) for each in pair.target.segments] == [(0, 1), (1, 3)]
+    assert pair.target.segments[0].has_exit_scores and not pair.draft.segments[0].has_exit_scores
+
+
+def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch: pytest.MonkeyPatch):
+    def wrong(hidden, kept, out) -> None:
+        out.copy_(hidden[kept] * 1.1)
+
+    monkeypatch.setattr(kernels, "compact_rows", wrong)
+    monkeypatch.setattr(kernels, "gated_silu", lambda gate_up, out: None)
+    found = kernels.correctness(tiny())
+    assert {case["kernel"] for case in found["cases"] if not case["is_right"]} == {"compact_rows", "gated_silu"}
+
+
+def test_speeds_are_measured_where_there_is_no_gpu_too():
+    found = speed.peaks(tiny()) | speed.bandwidth(tiny())
+    for name in ("copies", "products", "attention"):
+        assert found[name] and all(value > 0 for row in found[name] for value in row.values())
+
+
+def test_bytes_by_hand():
+    shape = shapes.AttentionShape(2, 32, 1, num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=16)
+    pool, chunk, queries, indices = 2 * 2 * 32 * 2 * 8, 4 * 2 * 2 * 8, 2 * 2 * 4 * 8, 2 * 3 + 5 + 2
+    assert shapes.attention_bytes(shape, 2) == 2 * (pool + chunk + queries) + 4 * indices

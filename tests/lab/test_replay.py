@@ -1,0 +1,121 @@
+"""`faser replay` against a real server: what it measures, refusals, an interrupt, bad options."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.lab.bench import replay
+from faser_backend.lab.bench.replay import run_replay
+from faser_backend.lab.command_options import ReplayOptions
+from faser_backend.lab.prompts import PromptMaker
+from faser_backend.triton.server import LaunchOptions
+from tests.support.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
+from tests.triton import test_server
+
+engine_dir, server = test_server.engine_dir, test_server.server  # fixtures: a tiny pair behind a real server
+
+
+def write_trace(path: Path, gap_s: float, lengths: list[tuple[int, int]]) -> Path:
+    lines = [f"2023-11-16 18:00:{i * gap_s:010.7f},{prompt},{output}" for i, (prompt, output) in enumerate(lengths)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    return path
+
+
+@pytest.fixture
+def options(engine_dir: Path, server: LaunchOptions, tmp_path: Path) -> ReplayOptions:
+    trace = write_trace(tmp_path / "trace.csv", 0.02, [(20 + i, 5 + i) for i in range(12)])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CORPUS))
+    return ReplayOptions(
+        trace=trace,
+        url=f"127.0.0.1:{server.grpc_port}",
+        output=tmp_path / "replay.json",
+        max_context=MAX_CONTEXT,
+        tokenizer=engine_dir / "tokenizer.json",
+        prompts=prompts,
+    )
+
+
+def result_of(options: ReplayOptions) -> dict:
+    assert options.output is not None
+    return json.loads(options.output.read_text())
+
+
+def test_all_requests_are_answered_with_their_lengths(options: ReplayOptions, capsys):
+    assert run_replay(options.model_copy(update={"rate": 40.0})) == 0
+    found = result_of(options)
+    assert found["num_requests"] == found["num_sent"] == found["num_answered"] == 12
+    assert found["errors"] == {} and found["is_whole"]
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(sum(5 + i for i in range(12)))
+    assert found["requests_per_s_wanted"] == pytest.approx(40.0)
+    assert 0 <= found["lateness_ms_p50"] <= found["lateness_ms_max"]
+    assert 0 < found["ttft_ms_p50"] <= found["e2e_ms_p50"] <= found["e2e_ms_p99"]
+    assert "12 of 12 sent requests answered" in capsys.readouterr().out
+
+
+def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOptions, tmp_path: Path):
+    crowd = write_trace(tmp_path / "crowd.csv", 0.0, [(20, 200)] * 100)
+    assert run_replay(options.model_copy(update={"trace": crowd})) == 0
+    found = result_of(options)
+    ((kind, count),) = found["errors"].items()
+    assert "maximum queue size" in kind.lower() and count + found["num_answered"] == found["num_sent"] == 100
+    assert run_replay(options.model_copy(update={"trace": crowd, "requests": 30, "max_concurrency": 4})) == 0
+    found = result_of(options)
+    assert found["num_answered"] == 30 and found["lateness_ms_max"] > found["tpot_ms_p50"] * 200
+
+
+def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: Path, monkeypatch, capsys):
+    endless = write_trace(tmp_path / "endless.csv", 0.01, [(20, 5)] * 3 + [(20, 5)])
+    endless.write_text(endless.read_text() + "2023-11-16 19:00:00.0000000,20,5\n")  # due in an hour
+    read_answer, answers = replay.read_answer, []
+
+    def read_and_interrupt(*received):
+        answers.append(read_answer(*received))
+        if len(answers) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return answers[-1]
+
+    monkeypatch.setattr(replay, "read_answer", read_and_interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `faser serve` leaves its own in a process
+    try:
+        assert run_replay(options.model_copy(update={"trace": endless})) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found = result_of(options)
+    assert not found["is_whole"] and found["num_requests"] == 5 and 3 <= found["num_answered"] <= 4
+    assert "interrupted: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": 1.0, "scale": 2.0}, "--rate and --scale: give at most one"),
+        ({"rate": 0.0}, "--rate = 0.0: must be above 0"),
+        ({"max_concurrency": 0}, "--max-concurrency = 0: must be above 0"),
+        ({"url": "http://localhost:1"}, "--url = 'http://localhost:1': must be HOST:PORT"),
+        ({"requests": 13}, "requests = 13: .* holds 12"),
+        ({"tokenizer": Path("nowhere.json")}, "--tokenizer = 'nowhere.json': no such file"),
+        ({"prompts": Path("nowhere.jsonl")}, "prompts nowhere.jsonl: no such file"),
+        ({"output": Path("nowhere/out.json")}, "its directory does not exist"),
+    ],
+)
+def test_bad_options_are_named(options: ReplayOptions, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        run_replay(options.model_copy(update=changes))
+
+
+def test_prompts_have_about_the_wanted_lengths_and_differ():
+    tokenizer: Tokenizer = byte_level_tokenizer()
+    maker = PromptMaker(tokenizer, CORPUS)
+    wanted = [1, 7, 40, 200, 200]
+    prompts = [maker.prompt(count, index) for index, count in enumerate(wanted)]
+    counts = [len(tokenizer.encode(prompt).ids) for prompt in prompts]
+    assert np.abs(np.array(counts) - wanted).max() <= 8
+    assert len(set(prompts)) == len(prompts)

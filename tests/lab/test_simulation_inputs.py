@@ -1,0 +1,192 @@
+"""Inputs of a simulation: traces, machines and pairs, the acceptance process; and the command around them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from faser_backend.cli.main import app
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.lab.shapes import MACHINES, PAIRS, layer_weights, stored_count
+from faser_backend.lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
+from faser_backend.lab.simulation.costs import kv_capacity_tokens, roofline, with_host
+from faser_backend.lab.simulation.worlds import roofline_world, spread_levels
+from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.policy.early_exit import logits
+from tests.lab.test_traces import HEADER, csv
+
+__all__ = ["csv"]  # a fixture
+
+
+# -- machines and pairs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_no_prediction_beats_the_data_sheet(machine, pair):
+    costs = roofline(machine, pair)
+    for name, model, ways in ((TARGET, pair.target, machine.num_gpus), (DRAFT, pair.draft, 1)):
+        weights = model.num_layers * layer_weights(model)
+        for partition in costs.partitions:
+            for rows in (1, 16, 512, 8192):
+                bytes_us = 2 * weights / (ways * machine.bytes_per_s) * 1e6
+                flops_us = 2 * weights * rows / (ways * machine.flops_per_s) * 1e6
+                us = costs.call_us(name, partition, rows, min(rows, 64), 1000)
+                assert us > max(bytes_us, flops_us)
+                assert us >= costs.call_us(name, WHOLE, rows, min(rows, 64), 1000)
+
+
+def test_sizes_of_known_models():
+    sizes = {name: (stored_count(pair.target) / 1e9, stored_count(pair.draft) / 1e9) for name, pair in PAIRS.items()}
+    known = {"qwen3-32b/0.6b": (32.8, 0.6), "qwen3-8b/0.6b": (8.2, 0.6), "llama3.3-70b/3.2-1b": (70.6, 1.24)}
+    assert sizes.keys() == known.keys()
+    for name, size in sizes.items():
+        assert size == pytest.approx(known[name], rel=0.01)
+
+
+def test_a_pair_that_does_not_fit_is_refused_with_both_sizes():
+    with pytest.raises(ConfigError, match=r"llama3.3-70b/3.2-1b need 144 GB of weights, .* more than 1 x 96"):
+        kv_capacity_tokens(MACHINES["h100"], PAIRS["llama3.3-70b/3.2-1b"])
+
+
+# -- the acceptance process ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0.5, 0.75, 0.9])
+def test_a_level_is_met_by_texts_that_it_was_not_adjusted_on(level):
+    process = demo_process("sampled").at_level(level)
+    paths = [process.path((7, text), 250) for text in range(500)]
+    assert np.mean([path.tokens == path.drafted for path in paths]) == pytest.approx(level, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_the_fitted_process_accepts_as_the_held_out_texts_do(kind):
+    judged = fitted_fits()[kind]["judged_by"]
+    assert judged["process"]["mean_accepted"] == pytest.approx(judged["held_out_texts"]["mean_accepted"], rel=0.04)
+    # And what is stored is what the code gives.
+    stored, is_match = judged["process"], demo_process(kind).sample(400, fitted_fits()["tokens_per_text"])[1]
+    assert is_match.mean() == pytest.approx(stored["match_rate"][0], abs=2e-3)
+
+
+@pytest.mark.parametrize("auc", [0.6, 0.75, 0.9])
+def test_exits_tell_accepted_from_rejected_as_well_as_asked_for(auc):
+    process = demo_process("sampled").with_exits((auc,))
+    _, is_match, (margins,) = process.sample(200, 100)
+    rng = np.random.default_rng(0)
+    right, wrong = (rng.choice(margins[of], 200_000) for of in (is_match, ~is_match))
+    assert (right > wrong).mean() == pytest.approx(auc, abs=0.02)
+
+
+def test_policies_are_told_the_truth_about_the_exit():
+    world = roofline_world("h100", "qwen3-32b/0.6b", max_context=1000)
+    (exit_,) = world.knowledge().exits
+    assert exit_.retention == pytest.approx(RETENTION, abs=0.01)
+    # Of tokens with a refined chance near 0.7, 70 % are accepted.
+    margins, is_match, (exit_margins,) = world.process.sample(300, 100)
+    knowledge = world.knowledge()
+    assert set(knowledge.margins) == {"greedy", "sampled"}
+    chances = np.interp(margins, *_curve(world.process, margins, is_match))
+    refined = exit_.refined(chances, exit_margins)
+    near = np.abs(refined - 0.7) < 0.05
+    assert is_match[near].mean() == pytest.approx(0.7, abs=0.03)
+    assert np.isfinite(logits(refined)).all()
+
+
+def _curve(process, margins, is_match):
+    """Mean of matches by margin, in 40 equal parts."""
+    order = margins.argsort(axis=None)
+    parts = np.array_split(order, 40)
+    flat, match = margins.reshape(-1), is_match.reshape(-1)
+    return [flat[part].mean() for part in parts], [match[part].mean() for part in parts]
+
+
+@pytest.mark.parametrize("levels", [[0.9, 0.6], spread_levels(0.7, 0.15)], ids=["mix", "spread"])
+def test_requests_differ_as_planted_and_in_nothing_else(levels):
+    process = demo_process("sampled").with_levels(levels)
+    paths = [process.path((7, text), 400) for text in range(300)]
+    rates = np.array([np.mean(path.tokens == path.drafted) for path in paths])
+    assert rates.mean() == pytest.approx(np.mean(levels), abs=0.02)
+    assert rates.std() == pytest.approx(np.std(levels), abs=0.03)
+    if len(levels) == 2:
+        assert np.mean(rates > 0.75) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_slow_host_makes_small_calls_dear_and_leaves_large_ones():
+    costs = roofline(MACHINES["h100"], PAIRS["qwen3-32b/0.6b"])
+    slow = with_host(costs, 6.6, 2.0)
+    for partition in costs.partitions:
+        few, many = (slow.call_us(DRAFT, partition, rows, rows, 0) for rows in (1, 8192))
+        assert few == pytest.approx(6600, rel=0.01)
+        assert many == pytest.approx(costs.call_us(DRAFT, partition, 8192, 8192, 0), rel=0.02)
+    assert slow.call_us(TARGET, WHOLE, 1, 1, 0) == costs.call_us(TARGET, WHOLE, 1, 1, 0)
+    assert slow.overhead.step(4, 8) - costs.overhead.step(4, 8) == pytest.approx(2000 - 60)
+    assert {name.partition("/")[0] for name in costs.partitions} == {WHOLE, "8", "16", "24", "32", "48", "64"}
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+
+def simulate(*arguments: object):
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def test_the_command_writes_figures_and_every_assumption(csv, tmp_path):
+    output = tmp_path / "out"
+    named = ("--hardware", "h100", "--pair", "qwen3-32b/0.6b", "--policies", "fixed:4")
+    done = simulate("--trace", csv(), *named, "--requests", 6, "--rate", 3, "--output", output)
+    assert done.exit_code == 0, done.output
+    content = json.loads((output / "simulation.json").read_text())
+    rows = {row["policy"]: row for row in content["rows"]}
+    assert set(rows) == {"none", "fixed:4"}
+    assert all(row["num_tokens"] == sum(range(44, 50)) for row in rows.values())
+    assert rows["fixed:4"]["tpot_ms_p50"] < rows["none"]["tpot_ms_p50"]
+    text = (output / "simulation.md").read_text()
+    assert len(content["meta"]["assumptions"]) > 6
+    assert all(line in text and line[:30] in done.output for line in content["meta"]["assumptions"])
+    assert "gaps scaled by 0.3333 to 3 requests/s" in text
+
+
+def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
+    path = csv(HEADER + "".join(f"2023-11-16 18:15:{index:02d}.0000000,200,60\n" for index in range(48)))
+    named = ("--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "fixed:4,survival,oracle")
+    more = ("--loads", "0.5,1.2", "--mix", "0.9/0.5", "--draft-call-ms", 0.8)
+    done = simulate("--trace", path, *named, *more, "--requests", 48, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "simulation.json").read_text())
+    assert content["meta"]["capacity"]["policy"].startswith("fixed:")
+    loads = list(dict.fromkeys(row["load"] for row in content["rows"]))
+    assert [load.partition(",")[0] for load in loads] == ["Load 0.5", "Load 1.2"]
+    for load in loads:
+        rows = {row["policy"]: row for row in content["rows"] if row["load"] == load}
+        assert set(rows) == {"none", "fixed:4", "survival", "oracle"}
+        assert rows["fixed:4"]["headroom_share"] == 0.0 and rows["oracle"]["headroom_share"] == 1.0
+        assert rows["oracle"]["e2e_ms_mean"] < min(rows[name]["e2e_ms_mean"] for name in ("fixed:4", "survival"))
+        assert rows["oracle"]["rows_verified"] * 36 == rows["oracle"]["row_layers_accepted"], "no row is rejected"
+    assert "half of them agree at 90%" in (tmp_path / "simulation.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hardware", "h100"], "give either --hardware and --pair, or --profile"),
+        (["--hardware", "h100", "--pair", "x", "--profile", "y"], "leave out --hardware and --pair"),
+        (["--hardware", "h100", "--pair", "x", "--requests", 6], "pair = 'x': unknown; known are qwen3-32b/0.6b"),
+        (["--hardware", "h1", "--pair", "qwen3-8b/0.6b"], "hardware = 'h1': unknown; known are h100, h100x2"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 0], "--requests = 0"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--exit-auc", 0.4], "must lie in"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--policies", "x"], "known are none"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "faser (n-grams)"], "n-grams need texts"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--loads", "0.5", "--rate", 2], "at most one of --rate and"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--loads", "half"], "--loads = 'half': must be shares"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--mix", "0.9"], "--mix = '0.9': must be"),
+        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--spread", 0.7], "--spread = 0.7"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(csv, arguments, message):
+    done = simulate("--trace", csv(), *arguments)
+    assert done.exit_code != 0
+    assert isinstance(done.exception, FaserError) and message in str(done.exception)

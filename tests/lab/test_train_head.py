@@ -1,0 +1,205 @@
+"""Training a draft head: the target's own dialogues, chains in training, and the checkpoint that engines take."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError
+from faser_backend.engines.build import build_engines
+from faser_backend.lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
+from faser_backend.lab.train_head.data import Corpus, shard_paths
+from faser_backend.lab.train_head.options import HeadOptions
+from faser_backend.lab.train_head.run import save_trained, train, write
+from faser_backend.lab.train_head.training import STATE_FILE, Trainer
+from faser_backend.lab.train_head.writing import RAREST, draw
+from faser_backend.serving.compose import build_engine
+from tests.pipeline.test_eagle3_drafting import make_requests
+from tests.support.eagle3_models import NUM_TARGET_LAYERS, ReferenceHead
+from tests.support.harness import drive
+from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
+
+NUM_IDS = 60
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
+    """All stages, once, on a random target with 8 layers, a chat template, and end ids that come often."""
+    root = tmp_path_factory.mktemp("train_head")
+    write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS, eos_token_id=list(range(3, 13)))
+    (root / "target" / "chat_template.jinja").write_text("token20{{ messages[0]['content'] }}token21")
+    options = HeadOptions(
+        target=root / "target",
+        output=root / "head",
+        work=root / "work",
+        tokens=1500,
+        passes=6,
+        num_ids=NUM_IDS,
+        num_kv_heads=4,
+        tokens_per_step=256,
+        matrix_rate=0.02,
+        rate=0.01,
+        num_slots=8,
+        num_threads=1,
+        precision="fp32",
+        dialogues_per_shard=8,
+        max_question=40,
+        max_answer=24,
+        num_columns=40,
+        warmup_steps=2,
+        report_every=1,
+        check_every=5,
+    )
+    write(options)
+    train(options)
+    save_trained(options)
+    return options
+
+
+def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> HeadOptions:
+    """The same options over a copy of these parts of the work folder."""
+    for name in names:
+        source = trained.folder / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, work / name)
+    return trained.model_copy(update={"work": work, **changes})
+
+
+def test_dialogues_are_the_targets_words_and_states(trained: HeadOptions) -> None:
+    """Against a dense run of transformers: features, last hidden state, best tokens; greedy answers follow these."""
+    reference, corpus = reference_model(trained.target), Corpus(trained.dialogues)
+    assert corpus.num_tokens >= trained.tokens
+    dialogues = [shard[i] for shard in corpus.shards for i in range(len(shard))][:12]
+    assert {dialogue.is_greedy for dialogue in dialogues} == {True, False}
+    for dialogue in dialogues:
+        with torch.no_grad():
+            made = reference(torch.from_numpy(dialogue.token_ids.astype(np.int64))[None], output_hidden_states=True)
+            features = torch.cat([made.hidden_states[layer][0] for layer in (2, 4, 5)], dim=-1).numpy()
+            normed = reference.model.norm(torch.from_numpy(dialogue.hidden).float()).numpy()
+        assert np.abs(features - dialogue.features).max() < 0.02
+        assert np.abs(made.hidden_states[-1][0].numpy() - normed).max() < 0.02  # transformers gives it behind the norm
+        assert (made.logits[0].argmax(-1).numpy() == dialogue.best_ids).all()
+        start = dialogue.answer_start
+        assert dialogue.token_ids[start - 1] == 21  # what the template puts before an answer
+        if dialogue.is_greedy:
+            assert (dialogue.token_ids[start:] == dialogue.best_ids[start - 1 : -1]).all()
+
+
+def test_writing_goes_on_where_it_was_cut_off(trained: HeadOptions, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in shard_paths(trained.dialogues)}
+    options = copied(trained, tmp_path, "engine", "dialogues", tokens=1900)
+    write(options)
+    after = {path.name: path.read_bytes() for path in shard_paths(options.dialogues)}
+    assert len(after) > len(before) and before.items() <= after.items()
+    assert Corpus(options.dialogues).num_tokens >= 1900
+
+
+def test_draws_follow_the_distribution_and_top_p() -> None:
+    rng, logits = np.random.default_rng(0), np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+    for top_p, expected in ((1.0, [0.5, 0.3, 0.15, 0.05]), (0.7, [0.625, 0.375, 0, 0])):
+        drawn = np.bincount([draw(logits, 1.0, top_p, rng) for _ in range(4000)], minlength=4) / 4000
+        assert np.abs(drawn - expected).max() < 0.04
+    assert draw(np.array([0.0, np.log(RAREST) - 1]), 1.0, 1.0, rng) == 0
+
+
+def test_chains_in_training_are_chains_of_drafting(trained: HeadOptions, tmp_path: Path) -> None:
+    """Every row of every step equals the dense reference that goes on from its own output, one chain at a time."""
+    parts = read_target(trained.target)
+    spec = head_spec(parts.spec, num_kv_heads=2, intermediate_size=40)
+    head = new_head(parts, spec, np.arange(NUM_IDS), seed=0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_head(tmp_path, parts.spec, spec, head.state_dict(), torch.arange(NUM_IDS))
+    reference = ReferenceHead(tmp_path, parts.embedding)
+    head.load_state_dict({name: reference.tensors[name].float() for name in head.state_dict()})
+    reference.tensors = {name: t.float() if t.is_floating_point() else t for name, t in reference.tensors.items()}
+    n, steps, rng = 12, 3, np.random.default_rng(1)
+    tokens, features = rng.integers(0, VOCAB_SIZE, n), torch.randn(n, 3 * spec.hidden_size)
+    with torch.no_grad():
+        chains = head.chains(parts.embedding[torch.from_numpy(tokens)][None], features[None], steps)
+    joined = reference.joined(features)
+    for row in range(n - steps):
+        hidden = joined[: row + 1]
+        for step in range(steps):
+            logits, made = reference.run(tokens[1 : row + step + 2], hidden)
+            found = linear(chains[step][0, row], head.lm_head.weight).detach().numpy()
+            assert np.abs(found - logits[-1, :NUM_IDS]).max() < 1e-4
+            hidden = torch.cat([hidden, made[-1:]])
+
+
+def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(trained: HeadOptions, tmp_path: Path) -> None:
+    options = copied(trained, tmp_path, "dialogues")
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(read_target(trained.target), options).run(on_check=stop)
+    resumed = Trainer(read_target(trained.target), options)
+    assert resumed.progress.step == trained.check_every and not resumed.is_done
+    resumed.run()
+    assert resumed.is_done
+    losses = [loss for _, loss in resumed.progress.losses]
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    whole = Trainer(read_target(trained.target), trained)
+    assert whole.is_done
+    for name, parameter in whole.head.state_dict().items():
+        assert torch.equal(parameter, resumed.head.state_dict()[name]), name
+
+
+def test_two_processes_share_the_batches_of_one(trained: HeadOptions, tmp_path: Path) -> None:
+    train(copied(trained, tmp_path, "dialogues", processes=2))
+    alone = Trainer(read_target(trained.target), trained).progress
+    both = Trainer(read_target(trained.target), trained.model_copy(update={"work": tmp_path})).progress
+    assert both.step == alone.step // 2 and both.num_rows == pytest.approx(alone.num_rows, rel=0.1)
+    losses = [loss for _, loss in both.losses]
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+
+
+def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_path: Path) -> None:
+    options = copied(trained, tmp_path, "dialogues", STATE_FILE, passes=1)
+    with pytest.raises(ConfigError, match="no data were written"):
+        train(options.model_copy(update={"new_data": True}))
+    before = Trainer(read_target(trained.target), options).progress
+    train(options)
+    after = Trainer(read_target(trained.target), options)
+    assert after.is_done and after.progress.num_rows == before.num_rows * 7 // 6
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_a_trained_head_drafts_in_an_engine(trained: HeadOptions, tmp_path: Path) -> None:
+    build_engines(trained.target, trained.output, tmp_path / "engine")
+    requests, tokens, accepted = make_requests(), {}, {}
+    for policy in ("none", "fixed:4"):
+        engine = build_engine(tmp_path / "engine", EngineConfig.from_options(policy=policy, max_num_seqs=4))
+        tokens[policy] = drive(engine, requests).tokens
+        accepted[policy] = engine.metrics().num_accepted
+        engine.close()
+    assert tokens["none"] == tokens["fixed:4"]
+    assert accepted["fixed:4"] > 0
+
+
+def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions) -> None:
+    with pytest.raises(ConfigError, match=f"num_ids = 7: training in .* began with {NUM_IDS}"):
+        train(trained.model_copy(update={"num_ids": 7}))
+
+
+def test_frequent_ids_are_the_most_frequent_and_rise(trained: HeadOptions) -> None:
+    corpus = Corpus(trained.dialogues)
+    ids = corpus.frequent_ids(VOCAB_SIZE, 10)
+    counts = np.bincount(np.concatenate([shard.token_ids for shard in corpus.shards[1:]]), minlength=VOCAB_SIZE)
+    assert (np.diff(ids) > 0).all() and sorted(counts[ids]) == sorted(counts)[-10:]
+
+
+def test_without_torch_there_is_one_error(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else found(name, *a))
+    status, out, err = run("train-head", "--target", tmp_path, "--output", tmp_path / "head")
+    assert (status, out) == (1, "") and err == "error: train-head needs torch: pip install 'faser-backend[train]'\n"

@@ -1,0 +1,319 @@
+"""Hostile clients of the OpenAI server get errors, and others notice nothing of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from faser_backend.core.errors import ConfigError
+from faser_backend.core.request import EngineOutput
+from faser_backend.lab.abuse.clients import Reply, ask_http
+from faser_backend.lab.abuse.openai_attacks import COMPLETIONS, head_of, send_body
+from faser_backend.lab.bench.servers import free_ports
+from faser_backend.openai import app as app_module
+from faser_backend.openai import bodies, connections
+from faser_backend.openai.callers import Callers, check_origins
+from faser_backend.openai.fields import ChatBody, CompletionBody
+from faser_backend.openai.server import describe
+from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.parameters import OpenAIOptions
+from tests.support.chat_templates import HERMES
+from tests.support.openai_cases import BASE, FIELDS, MESSAGES, PATHS, WEATHER
+
+
+class FakeClient:
+    """In place of Triton: three tokens, the last logits of which are no numbers; fails after the first if told to."""
+
+    fails = False
+
+    def __init__(self, *_: Any) -> None: ...
+    def carrying(self, _: dict[str, str]) -> FakeClient:
+        return self
+
+    async def is_ready(self) -> bool:
+        return True
+
+    async def close(self) -> None: ...
+
+    async def generate(self, wanted: Any) -> AsyncIterator[tuple[EngineOutput, list[bool]]]:
+        for token_id in (70, 71, 72):
+            logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
+            yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
+            if FakeClient.fails:
+                raise LookupError("nobody foresaw this")
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> OpenAIOptions:
+    template = tmp_path_factory.mktemp("openai") / "template.jinja"
+    template.write_text(HERMES)
+    return OpenAIOptions(triton="127.0.0.1:1", port=free_ports(1)[0], chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def app(options: OpenAIOptions) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "TokenClient", FakeClient)
+        yield app_module.make_app(describe(options, demo_engine_dir(), "auto"), options.triton, Callers())
+
+
+@pytest.fixture(scope="module")
+def server(options: OpenAIOptions) -> Iterator[tuple[int, int]]:
+    """Port and process of an OpenAI server; what it asks of Triton finds nobody."""
+    given = ["--engine-dir", demo_engine_dir(), "--triton", options.triton, "--port", options.port]
+    given += ["--chat-template", options.chat_template, "--allow-origin", "https://chat.example"]
+    command = [sys.executable, "-m", "faser_backend.cli", "openai", *map(str, given)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("OpenAI's API")
+        yield options.port, process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def error_of(reply: Reply) -> dict[str, Any]:
+    return json.loads(reply.body)["error"]
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ids, then a text", ""), ("objects as prompts", ""), ("bad parts", ""), ("arguments", ""),
+        ("logit_bias, many keys", ""), ("just enough ids", ""),
+        ("a text of commas", "prompt length = "),  # what stands in texts is not counted
+    ],
+)  # fmt: skip
+def test_a_large_body_costs_others_little(server: tuple[int, int], name: str, words: str):
+    seen = send_body(*server, name)
+    assert seen.reply.status in (400, 413, 503) and error_of(seen.reply)["message"].startswith(words)
+    assert seen.growth_mb < 100 and seen.processor_s < 3  # were up to 4,400 and 57, for everybody
+
+
+def test_bodies_on_their_way_are_limited_together(app: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 100_000)
+    large = json.dumps({"prompt": "x" * 60_000}).encode()
+    with listening(app) as port, socket.create_connection(("127.0.0.1", port)) as slow:
+
+        def status(body: bytes = large) -> int:
+            return ask_http(port, COMPLETIONS, body).status
+
+        assert status() == 400  # the control: alone there is room for it, but not in the context
+        slow.sendall(head_of(COMPLETIONS, {"content-length": str(len(large))}) + large[:-1])
+        deadline_s = time.monotonic() + 10
+        while (found := status()) != 503:
+            assert found == 400 and time.monotonic() < deadline_s
+        assert status(json.dumps(BASE[CompletionBody]).encode()) == 200
+        slow.sendall(large[-1:])
+        assert slow.recv(100).startswith(b"HTTP/1.1 400")
+        assert status() == 400
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+NO_JSON = ['"\\ud800"', '{"\\udc00": 1}', '["\\ud83d"]', "NaN", "-Infinity", '{"a": NaN}', "9" * 5000, "[" * 500]
+STRANGE = [
+    "1e999", "-" + "9" * 4000, "1" + "0" * 400, "1.5", "-1", "true", '""', '"\\u0000"', '"\\ud83d\\ude00"', "[]", "{}",
+    "[[]]", '[{"type": "text", "text": 1e999}]', '{"%s": 1}' % ("9" * 5000), '{"5": 1e999}', "[" * 150 + "]" * 150,
+    '{"type": "json_schema", "schema": {"a": 1e999}}',
+    '{"format": {"type": "json_schema", "schema": {"const": 1e999}}}',
+    '[{"role": "user", "content": "x", "name": "\\u0000", "tool_calls": [{"id": "", "function": {}}]}]',
+    '[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{\\"a\\": NaN}"}}]}]',
+]  # fmt: skip
+# What it takes for fields of a chat to be read.
+CORNERS: dict[Any, dict[str, Any]] = {ChatBody: {"messages": MESSAGES, "logprobs": True, "tools": [WEATHER]}}
+
+
+def events_of(text: str) -> list[str]:
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+def read_strictly(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def with_raw(body: dict[str, Any], name: str, raw: str) -> str:
+    kept = json.dumps({key: value for key, value in body.items() if key != name})
+    return f"{kept[:-1]}, {json.dumps(name)}: {raw}}}"
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_whatever_a_field_holds_the_answer_is_json_or_events(app: Any, kind: type):
+    statuses = set()
+    with TestClient(app) as client:
+        for index, (name, raw) in enumerate(itertools.product(FIELDS[kind], NO_JSON + STRANGE)):
+            body = {**BASE[kind], **CORNERS.get(kind, {}), "stream": index % 3 == 0}
+            answer = client.post(PATHS[kind], content=with_raw(body, name, raw))
+            statuses.add(answer.status_code)
+            assert answer.status_code in (200, 400, 404), (name, raw[:300], answer.text)
+            if answer.headers["content-type"].startswith("text/event-stream"):
+                assert all(line == "[DONE]" or read_strictly(line) for line in events_of(answer.text))
+            else:
+                assert answer.headers["content-type"] == "application/json" and read_strictly(answer.text)
+    assert {200, 400} <= statuses
+
+
+def test_a_failure_that_nobody_foresaw_is_answered_and_logged(
+    app: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(FakeClient, "fails", True)
+    body = BASE[ChatBody]
+    with TestClient(app, raise_server_exceptions=False) as client:
+        whole, stream = (client.post(PATHS[ChatBody], json={**body, "stream": each}) for each in (False, True))
+    assert whole.status_code == 500
+    for text in (whole.text, [event for event in events_of(stream.text) if event != "[DONE]"][-1]):
+        error = json.loads(text)["error"]
+        assert error["code"] == "internal_error" and "nobody foresaw" not in text
+        assert error["message"].split()[-1] in caplog.text
+    assert "nobody foresaw this" in caplog.text
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def listening(app: Any) -> Iterator[int]:
+    [port] = free_ports(1)
+    config = uvicorn.Config(app, port=port, http=connections.Connection, ws="none", log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def is_closed(connection: socket.socket, within_s: float, sending: bytes = b"") -> bool:
+    """sending: what goes on coming meanwhile."""
+    connection.settimeout(0.05)
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(TimeoutError):
+            try:
+                if not connection.recv(4096):
+                    return True
+            except ConnectionResetError:
+                return True
+        with contextlib.suppress(OSError):
+            connection.sendall(sending)
+    return False
+
+
+def half_open(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-")
+    return connection
+
+
+def test_half_sent_heads_keep_nobody_out(app: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections.Connection, "most", 8)
+    with listening(app) as port, contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(half_open(port)) for _ in range(8)]
+        assert not is_closed(opened[0], 0.2)  # the control: there is room for these
+        opened += [stack.enter_context(half_open(port)) for _ in range(8)]
+        assert ask_http(port, "/v1/models").status == 200
+        assert all(is_closed(connection, 5.0) for connection in opened[:8])
+        assert not is_closed(opened[-1], 0.2)
+
+
+def test_a_head_has_a_deadline_and_so_has_the_rest_of_an_answered_body(app: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    with listening(app) as port:
+        with half_open(port) as late, half_open(port) as dribbling:
+            assert is_closed(dribbling, 5.0, sending=b"x") and is_closed(late, 5.0)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head_of("/nowhere", {"content-length": "1000"}))
+            assert connection.recv(4096).startswith(b"HTTP/1.1 404")
+            assert is_closed(connection, 5.0, sending=b"x")
+
+
+BOTH = {"content-length": "5", "transfer-encoding": "chunked"}
+CHUNKS = {"transfer-encoding": "chunked"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "words"),
+    [
+        (BOTH, b"0\r\n\r\nGET /v1/models HTTP/1.1\r\n\r\n", "both Content-Length and Transfer-Encoding"),
+        (CHUNKS, b"1\r\n1\r\n" * 5000, "chunks"),
+        ({"content length": "1"}, b"1", "Invalid HTTP request"),
+    ],
+)
+def test_a_request_that_no_client_sends_is_refused_and_its_connection_closed(
+    server: tuple[int, int], headers: dict[str, str], body: bytes, words: str
+):
+    with socket.create_connection(("127.0.0.1", server[0]), timeout=20) as connection:
+        connection.sendall(head_of(COMPLETIONS, headers) + body)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(4096):
+                answer += part
+    head, _, text = answer.decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 400") and head.count("HTTP/1.1") == 1
+    assert words in json.loads(text)["error"]["message"]
+
+
+# -- browsers --------------------------------------------------------------------------------------------------------
+FORM, PLAIN = {"Content-Type": "application/x-www-form-urlencoded"}, {"Content-Type": "text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (FORM, 503),  # curl -d; 503: all is well but that nobody generates here
+        ({"host": "server.lan"}, 503),  # a client that knows us by another name
+        ({"origin": "http://HOST"}, 503),  # the chat page
+        ({"origin": "https://chat.example"}, 503),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:1"}, 403),
+        ({"origin": "http://evil.example:9000", "host": "evil.example:9000"}, 403),  # DNS rebinding
+        ({"user-agent": "Mozilla/5.0", "host": "evil.example"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        (PLAIN | {"origin": "http://HOST"}, 415),
+        (FORM | {"user-agent": "Mozilla/5.0"}, 415),
+    ],
+)
+def test_a_web_page_of_another_origin_may_not_ask(server: tuple[int, int], headers: dict[str, str], status: int):
+    headers = {name: value.replace("HOST", f"127.0.0.1:{server[0]}") for name, value in headers.items()}
+    reply = ask_http(server[0], COMPLETIONS, json.dumps(BASE[CompletionBody]).encode(), headers=headers)
+    assert reply.status == status and error_of(reply)
+
+
+def test_a_page_that_is_allowed_may_read_the_answer(server: tuple[int, int]):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    for origin, status in (("https://chat.example", 200), ("https://evil.example", 400)):
+        reply = ask_http(server[0], COMPLETIONS, headers={"origin": origin, **asked}, method="OPTIONS")
+        assert reply.status == status
+        assert (reply.headers.get("access-control-allow-origin") == origin) == (status == 200)
+
+
+def test_an_allowed_origin_is_checked_at_the_start():
+    assert check_origins(["HTTPS://Chat.Example/"]) == ("https://chat.example",)
+    for bad in ("chat.example", "https://chat.example/page", "file:///x", "https://"):
+        with pytest.raises(ConfigError, match="allow-origin = "):
+            check_origins([bad])
+
+
+def test_no_path_is_redirected_to_a_host_that_the_client_names(server: tuple[int, int]):
+    for path, host in (("/health/", "evil.example"), ("/nowhere", "[::")):
+        reply = ask_http(server[0], path, headers={"host": host})
+        assert reply.status == 404 and "location" not in reply.headers and error_of(reply)

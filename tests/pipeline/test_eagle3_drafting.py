@@ -1,0 +1,241 @@
+"""Engines that draft with an EAGLE-3 head: what they draft equals a dense reference, what they emit plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Request, Sampling
+from faser_backend.cpu.head import LlvmHeadRunner
+from faser_backend.device.runtime import ModelPair
+from faser_backend.engines.build import build_engines
+from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.registry import parse_policy
+from faser_backend.serving.compose import assemble_on, build_engine
+from faser_backend.serving.runtimes import open_runtime
+from tests.engines.test_eagle3 import Built
+from tests.support.eagle3_models import HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
+from tests.support.forcing import Forced, at_random, forced, in_turns
+from tests.support.harness import drive, guessed, request
+from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,))
+
+
+def make_requests(count: int = 8, *, is_greedy: bool = False, num_shared: int = 0) -> list[Request]:
+    """Prompts of 1 token and more; every second request samples, unless all are greedy."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCAB_SIZE, num_shared).tolist()
+    requests = []
+    for index in range(count):
+        prompt = shared + rng.integers(0, VOCAB_SIZE, 1 if index == 0 else int(rng.integers(2, 40))).tolist()
+        sampling = Sampling(temperature=0.0 if is_greedy or index % 2 else 1.0, seed=index)
+        requests.append(request(f"r{index}", prompt, 16, sampling=sampling))
+    return requests
+
+
+def open_engine(built: Built, policy: str, **options: object) -> Engine:
+    fields = {"policy": policy, "max_num_seqs": 4, "max_prefill_tokens": 16, **options}
+    return build_engine(built.directory, EngineConfig.from_options(**fields))
+
+
+def tokens_of(built: Built, policy: str, requests: list[Request], **options: object) -> dict[str, list[int]]:
+    engine = open_engine(built, policy, **options)
+    tokens = drive(engine, requests).tokens
+    # What adaptive policies draft depends on how long calls took.
+    assert not policy.startswith("fixed") or engine.metrics().num_drafted > 0
+    engine.close()
+    return tokens
+
+
+def reference_chain(built: Built, tokens: np.ndarray, num_draft_tokens: int) -> list[int]:
+    """Drafts greedily with the head behind `tokens`, none of it from a cache."""
+    token_ids, hidden = tokens[1:], built.reference.joined(built.features(tokens)[:-1])
+    drafted: list[int] = []
+    for _ in range(num_draft_tokens):
+        logits, made = built.reference.run(token_ids, hidden)
+        drafted.append(int(logits[-1].argmax()))
+        token_ids, hidden = np.append(token_ids, drafted[-1]), torch.cat([hidden, made[-1:]])
+    return drafted
+
+
+class ChainChecker:
+    """Compares every chain that an engine verifies with the reference's, look-ups aside."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self.num_equal = self.num_chains = self.num_look_ups = 0
+
+    def observe(self, record: StepRecord) -> None:
+        frontier = record.frontier
+        for row, sequence in enumerate(record.plan.decodes):
+            if not frontier.is_main[row]:
+                self.num_look_ups += 1
+                continue
+            count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])
+            assert count == 0 or num_tokens > 1
+            if count:
+                wanted = reference_chain(self.built, sequence.token_ids[:num_tokens].copy(), count)
+                self.num_equal += frontier.drafted[row, :count].tolist() == wanted
+                self.num_chains += 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((1,), {}),
+        ((4,), {}),
+        ((4,), {"num_kv_blocks": 32}),  # one full context: sequences are preempted
+        ((5, 0, 2, 0, 0), {}),  # rounds without drafts: the head lags behind
+    ],
+)
+def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], options: dict[str, object]) -> None:
+    engine = open_engine(built, "fixed:4", enable_prefix_reuse=False, **options)
+    scheduler = engine.stepper.scheduler
+    scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
+    checker = ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    requests = make_requests(is_greedy=True)
+    drive(engine, requests)
+    assert (engine.metrics().num_preemptions > 0) == bool(options)
+    engine.close()
+    assert checker.num_chains > 20
+    assert checker.num_equal == checker.num_chains
+
+
+def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where n-grams stood in, the head reads later what it has missed; and tokens are those of plain decoding."""
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
+    requests = make_requests(is_greedy=True)
+    engine = open_engine(built, "fixed:3", draft="model+ngram", enable_prefix_reuse=False)
+    checker = ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, requests).tokens
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
+    assert tokens == tokens_of(built, "none", requests)
+
+
+def test_features_of_other_positions_are_noticed(built: Built) -> None:
+    """Negative control: a head whose features lie one place further on drafts other chains."""
+    engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
+    head = engine.stepper.partitions[WHOLE].draft
+    assert isinstance(head, LlvmHeadRunner)
+    engine.stepper.observers.append(checker.observe)
+    target_features, run = head.pool.features, head.run_segment
+
+    def run_on_others(segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        head.pool.features = {layer: np.roll(rows_of, 1, axis=1) for layer, rows_of in target_features.items()}
+        return run(segment, rows, hidden)
+
+    head.run_segment = run_on_others
+    drive(engine, make_requests(is_greedy=True))
+    engine.close()
+    assert checker.num_equal < 0.5 * checker.num_chains
+
+
+def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
+    """A reused row may hold another sequence's next token, so that a few chains differ; features are never missing."""
+    requests = make_requests(12, is_greedy=True, num_shared=20)
+    engine, checker = open_engine(built, "fixed:3"), ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, requests).tokens
+    assert engine.metrics().num_reused_blocks > 0
+    engine.close()
+    assert 0.8 * checker.num_chains < checker.num_equal
+    assert tokens == tokens_of(built, "none", requests)
+
+
+@pytest.mark.parametrize("prefills_draft", [True, False])
+def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: bool) -> None:
+    """A pruned row has the features of the layers before the exit alone; its token is not committed with it. And a
+    head that has read no prompt catches up before it drafts."""
+    pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
+    policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner, prefills_draft=prefills_draft))
+    models, requests = ModelPair(built.manifest.target, built.manifest.draft), make_requests(is_greedy=True)
+    config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
+    engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
+    checker = ChainChecker(built)
+    engine.stepper.observers.append(checker.observe)
+    tokens = drive(engine, requests).tokens
+    assert engine.metrics().num_pruned > 0
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+    assert tokens == tokens_of(built, "none", requests)
+
+
+@pytest.mark.parametrize("policy", ["fixed:4", "goodput", "survival", "faser", "gp-lcb"])
+@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32}, {"pipeline": "run_ahead"}])
+def test_tokens_equal_plain_decoding(built: Built, policy: str, options: dict[str, object]) -> None:
+    requests = make_requests()
+    assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp16"}, {"weights": "int8", "kv_cache_dtype": "fp32"}])
+def test_tokens_equal_plain_decoding_in_other_formats(options: dict[str, str], tmp_path: Path) -> None:
+    """Halves in the pool, and a target of integers; greedy, sampled and with sequences that are preempted."""
+    built, requests = Built(tmp_path, **options), make_requests()
+    assert built.manifest.kv_cache_dtype == options["kv_cache_dtype"]
+    plain = tokens_of(built, "none", requests)
+    assert tokens_of(built, "fixed:4", requests, num_kv_blocks=32) == tokens_of(built, "faser", requests) == plain
+
+
+def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:
+    engine = open_engine(built, "fixed:2", pipeline="ping_pong")
+    assert list(engine.stepper.partitions) == [WHOLE]
+    engine.close()
+    assert "pipeline = ping_pong" in caplog.text and "EAGLE-3 head" in caplog.text
+
+
+def test_rejection_sampling_takes_a_head_s_law(built: Built) -> None:
+    requests = make_requests(is_greedy=True)
+    plain = tokens_of(built, "none", requests)
+    assert tokens_of(built, "fixed:4", requests, acceptance="rejection") == plain
+    sampled = tokens_of(built, "fixed:4", make_requests(), acceptance="rejection")
+    assert {len(tokens) for tokens in sampled.values()} == {16}
+
+
+def test_a_head_that_is_right_is_accepted(tmp_path: Path) -> None:
+    """The target's layers add nothing, so that token t is followed by f(t); the head sees the token before the anchor
+    in its features and says f(f(t)). Only a row beside another position's features would be wrong."""
+    size = 32
+    follows = torch.from_numpy(np.random.default_rng(1).permutation(size))
+    target = write_checkpoint(
+        tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=size, hidden_size=size
+    )
+    model = reference_model(target)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        model.get_parameter("model.norm.weight").fill_(1.0)
+        model.get_parameter("model.embed_tokens.weight").copy_(torch.eye(size))
+        model.get_parameter("lm_head.weight").zero_()[follows, torch.arange(size)] = 1.0
+    model.save_pretrained(target)
+    config = {**HEAD, "vocab_size": size}
+    del config["draft_vocab_size"]
+    tensors = head_tensors(config)
+    tensors["fc.weight"] = torch.eye(size).repeat(1, 3) / 3
+    for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = torch.zeros_like(tensors[name])
+    tensors["norm.weight"] = torch.ones(size)
+    tensors["lm_head.weight"] = torch.zeros(size, size)
+    tensors["lm_head.weight"][follows[follows], torch.arange(size)] = 1.0
+    head = write_head(tmp_path / "head", tensors, vocab_size=size, draft_vocab_size=None)
+    build_engines(target, head, tmp_path / "engine", kv_block_size=4)
+    engine = build_engine(tmp_path / "engine", EngineConfig(policy="fixed:1"))
+    drive(engine, [request("right", follows[[3]].tolist() + follows[follows[[3]]].tolist(), 21)])
+    metrics = engine.metrics()
+    engine.close()
+    assert metrics.num_accepted == metrics.num_drafted == 10  # with 11 tokens that the target adds

@@ -1,0 +1,214 @@
+"""Drafting by look-ups and a draft model: tokens of plain decoding, laws, what either source is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser_backend.core.decision import PipelineMode, TrimRule
+from faser_backend.core.frontier import MAIN, NGRAM, Frontier
+from faser_backend.core.record import StepRecord
+from faser_backend.pipeline.joint import Guess, JointProposer
+from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
+from faser_backend.policy.candidates import ChainTable, mixed
+from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.trim import admit, admit_by_price
+from tests.pipeline.test_engine import alone, random_requests
+from tests.support.forced_engine import Case, agrees, open_forced
+from tests.support.forcing import Change, forced
+from tests.support.harness import FakeEngine, drive, request
+from tests.support.kinds import record
+
+SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    requests = [*random_requests(0, 8), request("copies", [7, 8, 9, 10] * 4, 30)]
+    return Case(requests, alone(requests))
+
+
+@pytest.fixture(params=["by chance", "by worth"])
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose chains are taken: by worth, as it is, or by chance, so that the sources take turns at every place."""
+    rng = np.random.default_rng(5)
+
+    def by_chance(self: DrafterChoice, found: Frontier, *_: object) -> np.ndarray:
+        return (found.num_drafted > 0) & (rng.random(found.num_drafted.size) < 0.5)
+
+    if request.param == "by chance":
+        monkeypatch.setattr(DrafterChoice, "takes_look_up", by_chance)
+        monkeypatch.setattr(DrafterChoice, "takes_over_tree", by_chance)
+    return request.param
+
+
+def run(case: Case, policy: str, change: Change, **options) -> FakeEngine:
+    fake = open_forced(policy, change, has_both=True, **options)
+    agrees(fake, case, 0)
+    if isinstance(proposer := fake.stepper.proposer, JointProposer):
+        assert not proposer._guesses and not proposer.look_ups._indexes, "a sequence left and is remembered"
+    return fake
+
+
+@pytest.mark.parametrize("policy", ["tree:2", "tree:7"])
+@pytest.mark.parametrize("choice", ["by chance", "by worth"], indirect=True)
+def test_trees_beside_look_ups(case: Case, policy: str, choice: str):
+    fake = run(case, policy, forced(SERIAL), num_blocks=26)
+    metrics = fake.engine.metrics()
+    assert metrics.num_accepted_by_source["model"] > 0
+    assert metrics.num_drafted_by_source["ngram"] > 0 or choice == "by worth"
+    assert fake.engine.metrics().num_preemptions > 0
+
+
+def test_a_look_up_stands_in_for_a_tree_that_keeps_less():
+    """Trees that keep much are preferred."""
+    choice, is_sampled = DrafterChoice(), np.zeros(2, np.bool_)
+    for _ in range(400):  # look-ups of this confidence are right 9 times in 10
+        choice.observe(NGRAM, False, np.full(10, 1.0, np.float32), 9, 10)
+    margins = np.full((2, 4), 1.0, np.float32)
+    counts = np.array([4, 0])
+    found = Frontier(np.ones((2, 4), np.int64), counts, counts + 1, margins, sources=np.full(2, NGRAM))
+    for num_kept, is_taken in ((1, True), (4, False)):
+        for _ in range(400):
+            choice.observe_tree(False, num_kept)
+        assert choice.takes_over_tree(found, is_sampled).tolist() == [is_taken, False]
+
+
+def test_what_a_tree_guessed_is_held_against_what_came():
+    guess = Guess(MAIN, 5, [1, 2, 3, 4, 3], [0, 0, 1, 2, 2], None)
+    for came, kept in (([1, 3, 9], 2), ([2, 3], 2), ([2, 4, 4], 2), ([3, 1], 0), ([1, 4], 1), ([], 0)):
+        assert guess.num_accepted_of(came) == kept
+
+
+def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):
+    fake = open_forced("fixed:3", forced(SERIAL), has_both=True)
+    seen: list[StepRecord] = []
+    fake.stepper.observers.append(seen.append)
+    agrees(fake, case, None)
+    metrics = fake.engine.metrics()
+    drafted, accepted = metrics.num_drafted_by_source, metrics.num_accepted_by_source
+    assert sum(drafted.values()) == metrics.num_drafted and sum(accepted.values()) == metrics.num_accepted
+    assert drafted["model"] > drafted["ngram"] * 0.1 > 0 and drafted["client"] == 0
+    looked_up = sum(int(record.frontier.num_drafted[~record.frontier.is_main].sum()) for record in seen)
+    assert looked_up == drafted["ngram"]
+
+
+def test_the_draft_makes_no_call_where_look_ups_stand_in(monkeypatch: pytest.MonkeyPatch):
+    """And reads then what it has missed, in one call."""
+    calls = {}
+    for name, takes in (("look-ups", True), ("model", False)):
+        monkeypatch.setattr(
+            DrafterChoice, "takes_look_up", lambda self, found, *_, takes=takes: takes & (found.num_drafted > 0)
+        )
+        fake = open_forced("fixed:4", forced(SERIAL), has_both=True, vocab_size=5)
+        for runner in (*fake.targets, *fake.drafts):
+            runner.memory, runner.known = 1, {}
+        drive(fake.engine, [request("r", [1, 2, 3] * 4, 60)])
+        calls[name] = fake.drafts[0].num_calls + fake.drafts[1].num_calls
+    assert calls["look-ups"] < 0.3 * calls["model"]
+
+
+# -- laws ------------------------------------------------------------------------------------------------
+
+LAW = {"vocab_size": 5, "has_both": True, "draft_noise": 16.0}  # a draft that is often wrong, so that steps begin anew
+
+
+@pytest.fixture
+def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look-up that finds something is taken."""
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
+
+
+# -- what a source is worth ------------------------------------------------------------------------------
+
+
+def found_chain(num_agreeing: int, num_tokens: int = 4) -> Frontier:
+    bins = np.minimum(num_agreeing - 1 + np.arange(num_tokens), 13)
+    margins = MarginCurve.margin_knots[bins][None].astype(np.float32)
+    counts = np.array([num_tokens])
+    return Frontier(np.zeros((1, num_tokens), np.int64), counts, counts + 1, margins, sources=np.array([NGRAM]))
+
+
+def taught(num_rounds: int = 60) -> DrafterChoice:
+    """Look-ups are right from 5 agreeing tokens on, the draft three times in four."""
+    choice = DrafterChoice()
+    margins = found_chain(1, 14).margins
+    assert margins is not None
+    for index in range(num_rounds * 14):
+        at = index % 14
+        choice.observe(NGRAM, False, margins[0, at : at + 1], int(at >= 4), 1)
+        choice.observe(MAIN, False, np.full(1, 2.0, np.float32), int(index % 4 > 0), 1)
+    return choice
+
+
+def test_the_chain_that_promises_more_is_taken():
+    choice, greedy, four = taught(), np.zeros(1, np.bool_), np.array([4])
+    assert not choice.takes_look_up(found_chain(1), four, greedy, None)[0]
+    assert choice.takes_look_up(found_chain(9), four, greedy, None)[0]
+    sampled = ~greedy
+    fresh = DrafterChoice().takes_look_up(found_chain(9), four, greedy, None)
+    assert (choice.takes_look_up(found_chain(9), four, sampled, None) == fresh).all(), (
+        "of sampled requests nothing is known"
+    )
+    nothing = replace(found_chain(9), num_drafted=np.array([0]))
+    assert not choice.takes_look_up(nothing, four, greedy, None)[0]
+
+
+def test_a_draft_call_that_costs_more_than_it_brings_leaves_it_to_look_ups():
+    choice, greedy, four = taught(), np.zeros(1, np.bool_), np.array([4])
+    weak = found_chain(3, 2)
+    assert not choice.takes_look_up(weak, four, greedy, rule(call_us=1.0))[0]
+    assert choice.takes_look_up(weak, four, greedy, rule(call_us=900.0))[0]
+    assert not choice.takes_look_up(weak, four, greedy, rule(call_us=900.0, row_price=2.0))[0], "no row is worth it"
+
+
+def rule(call_us: float, row_price: float = 0.0) -> TrimRule:
+    zeros = np.zeros(14)
+    return TrimRule(zeros, zeros, zeros, np.zeros(1), np.zeros(9), np.array([0.0, call_us]), 0.001, row_price=row_price)
+
+
+def in_steps_of_two(num_accepted: list[int]) -> StepRecord:
+    """Two greedy requests, the draft model's chain and a look-up's, with the same margins."""
+    margins = np.full((2, 5), 2.0, np.float32)
+    made = record("gg", num_accepted, margins=margins)
+    return replace(made, frontier=replace(made.frontier, sources=np.array([MAIN, NGRAM])))
+
+
+def test_each_source_has_a_curve_of_its_own():
+    acceptance = AcceptanceModel({})
+    for _ in range(100):
+        acceptance.observe(in_steps_of_two([5, 0]))
+    main, look_up = (acceptance.curve(0.0, source).chances(np.array([2.0]))[0] for source in (MAIN, NGRAM))
+    assert main > 0.9 and look_up < 0.4
+    assert acceptance.source_shares == pytest.approx([0.5, 0.5], abs=0.02)
+    found = acceptance.match_logits(0.0)
+    assert found.shape == (2, 14) and (found[0] != found[1]).any()
+    assert AcceptanceModel({}).match_logits(0.0).shape == (14,), "a drafter that is alone"
+
+
+def test_rows_are_trimmed_by_their_own_sources_chances():
+    """The same margins: the model's chain is worth its rows, the look-up's is not."""
+    knots = MarginCurve.margin_knots
+    logits = np.stack([np.full(14, 4.0), np.full(14, -4.0)])
+    costs = {"verify_us": np.arange(20) * 10.0 + 50.0, "draft_us": np.zeros(3)}
+    made = TrimRule(knots, logits, np.full(14, 1 / 14), np.zeros(1), **costs, tokens_per_us=0.02,
+                    row_price=0.2)  # fmt: skip
+    frontier, slots = in_steps_of_two([0, 0]).frontier, np.arange(2)
+    for admitted in (admit(made, frontier, slots), admit_by_price(made, frontier, slots)):
+        assert admitted.tolist() == [6, 1]
+    alone = frontier.take(np.array([1]))
+    assert admit(made, alone, slots[1:]).tolist() == [1]
+    assert admit(made, replace(alone, sources=None), slots[1:]).tolist() == [6]
+
+
+def test_look_ups_are_reckoned_with_rows_and_without_draft_calls():
+    curve = DrafterChoice().calibrations[MAIN, 0].curve
+    chains = ChainTable(curve, 4).of(np.zeros(1))
+    both = mixed([(0.25, chains), (0.75, chains)])
+    np.testing.assert_allclose(both.drafting, 0.25 * chains.drafting)
+    np.testing.assert_allclose(both.verified, chains.verified)
+    np.testing.assert_allclose(both.kept, chains.kept)
+    for mine, others in zip(mixed([(1.0, chains)]), chains, strict=True):
+        assert (mine == others).all(), "alone it is what it was, to the bit"

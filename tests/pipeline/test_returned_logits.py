@@ -1,0 +1,276 @@
+"""Logits and counters that requests ask for: the rows of plain decoding, each once, and nothing where nobody asks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import PipelineMode
+from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, Request, Sampling
+from faser_backend.cpu.sampler import NumpySampler
+from faser_backend.cuda.sampler import TorchSampler
+from faser_backend.engines.build import build_engines
+from faser_backend.pipeline import prefill
+from faser_backend.pipeline.engine import Engine
+from faser_backend.serving.compose import build_engine
+from tests.pipeline.test_engine import alone, random_requests
+from tests.support.fakes import HashRunner
+from tests.support.forced_engine import open_forced
+from tests.support.forcing import ADMITS_NOTHING, always, by_parity, forced, random_everything
+from tests.support.harness import BLOCK, VOCAB, fake_engine, open_fake, request
+from tests.support.tiny_models import VOCAB_SIZE, reference_logits, reference_model, write_checkpoint, write_draft
+
+SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
+MODEL = HashRunner(8, BLOCK, VOCAB)
+
+
+def outputs_of(engine: Engine, requests: list[Request], seed: int | None = None) -> dict[str, list[EngineOutput]]:
+    rng = np.random.default_rng(seed)
+    pending, outputs = list(requests), defaultdict(list)
+    while pending or engine.has_work:
+        while pending and (seed is None or rng.random() < 0.4):
+            engine.submit(pending.pop(0))
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    return outputs
+
+
+def asking(requests: list[Request], seed: int) -> list[Request]:
+    """Each for context logits, generation logits, both, or none, and some with a draft of their own."""
+    rng = np.random.default_rng(seed)
+    return [
+        replace(
+            r,
+            wants_context_logits=index % 4 in (1, 2),
+            wants_generation_logits=index % 4 in (2, 3),
+            draft_ids=tuple(rng.integers(VOCAB, size=index % 3).tolist()),
+        )
+        for index, r in enumerate(requests)
+    ]
+
+
+def check_logits(r: Request, outputs: list[EngineOutput], logits_of, *, atol: float = 0.0) -> None:
+    """Each row against logits_of(token ids) [len, V]: of the whole text, or of its end alone."""
+    tokens = [token for output in outputs for token in output.token_ids]
+    text = np.concatenate([r.prompt_ids, tokens]).astype(np.int64)
+    with_tokens = [output for output in outputs if output.token_ids]
+    for output in outputs:
+        assert (output.generation_logits is not None) == (r.wants_generation_logits and bool(output.token_ids))
+        is_first = bool(with_tokens) and output is with_tokens[0]
+        assert (output.context_logits is not None) == (r.wants_context_logits and is_first)
+        for logits in (output.generation_logits, output.context_logits):
+            assert logits is None or logits.dtype == np.float32
+        if output.generation_logits is not None:
+            assert len(output.generation_logits) == len(output.token_ids)
+    num_prompt = r.prompt_ids.size
+    wanted = logits_of(text[:-1])
+    if r.wants_generation_logits:
+        rows = np.concatenate([o.generation_logits for o in with_tokens if o.generation_logits is not None])
+        np.testing.assert_allclose(rows, wanted[num_prompt - 1 :], atol=atol, rtol=0)
+    context = with_tokens[0].context_logits if with_tokens else None
+    if context is not None:
+        np.testing.assert_allclose(context, wanted[:num_prompt], atol=atol, rtol=0)
+
+
+def fake_logits(text: np.ndarray) -> np.ndarray:
+    return np.stack([MODEL.logits_after(text[: i + 1]) for i in range(text.size)])
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[tuple[list[Request], dict[str, list[int]]]]:
+    many = [random_requests(seed, 12) for seed in range(2)]
+    return [(asking(requests, seed), alone(requests)) for seed, requests in enumerate(many)]
+
+
+def check_engine(engine: Engine, case: tuple[list[Request], dict[str, list[int]]], seed: int | None) -> None:
+    requests, expected = case
+    outputs = outputs_of(engine, requests, seed)
+    for r in requests:
+        tokens = [token for output in outputs[r.request_id] for token in output.token_ids]
+        assert tokens == expected[r.request_id]
+        check_logits(r, outputs[r.request_id], fake_logits)
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("none", SERIAL), *(("fixed:4", mode) for mode in PipelineMode), ("faser", RUN_AHEAD)]
+)
+def test_rows_are_those_of_plain_decoding(cases, policy: str, mode: PipelineMode):
+    for seed, num_blocks in enumerate([200, 26]):
+        fake = open_forced(policy, forced(mode), num_blocks=num_blocks)
+        check_engine(fake.engine, cases[seed], seed)
+        assert (fake.engine.metrics().num_preemptions > 0) == (num_blocks < 200)
+
+
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        forced(SERIAL, pruner=always()),
+        forced(SERIAL, pruner=by_parity(), trim=ADMITS_NOTHING),
+        *(random_everything(seed) for seed in range(2)),
+    ],
+)
+def test_rows_whatever_is_decided(cases, decisions):
+    check_engine(open_forced("fixed:4", decisions, num_blocks=30).engine, cases[0], 1)
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_prompts_are_run_in_calls_of_bounded_logits(cases, monkeypatch: pytest.MonkeyPatch, most: int):
+    """A small engine bounds them further, and chunks of a prompt in turn bound them, too."""
+    monkeypatch.setattr(prefill, "MAX_LOGIT_ROWS", most)
+    for max_logit_rows in (None, 2):
+        for num_prefill_tokens in (5, 1000):
+            fake = open_fake("none", max_prefill_tokens=num_prefill_tokens)
+            fake.targets[0].max_logit_rows = max_logit_rows
+            calls = watch_calls(fake.targets[0])
+            check_engine(fake.engine, cases[0], None)
+            sizes = [int(rows.logit_rows.size) for rows in calls if rows.num_sequences == 1]
+            assert max(sizes) <= max(min(most, max_logit_rows or most), 3)  # and of verified guesses
+
+
+def watch_calls(runner: HashRunner) -> list[RowBatch]:
+    calls, run = [], runner.run_segment
+
+    def watched(segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        calls.append(rows)
+        return run(segment, rows, hidden)
+
+    runner.run_segment = watched  # type: ignore[method-assign]
+    return calls
+
+
+def test_log_probs_of_a_prompt_are_those_of_its_logits():
+    prompts = [[3], [1, 2], list(range(20)) * 4]
+    requests = [request(f"r{i}", ids, 4, wants_context_log_probs=True) for i, ids in enumerate(prompts)]
+    engine, _ = fake_engine("fixed:4", max_prefill_tokens=16)
+    answers = outputs_of(engine, requests)
+    for r in requests:
+        first = answers[r.request_id][0]
+        assert first.context_logits is None and first.context_log_probs is not None
+        own, ids, best = np.split(first.context_log_probs, [1, 1 + NUM_CONTEXT_TOP], axis=1)
+        wanted = fake_logits(r.prompt_ids)[:-1].astype(np.float64)
+        wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
+        rows = np.arange(len(wanted))
+        np.testing.assert_allclose(own[:, 0], wanted[rows, r.prompt_ids[1:]], atol=1e-5)
+        np.testing.assert_allclose(best, -np.sort(-wanted, axis=1)[:, :NUM_CONTEXT_TOP], atol=1e-5)
+        np.testing.assert_allclose(np.take_along_axis(wanted, ids.astype(int), axis=1), best, atol=1e-5)
+
+
+def test_reused_prefixes_are_run_again_for_their_logits():
+    prompt = list(range(20)) * 2
+    requests = [request(f"r{i}", [*prompt, i], 6, wants_context_logits=i == 2) for i in range(4)]
+    engine, _ = fake_engine("fixed:4")
+    for r in requests:
+        outputs = outputs_of(engine, [r])[r.request_id]
+        check_logits(r, outputs, fake_logits)
+        stats = outputs[-1].stats
+        assert stats is not None and (stats.num_reused_tokens > 0) == (r.request_id in ("r1", "r3"))
+
+
+def test_a_stop_cuts_the_rows_with_the_tokens():
+    r = request("r", [1, 2, 3], 20, wants_generation_logits=True, wants_log_probs=True)
+    answer = alone([r])["r"]
+    stop = answer[6]
+    engine, _ = fake_engine("none")
+    (output,) = outputs_of(engine, [replace(r, draft_ids=tuple(answer), end_ids=(stop,))])["r"]
+    assert output.finish_reason is FinishReason.END_ID and len(output.token_ids) < 20
+    check_logits(r, [output], fake_logits)
+    assert output.log_probs is not None and len(output.log_probs) == len(output.token_ids)
+
+
+def test_who_is_cancelled_before_a_token_gets_no_logits():
+    engine, _ = fake_engine("none", max_prefill_tokens=4)
+    engine.submit(request("r", [1] * 30, 5, wants_context_logits=True, wants_generation_logits=True))
+    for _ in range(3):
+        assert not engine.step()
+    engine.cancel("r")
+    (output,) = engine.step()
+    assert output.is_final and output.context_logits is None and output.generation_logits is None
+
+
+def test_a_prompt_whose_logits_are_wanted_is_run_by_itself_and_those_of_others_as_ever():
+    others = [request(f"r{i}", [i] * (9 + i), 6) for i in range(3)]
+    asks = request("asks", [7] * 11, 6, wants_context_logits=True, wants_generation_logits=True)
+    calls_of = {}
+    for name, requests in (("alone", others), ("beside", [*others, asks])):
+        fake = open_fake("none", max_prefill_tokens=200)
+        calls = watch_calls(fake.targets[0])
+        outputs_of(fake.engine, requests)
+        calls_of[name] = [(rows.token_ids.tolist(), rows.logit_rows.tolist()) for rows in calls]
+    assert calls_of["alone"][0] == calls_of["beside"][0] and calls_of["alone"][0][1] == [], "no logits of these"
+    assert calls_of["beside"][1] == ([7] * 10, list(range(10)))
+    assert len(calls_of["beside"]) == len(calls_of["alone"]) + 1
+
+
+@pytest.mark.parametrize("mode", PipelineMode)
+def test_counters_come_with_every_output_of_who_asks(mode: PipelineMode):
+    requests = [replace(r, wants_stats=index % 2 == 0) for index, r in enumerate(random_requests(3, 8))]
+    outputs = outputs_of(open_forced("fixed:4", forced(mode), num_blocks=40).engine, requests, seed=0)
+    for r in requests:
+        *earlier, last = outputs[r.request_id]
+        assert last.stats is not None
+        assert all((output.stats is not None) == r.wants_stats for output in earlier)
+        num_tokens, before = r.prompt_ids.size, None
+        for number, output in enumerate([*earlier, last] if r.wants_stats else [], 1):
+            assert output.stats is not None and output.stats is not before and output.stats.num_steps == number
+            num_tokens += len(output.token_ids)
+            assert output.stats.num_allocated_blocks * BLOCK >= num_tokens - 1
+            falls = {} if before is None else {n for n, v in asdict(before).items() if v > asdict(output.stats)[n]}
+            assert set(falls) <= {"num_allocated_blocks"}
+            before = output.stats
+
+
+@pytest.mark.parametrize("sampler", [NumpySampler(7, 1), TorchSampler(7, 1, torch.device("cpu"))])
+def test_copies_outlive_the_buffer(sampler):
+    logits = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
+    buffer: Any = torch.from_numpy(logits.copy()) if isinstance(sampler, TorchSampler) else logits.copy()
+    copied = sampler.to_host(buffer)
+    buffer[:] = 0
+    assert copied.dtype == np.float32 and (copied == logits).all()
+
+
+@pytest.fixture(scope="module", params=["llvm", "torch"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and its draft, with an exit; its checkpoint lies beside it."""
+    root = tmp_path_factory.mktemp(request.param)
+    source = write_checkpoint(root / "source")
+    draft = write_draft(source, root / "draft")
+    build_engines(source, draft, root / "engine", runtime=request.param, exit_layers=(2,), kv_block_size=4)
+    return root / "engine"
+
+
+def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path):
+    rng = np.random.default_rng(0)
+    model = reference_model(built.parent / "source")
+    requests = [
+        request(
+            f"r{i}",
+            rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 80))).tolist(),
+            20,
+            sampling=Sampling(temperature=0.8 * (i % 2), repetition_penalty=1.3, seed=i),
+            wants_context_logits=i % 3 != 0,
+            wants_generation_logits=i % 3 != 1,
+            draft_ids=(1, 2, 3)[: i % 4],
+        )
+        for i in range(7)
+    ]
+    config = EngineConfig.from_options(policy="fixed:4", max_num_seqs=4, max_prefill_tokens=48, num_threads=1)
+    engine = build_engine(built, config)
+    outputs = outputs_of(engine, requests, seed=1)
+    engine.close()
+    for r in requests:
+        check_logits(r, outputs[r.request_id], lambda text: reference_logits(model, text), atol=2e-4)
+    shifted = replace(requests[2], prompt_ids=np.roll(requests[2].prompt_ids, 1))
+    with pytest.raises(AssertionError):  # the control: rows of another text
+        check_logits(shifted, outputs["r2"], lambda text: reference_logits(model, text), atol=2e-4)

@@ -1,0 +1,242 @@
+"""Kernels: numerics in the interpreter (processes of their own), launchers without a GPU, and how they are cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.cpu.noise import GumbelNoise, seed_keys
+from faser_backend.lab.gpu.kernel_cases import Call, Shape, make_call
+from faser_backend.plugins import reference
+from faser_backend.plugins.add_rms_norm import add_rms_norm
+from faser_backend.plugins.attention_config import (
+    FLOAT_TILES,
+    HALF_TILES,
+    MAX_SPLITS,
+    SHARED_LIMITS,
+    WIDE_HALF_TILES,
+    choose_num_splits,
+    launch_config,
+    padded_head_dim,
+    shared_bytes,
+    shared_limit,
+)
+from faser_backend.plugins.exit_scores import exit_scores
+from faser_backend.plugins.gated_silu import gated_silu
+from faser_backend.plugins.kv_write import write_kv
+from faser_backend.plugins.launch import runs_kernel
+from faser_backend.plugins.perturb_logits import perturb_logits
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention, pruned_chunk_attention_kernel
+from faser_backend.plugins.rotate_heads import rotate_heads
+from faser_backend.plugins.row_compaction import compact_rows
+from tests.support.kernel_cases import check
+
+ROOT = Path(__file__).resolve().parents[2]
+torch.set_num_threads(1)
+
+
+IN_FLOATS, IN_HALVES = (f"ragged_calls and {types}" for types in ("fp32", "(fp16 or bf16)"))
+
+
+@pytest.mark.parametrize("selection", [IN_FLOATS, IN_HALVES, f"not ({IN_FLOATS}) and not ({IN_HALVES})"])
+def test_interpreted_kernels_match_their_references(selection: str):
+    files = [f"tests/interpreted_{name}.py" for name in ("kernels", "plugin_kernels", "segment")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", *files, "-k", selection],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def run(call: Call, **options) -> None:
+    pruned_chunk_attention(*call, max_rows=max(1, int(call.cu_rows.diff().max())), **options)
+
+
+def dense_attention(call: Call) -> torch.Tensor:
+    """Row by row from each sequence's tokens in a line: an independent statement of what the reference says."""
+    out = call.out.clone()
+    num_kv_heads, _, kv_block_size, head_dim = call.k_pool.shape
+    group = call.q.shape[1] // num_kv_heads
+    for b, context in enumerate(call.context_lens.tolist()):
+        begin, end = call.cu_rows[b : b + 2].tolist()
+        for row in range(begin, end):
+            for head in range(call.q.shape[1]):
+                kv = head // group
+                cells = [(call.block_table[b, p // kv_block_size], p % kv_block_size) for p in range(context)]
+                own = range(begin, row + 1)
+                keys = [call.k_pool[kv, block, offset] for block, offset in cells] + [call.k_new[r, kv] for r in own]
+                values = [call.v_pool[kv, block, offset] for block, offset in cells] + [call.v_new[r, kv] for r in own]
+                scores = torch.stack([call.q[row, head] @ key for key in keys]) / head_dim**0.5
+                out[row, head] = scores.softmax(0) @ torch.stack(values)
+    return out
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_reference_says_what_attention_is(group):
+    shape = Shape(rows=(3, 0, 1), contexts=(9, 5, 0), group=group, head_dim=16, num_padding_rows=1, is_fused=True)
+    call = make_call(shape, 0)
+    expected = dense_attention(call)
+    run(call)
+    torch.testing.assert_close(call.out, expected, atol=1e-6, rtol=0)
+    first_slots = call.slot_mapping[:3].long()
+    for new, pool in ((call.k_new, call.k_pool), (call.v_new, call.v_pool)):
+        assert torch.equal(pool.flatten(1, 2)[:, first_slots], new[:3].transpose(0, 1))
+
+
+def test_launchers_run_references_on_the_cpu():
+    assert not runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1))
+    check(make_call(Shape(rows=(2, 5), contexts=(8, 3)), 1), lambda call: run(call, num_splits=2))
+    hidden, head = torch.randn(3, 8), torch.randn(20, 8)
+    candidates, scores, kept = torch.tensor([[1, 2], [3, 4], [19, 0]]), torch.zeros(3, 2), torch.zeros(2, 8)
+    exit_scores(hidden, head, candidates, scores)
+    torch.testing.assert_close(scores, (hidden @ head.T).gather(1, candidates))
+    compact_rows(hidden, torch.tensor([2, 0]), kept)
+    assert torch.equal(kept, hidden[[2, 0]])
+
+
+def test_a_write_of_no_row_writes_nothing():
+    pools = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)
+    write_kv(torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.tensor([-1, -1], dtype=torch.int32), *pools)
+    reference.write_kv(torch.ones(0, 1, 16), torch.ones(0, 1, 16), torch.zeros(0, dtype=torch.int32), *pools)
+    assert not any(pool.any() for pool in pools)
+
+
+@pytest.mark.parametrize(
+    ("field", "replace", "message"),
+    [
+        ("context_lens", lambda t: t.long(), r"context_lens: dtype torch.int64, expected torch.int32"),
+        ("v_new", lambda t: t[:, :1], r"v_new: shape \[3, 1, 32\], expected \[3, 2, 32\]"),
+        ("k_new", lambda t: t.half(), r"k_new: dtype torch.float16, expected torch.float32"),
+        ("q", lambda t: t[:, :3], r"q: 3 heads, not a multiple of the pool's 2"),
+        ("k_pool", lambda t: t.mT, r"k_pool: shape"),
+        ("out", lambda t: t.mT.contiguous().mT, r"out: strides .*must be contiguous"),
+        ("cu_rows", lambda t: t[:-1], r"cu_rows: shape \[2\], expected \[3\]"),
+    ],
+)
+def test_bad_tensors_are_named(field, replace, message):
+    call = make_call(Shape(rows=(2, 1), contexts=(4, 4)), 0)
+    with pytest.raises(ValueError, match=message):
+        pruned_chunk_attention(*call._replace(**{field: replace(getattr(call, field))}), max_rows=2)
+    with pytest.raises(ValueError, match="max_rows = 0"):
+        pruned_chunk_attention(*call, max_rows=0)
+
+
+def test_rows_whose_shapes_and_types_do_not_fit_are_refused():
+    rows, weight = torch.zeros(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match="weight: dtype"):
+        add_rms_norm(rows, None, weight.half(), 1e-5, None, rows.clone())
+    with pytest.raises(ValueError, match="delta and summed: both or neither"):
+        add_rms_norm(rows, rows, weight, 1e-5, None, rows.clone())
+    with pytest.raises(ValueError, match="hidden_size = 20000: must be at most 16384"):
+        add_rms_norm(torch.zeros(1, 20_000), None, weight, 1e-5, None, rows)
+    with pytest.raises(ValueError, match=r"gate_up: shape \[2, 8\], expected \[2, 6\]"):
+        gated_silu(rows, torch.zeros(2, 3))
+    qkv, table, positions = torch.zeros(2, 4, 8), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="q_norm and k_norm"):
+        rotate_heads(qkv, positions, table, table, torch.zeros(2, 3, 8), num_heads=2, q_norm=weight)
+    with pytest.raises(ValueError, match=r"out: shape \[2, 4, 8\], expected \[2, 3, 8\]"):
+        rotate_heads(qkv, positions, table, table, qkv, num_heads=2)
+    with pytest.raises(ValueError, match="positions: dtype"):
+        rotate_heads(qkv, positions.int(), table, table, torch.zeros(2, 3, 8), num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("keys", torch.zeros(3, dtype=torch.int64)),
+        ("scale", torch.zeros(4, 2)[:, 0]),
+        ("table", torch.zeros(9, dtype=torch.int32)),
+        ("out", torch.zeros(4, 8, dtype=torch.float16)),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(name: str, broken: torch.Tensor) -> None:
+    words, column, logits = torch.zeros(4, dtype=torch.int64), torch.zeros(4), torch.zeros(4, 8)
+    tensors = {"keys": words, "positions": words, "scale": column, "is_random": column, "out": logits}
+    tensors["table"] = torch.zeros((1 << 20) + 8, dtype=torch.int32)
+    tensors[name] = broken
+    with pytest.raises(ValueError, match=f"{name}: "):
+        perturb_logits(logits, log2_size=20, **tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
+@pytest.mark.parametrize("vocab_size", [97, 2048, 151_936])
+def test_on_a_gpu_noise_is_the_hosts(vocab_size: int) -> None:
+    from faser_backend.cuda.noise import TorchNoise
+
+    rng, device = np.random.default_rng(vocab_size), torch.device("cuda", torch.cuda.current_device())
+    keys, positions = seed_keys(rng.integers(0, 2**63, 9).astype(np.uint64)), rng.integers(0, 10**6, 9)
+    column = torch.ones(9, device=device)
+    scores = TorchNoise(vocab_size, device).perturbed(
+        torch.zeros((9, vocab_size), device=device),
+        torch.from_numpy(keys.view(np.int64)).to(device),
+        torch.from_numpy(positions).to(device),
+        column,
+        column,
+    )
+    expected = -GumbelNoise(vocab_size).log_exponentials(keys, positions)
+    np.testing.assert_allclose(scores.cpu().numpy(), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMITS)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
+def test_launches_fit_their_device(capability, element_bytes, head_dim):
+    for group in range(1, 17):
+        for max_rows in (1, 5, 17, 512):
+            config = launch_config(element_bytes, head_dim, group, max_rows, capability)
+            row_bytes = padded_head_dim(head_dim) * element_bytes
+            used = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
+            assert config.num_stages >= 2 and used <= shared_limit(capability) + 7_000  # what is really used is less
+            assert config.block_m >= max(16, group)
+            assert 16 <= config.block_c <= config.block_n <= 128
+            assert all(n & (n - 1) == 0 for n in config[:3])
+
+
+def test_tables_end_with_a_line_for_everything():
+    for tiles in (HALF_TILES, WIDE_HALF_TILES, FLOAT_TILES):
+        pairs = [tile.num_pairs for tile in tiles]
+        assert pairs == sorted(pairs) and pairs[-1] >= 128 * 8192
+        assert all(tile.num_pairs <= tile.block_m or tile.block_m >= 32 for tile in tiles)
+
+
+def test_decoding_and_verification_are_one_tile():
+    for group in (1, 2, 4, 8):
+        for max_rows in (1, 5):
+            assert launch_config(2, 128, group, max_rows).block_m >= group * max_rows
+
+
+@pytest.mark.parametrize(("head_dim", "group", "name"), [(0, 1, "head_dim"), (257, 1, "head_dim"), (64, 33, "query")])
+def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
+    with pytest.raises(ValueError, match=name):
+        launch_config(4, head_dim, group, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_kv_heads", "max_context", "num_sms", "expected"),
+    [
+        (32, 8, 1024, 132, 1),  # enough programs
+        (1, 8, 1024, 132, 4),  # as many parts as are worth their while
+        (1, 8, 16_384, 132, 33 if MAX_SPLITS >= 33 else MAX_SPLITS),
+        (16, 8, 4096, 132, 2),
+        (4, 2, 200, 132, 1),  # too short to cut
+        (1, 8, 1024, 8, 2),  # a small partition
+        (0, 8, 1024, 132, 4),
+    ],
+)
+def test_contexts_are_split_to_fill_the_device(num_sequences, num_kv_heads, max_context, num_sms, expected):
+    assert choose_num_splits(num_sequences, num_kv_heads, max_context, num_sms) == expected
+
+
+def test_row_tiles_need_no_splits():
+    assert choose_num_splits(1, 8, 8192, 132, num_tiles=64) == 1

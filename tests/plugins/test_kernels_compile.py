@@ -1,0 +1,262 @@
+"""Every kernel compiles to a cubin for the three architectures, as it is launched, and fits them; no GPU is needed."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from faser_backend.lab.gpu.kernel_cases import Shape, make_call
+from faser_backend.plugins import pruned_chunk_attention as attention
+from faser_backend.plugins import split_combine
+from faser_backend.plugins.add_rms_norm import add_rms_norm_kernel, num_warps
+from faser_backend.plugins.attention_config import launch_config, padded_head_dim, shared_bytes, shared_limit
+from faser_backend.plugins.compile import Compiled, compile_kernel, without_scratch_parameters
+from faser_backend.plugins.exit_scores import BLOCK_C, exit_scores_kernel
+from faser_backend.plugins.exit_scores import BLOCK_D as SCORE_BLOCK_D
+from faser_backend.plugins.gated_silu import gated_silu_kernel
+from faser_backend.plugins.kv_write import write_kv_kernel
+from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits_kernel
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
+from faser_backend.plugins.rotate_heads import rotate_heads_kernel
+from faser_backend.plugins.row_compaction import BLOCK_D as ROW_BLOCK_D
+from faser_backend.plugins.row_compaction import compact_rows_kernel
+from faser_backend.plugins.split_combine import combine_splits_kernel
+
+CAPABILITIES = (80, 90, 120)
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+STARTS_OF_CUBINS = b"\x7fELF"
+
+
+def compile_attention(
+    dtype: str,
+    head_dim: int,
+    group: int,
+    max_rows: int,
+    capability: int,
+    *,
+    is_split: bool = False,
+) -> Compiled:
+    """The kernel as the launcher runs it for such a call."""
+    config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
+    signature = dict.fromkeys(("q", "k_new", "v_new", "k_pool", "v_pool"), f"*{dtype}:16")
+    signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"), "*i32")
+    signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
+    signature |= dict.fromkeys(("num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"), "i32")
+    constants = {
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "KV_BLOCK_SIZE": 16,
+        "SCALE_LOG2": head_dim**-0.5 * math.log2(math.e),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_c,
+        "BLOCK_D": padded_head_dim(head_dim),
+    }
+    results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
+    constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
+    return compile_kernel(
+        pruned_chunk_attention_kernel,
+        signature | results,
+        constants,
+        capability,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+SMALL_KERNELS = {
+    "combine_splits_kernel": (
+        combine_splits_kernel,
+        {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "cu_rows": "*i32", "num_sequences": "i32"}
+        | {"out": "*bf16:16", "num_splits": "i32"},
+        {"HEAD_DIM": 128, "BLOCK_S": 4, "BLOCK_D": 128},
+    ),
+    "exit_scores_kernel": (
+        exit_scores_kernel,
+        {"hidden": "*fp32:16", "head": "*bf16:16", "candidates": "*i64:16", "hidden_size": "i32:16"}
+        | {"num_candidates": "i32", "out": "*fp32:16"},
+        {"BLOCK_C": BLOCK_C, "BLOCK_D": SCORE_BLOCK_D},
+    ),
+    "compact_rows_kernel": (
+        compact_rows_kernel,
+        {"hidden": "*bf16:16", "kept": "*i64:16", "hidden_size": "i32:16", "out": "*bf16:16"},
+        {"BLOCK_D": ROW_BLOCK_D},
+    ),
+    "write_kv_kernel": (
+        write_kv_kernel,
+        {"k_new": "*fp16:16", "v_new": "*fp16:16", "slot_mapping": "*i32", "k_stride": "i32:16"}
+        | {"v_stride": "i32:16", "num_slots": "i32", "k_pool": "*fp16:16", "v_pool": "*fp16:16"},
+        {"HEAD_DIM": 128, "BLOCK_D": 128},
+    ),
+    "add_rms_norm_kernel": (
+        add_rms_norm_kernel,
+        {**dict.fromkeys(["hidden", "delta", "summed", "out"], "*bf16:16"), "weight": "*fp32:16"}
+        | {"eps": "fp32", "hidden_size": "i32:16"},
+        {"BLOCK_D": 4096},
+    ),
+    "rotate_heads_kernel": (
+        rotate_heads_kernel,
+        {"qkv": "*bf16:16", "out": "*bf16:16", **dict.fromkeys(["cos", "sin", "q_norm", "k_norm"], "*fp32:16")}
+        | {"positions": "*i64:16", "eps": "fp32", "row_stride": "i32:16", "num_heads": "i32"},
+        {"HALF": 64, "BLOCK_H": 64},
+    ),
+    "gated_silu_kernel": (
+        gated_silu_kernel,
+        {"gate_up": "*bf16:16", "size": "i32:16", "out": "*bf16:16"},
+        {"BLOCK": 1024},
+    ),
+    "perturb_logits_kernel": (
+        perturb_logits_kernel,
+        {**dict.fromkeys(["logits", "out"], "*fp32:16"), "table": "*i32:16", "keys": "*i64:16", "positions": "*i64:16"}
+        | {"scale": "*fp32", "is_random": "*fp32", "vocab_size": "i32:16"},
+        {"LOG2_SIZE": 20, "BLOCK_V": BLOCK_V},
+    ),
+}
+NUM_WARPS = {"add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
+# The first norm of a model has nothing to add, and most models do not norm their heads.
+OPTIONAL = {"add_rms_norm_kernel": ("delta", "summed"), "rotate_heads_kernel": ("q_norm", "k_norm")}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ("bf16", 128, 4, 1, False),  # decoding
+        ("bf16", 128, 4, 1, True),
+        ("bf16", 128, 4, 5, False),  # verification
+        ("fp16", 128, 8, 5, True),
+        ("fp16", 64, 7, 17, False),
+        ("bf16", 80, 1, 5, False),
+        ("bf16", 256, 2, 5, False),
+        ("bf16", 128, 4, 512, False),  # a prompt's chunk
+        ("fp32", 32, 2, 5, False),
+        ("fp32", 128, 4, 1, False),
+    ],
+)
+def test_attention_compiles_within_its_device(capability, variant):
+    dtype, head_dim, group, max_rows, is_split = variant
+    compiled = compile_attention(dtype, head_dim, group, max_rows, capability, is_split=is_split)
+    assert compiled.cubin.startswith(STARTS_OF_CUBINS) and compiled.name == "pruned_chunk_attention_kernel"
+    config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
+    row_bytes = padded_head_dim(head_dim) * ELEMENT_BYTES[dtype]
+    bound = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
+    assert compiled.shared_bytes <= min(bound, shared_limit(capability))
+    assert compiled.spill_bytes <= 32
+    assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
+    assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # and never less
+    tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
+    assert max(tiles_ahead) >= 2 * (config.num_stages - 2), "keys and values are not loaded ahead"
+    products = "fma" if dtype == "fp32" else "mma"
+    assert products in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", SMALL_KERNELS)
+def test_small_kernels_compile(capability, name):
+    kernel, signature, constants = SMALL_KERNELS[name]
+    compiled = compile_kernel(kernel, signature, constants, capability, num_warps=NUM_WARPS.get(name, 4))
+    assert compiled.cubin.startswith(STARTS_OF_CUBINS) and compiled.name == name
+    assert compiled.spill_bytes == 0 and compiled.shared_bytes <= 48 * 1024
+    wide = r"ld\.global\.v" if name in {"rotate_heads_kernel", "gated_silu_kernel", "write_kv_kernel"} else "v4"
+    assert re.search(wide, compiled.ptx) or name == "write_kv_kernel", "wide loads"
+    # Near 1, where the largest noise comes from, the fast logarithm of a GPU has hardly a true digit.
+    assert "lg2.approx" not in compiled.ptx
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_kernels_compile_without_what_is_optional(name):
+    kernel, signature, constants = SMALL_KERNELS[name]
+    kept = {parameter: kind for parameter, kind in signature.items() if parameter not in OPTIONAL[name]}
+    assert compile_kernel(kernel, kept, constants | dict.fromkeys(OPTIONAL[name]), 90).cubin
+
+
+def test_parameters_are_those_that_a_launch_passes():
+    compiled = compile_attention("bf16", 64, 4, 1, 90)
+    assert [name for name, _ in compiled.parameters] == [
+        *("q", "k_new", "v_new", "k_pool", "v_pool", "block_table", "cu_rows", "context_lens", "slot_mapping"),
+        *("table_width", "q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_sequences"),
+        *("num_splits", "min_part_tokens", "out"),
+    ]
+    entry = re.search(r"\.entry \w+\(([^)]*)\)", compiled.ptx)
+    assert entry is not None and entry[1].count(".param") == len(compiled.parameters)
+    kinds = [("u64" if kind.startswith("*") else "u32") for _, kind in compiled.parameters]
+    assert re.findall(r"\.param \.(\w+)", entry[1]) == kinds
+
+
+class DriverOfNoDevice:
+    """Answers to what the compiler asks a GPU's driver before it launches."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 99  # binaries are cached by device: none that is there
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[str, tuple[int, ...], str]]:
+    """(kernel, grid, hash of its binary) of what launchers launch: arguments are bound and compiled, nothing runs."""
+    launched = []
+
+    def on_grid(kernel, *grid):
+        def bind(*arguments, **constants):
+            compiled = kernel.warmup(*arguments, grid=grid, **constants)
+            launched.append((kernel.__name__, grid, compiled.hash))
+
+        return bind
+
+    for module in (attention, split_combine):
+        monkeypatch.setattr(module, "on_grid", on_grid)
+    monkeypatch.setattr(attention, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(driver, "_active", DriverOfNoDevice())
+    return launched
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_one_binary_serves_calls_of_other_lengths(launches, num_splits):
+    small = make_call(Shape(rows=(3, 1), contexts=(8, 8), dtype=torch.bfloat16), 0)
+    large = make_call(Shape(rows=(2, 3, 1, 1, 0), contexts=(80, 8, 1, 0, 7), dtype=torch.bfloat16), 1)
+    shifted = torch.cat([large.slot_mapping[:1], large.slot_mapping])[1:]  # not at a multiple of 16 bytes
+    for call, parts in ((small, num_splits), (large._replace(slot_mapping=shifted), 2 * num_splits - 1)):
+        attention.pruned_chunk_attention(*call, max_rows=3, num_splits=parts)
+    attends = [launch for launch in launches if launch[0] == "pruned_chunk_attention_kernel"]
+    joins = [launch for launch in launches if launch[0] == "combine_splits_kernel"]
+    assert [grid for _, grid, _ in attends] == [(2 * num_splits, 2), (5 * (2 * num_splits - 1), 2)]
+    assert [grid for _, grid, _ in joins] == ([(4, 4), (7, 4)] if num_splits > 1 else [])
+    assert len({binary for _, _, binary in attends}) == 1
+
+
+def test_a_kernel_that_reads_its_scratch_keeps_it():
+    ptx = ".visible .entry k(.param .u64 k_param_0, .param .u64 k_param_1, .param .u64 k_param_2)\n{ ld [k_param_%d]; }"
+    assert "k_param_1" not in without_scratch_parameters(ptx % 0, 1)
+    with pytest.raises(ValueError, match="k: reads k_param_2"):
+        without_scratch_parameters(ptx % 2, 1)
+    with pytest.raises(ValueError, match="3 PTX parameters, expected 2 and scratch"):
+        without_scratch_parameters(ptx % 0, 2)
+
+
+@triton.jit
+def add_one_kernel(x, count, y, BLOCK: tl.constexpr):
+    cells = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + cells, tl.load(x + cells, mask=cells < count) + 1, mask=cells < count)
+
+
+def test_signature_and_constants_name_every_parameter():
+    pointers = {"x": "*fp32:16", "y": "*fp32:16"}
+    assert compile_kernel(add_one_kernel, pointers | {"count": "i32"}, {"BLOCK": 128}, 80).num_registers > 0
+    assert len(compile_kernel(add_one_kernel, pointers, {"BLOCK": 128, "count": 1024}, 80).parameters) == 2
+    with pytest.raises(
+        ValueError, match="add_one_kernel: signature and constants must together name x, count, y, BLOCK"
+    ):
+        compile_kernel(add_one_kernel, pointers, {"BLOCK": 128}, 80)

@@ -1,0 +1,190 @@
+"""The attention plugin without a GPU: its contract in numbers, and what is baked into engines.
+
+It is registered with a recording fake, as full TensorRT cannot be installed here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from inspect import signature
+
+import numpy as np
+import pytest
+
+from faser_backend.plugins.attention_config import MAX_SPLITS, choose_num_splits
+from faser_backend.plugins.compile import Compiled
+from faser_backend.plugins.tensorrt_aot import MAX_SHARED_BYTES, register_aot_plugins
+from faser_backend.plugins.tensorrt_contract import (
+    ATTEND_OUTPUTS,
+    ATTENTION_INPUTS,
+    COMBINE_INPUTS,
+    GEOMETRY_FIELDS,
+    NAMESPACE,
+    Geometry,
+    attend_launch,
+    num_splits,
+    part_rows,
+)
+from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combine
+from tests.support.fake_tensorrt_plugin import WHOLE_NUMBERS, DataType, FakeTensorRt, TensorDesc
+
+GEOMETRY = Geometry(
+    num_heads=8, num_kv_heads=2, head_dim=64, kv_block_size=16, max_rows=256, tile_rows=8, num_sms=132, capability=90
+)
+SHAPES = [("T", 8, 64), *[("T", 2, 64)] * 2, *[(2, "NB", 16, 64)] * 2, ("B", "MB"), ("B + 1",), ("B",), ("T",)]
+SIZES = {"T": 20, "B": 4, "B + 1": 5, "NB": 900, "MB": 64}
+FLOATS, INTS = ["BF16"] * 5, ["INT32"] * 4
+
+
+def test_attributes_go_round_and_are_checked() -> None:
+    assert Geometry.from_fields(GEOMETRY.as_fields()) == GEOMETRY
+    assert tuple(GEOMETRY.as_fields()) == GEOMETRY_FIELDS
+    with pytest.raises(ValueError, match="attributes max_rows, pages: missing or unknown"):
+        Geometry.from_fields({**{k: v for k, v in GEOMETRY.as_fields().items() if k != "max_rows"}, "pages": 1})
+    with pytest.raises(ValueError, match=r"\.num_heads = 8: must be a multiple of 3 KV heads"):
+        Geometry.from_fields({**GEOMETRY.as_fields(), "num_kv_heads": 3})
+    with pytest.raises(ValueError, match=r"\.head_dim = 0: must be a whole number of at least 1"):
+        Geometry.from_fields({**GEOMETRY.as_fields(), "head_dim": 0})
+
+
+def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
+    rng = np.random.default_rng(0)
+    config = GEOMETRY.launch_config("bf16")
+    num_limited = 0
+    for _ in range(400):
+        num_sequences, num_columns = int(rng.integers(1, 65)), int(2 ** rng.integers(0, 10))
+        num_rows = num_sequences * int(rng.integers(1, 20))
+        splits = num_splits(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (num_sequences, num_columns))
+        assert 1 <= splits <= MAX_SPLITS and num_rows * splits <= part_rows(num_rows)
+        tiles = -(-(num_rows // num_sequences) // (config.block_m // GEOMETRY.group))
+        wanted = choose_num_splits(num_sequences, GEOMETRY.num_kv_heads, 16 * num_columns, GEOMETRY.num_sms, tiles)
+        assert splits == min(wanted, part_rows(num_rows) // num_rows)
+        num_limited += splits < wanted
+    assert 0 < num_limited < 200
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 256, 300])
+def test_the_grid_has_a_tile_for_every_row_of_the_longest_chunk(num_rows: int) -> None:
+    config = GEOMETRY.launch_config("fp16")
+    launch = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (3, 100), num_blocks=50)
+    rows_per_tile = config.block_m // GEOMETRY.group
+    tiles = launch.grid[0] // launch.scalars[-1]
+    assert launch.grid == (tiles * launch.scalars[-1], 2, 3)
+    assert tiles * rows_per_tile >= min(num_rows, GEOMETRY.max_rows) > (tiles - 1) * rows_per_tile
+    assert launch.scalars[:3] == (num_rows, 50, 100)
+
+
+@pytest.fixture(scope="module")
+def registered() -> FakeTensorRt:
+    fake = FakeTensorRt()
+    register_aot_plugins("fake_tensorrt")
+    register_aot_plugins("fake_tensorrt")  # the fake refuses a second definition
+    return fake
+
+
+def described(fake: FakeTensorRt, op: str, tensors: list[TensorDesc]):
+    return fake.functions[f"{NAMESPACE}::{op}"]["describe"](*tensors, **GEOMETRY.as_fields())
+
+
+def implemented(fake: FakeTensorRt, op: str, tensors: list[TensorDesc], outputs: tuple[TensorDesc, ...]):
+    attributes = GEOMETRY.as_fields().values()
+    return fake.functions[f"{NAMESPACE}::{op}"]["implement"](*tensors, *attributes, outputs, 0)
+
+
+def attention_tensors() -> list[TensorDesc]:
+    return [TensorDesc(shape, DataType[dtype]) for shape, dtype in zip(SHAPES, FLOATS + INTS, strict=True)]
+
+
+def launch_at(launched: tuple) -> tuple[tuple[int, ...], list[int]]:
+    """Grid and whole numbers for SIZES."""
+    params, numbers = launched[2:]
+    grid = (params.grid_x, params.grid_y, params.grid_z)
+    return tuple(size if isinstance(size, int) else size.at(SIZES) for size in grid), [n.at(SIZES) for n in numbers]
+
+
+def check_passed(compiled: Compiled, tensors: list[TensorDesc], launched: tuple, outputs: list[TensorDesc]) -> None:
+    """Checks that TensorRT passes - inputs, whole numbers, outputs - what the kernel takes, by type."""
+    types = {DataType.FLOAT: "*fp32", DataType.BF16: "*bf16", DataType.INT32: "*i32", DataType.INT64: "*i64"}
+    passed = [*(types[t.dtype] for t in tensors), *["i32"] * len(launched[3]), *(types[t.dtype] for t in outputs)]
+    assert [kind for _, kind in compiled.parameters] == passed
+    params = launched[2]
+    assert launched[:2] == (compiled.name, compiled.ptx)
+    assert (params.block_x, params.block_y, params.shared_mem) == (compiled.num_warps * 32, 1, compiled.shared_bytes)
+
+
+def test_both_halves_are_baked_in(registered: FakeTensorRt) -> None:
+    tensors = attention_tensors()
+    outputs = described(registered, "AttendSplits", tensors)
+    assert [output.shape_at(SIZES) for output in outputs[:2]] == [[532, 8, 64], [532, 8, 2]]
+    assert [output.source for output in outputs] == [None, None, tensors[3], tensors[4]]
+    launched = implemented(registered, "AttendSplits", tensors, outputs)
+    check_passed(compile_attend(GEOMETRY, "bf16", MAX_SHARED_BYTES), tensors, launched, list(outputs))
+    config = GEOMETRY.launch_config("bf16")
+    wanted = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, 20, (4, 64), num_blocks=900)
+    assert launch_at(launched) == (wanted.grid, list(wanted.scalars))
+
+    by_name = dict(zip(ATTENTION_INPUTS, tensors, strict=True))
+    halves = [*outputs[:2], by_name["q"], by_name["block_table"], by_name["cu_rows"]]
+    combined = described(registered, "CombineSplits", halves)
+    assert combined.shape_at(SIZES) == [20, 8, 64] and combined.source is None
+    launched = implemented(registered, "CombineSplits", halves, (combined,))
+    check_passed(compile_combine(GEOMETRY, "bf16"), halves, launched, [combined])
+    assert launch_at(launched) == ((20, 8, 1), [4, wanted.scalars[-1]])
+
+
+def test_signatures_are_classes_that_tensorrt_can_read(registered: FakeTensorRt) -> None:
+    for op, num_tensors in (("AttendSplits", 9), ("CombineSplits", 5)):
+        functions = registered.functions[f"{NAMESPACE}::{op}"]
+        parameters = signature(functions["describe"]).parameters
+        assert tuple(parameters)[num_tensors:] == GEOMETRY_FIELDS
+        annotations = [parameter.annotation for parameter in parameters.values()]
+        assert annotations == [TensorDesc] * num_tensors + [int] * len(GEOMETRY_FIELDS)
+        assert tuple(signature(functions["implement"]).parameters) == (*parameters, "outputs", "tactic")
+
+
+# -- the kernels, compiled ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (90, "fp16"), (90, "fp32"), (120, "bf16")]
+)
+def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> None:
+    compiled = compile_attend(replace(GEOMETRY, capability=capability), dtype)
+    names = [name for name, _ in compiled.parameters]
+    numbers = ["num_rows", "num_blocks", "num_columns", "num_splits"]
+    assert names == [*ATTENTION_INPUTS, *numbers, *ATTEND_OUTPUTS]
+    floats = f"*{dtype}"
+    types = [*[floats] * 5, *["*i32"] * 4, *["i32"] * 4, "*fp32", "*fp32", floats, floats]
+    assert [kind for _, kind in compiled.parameters] == types
+    assert compiled.cubin[:4] == b"\x7fELF" and entry_parameters(compiled.ptx) == [width_of(kind) for kind in types]
+
+    combine = compile_combine(replace(GEOMETRY, capability=capability), dtype)
+    assert [name for name, _ in combine.parameters] == [
+        *COMBINE_INPUTS,
+        "num_sequences",
+        "num_splits",
+        "attended",
+    ]
+    assert entry_parameters(combine.ptx) == [width_of(kind) for _, kind in combine.parameters]
+
+
+def entry_parameters(ptx: str) -> list[str]:
+    """Widths of what the kernel's entry point takes, in order."""
+    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
+    assert entry is not None
+    return re.findall(r"\.param \.(\w+)", entry[1])
+
+
+def width_of(kind: str) -> str:
+    return "u64" if kind.startswith("*") else "u32"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_limit_of_shared_memory_is_kept(dtype: str) -> None:
+    large = replace(GEOMETRY, head_dim=128)
+    assert compile_attend(large, "bf16").shared_bytes > MAX_SHARED_BYTES
+    assert compile_attend(large, dtype, MAX_SHARED_BYTES).shared_bytes <= MAX_SHARED_BYTES
+
+
+def test_a_head_that_no_tile_of_the_limit_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim = 64: needs more shared memory than 512 bytes"):
+        compile_attend(GEOMETRY, "bf16", 512)

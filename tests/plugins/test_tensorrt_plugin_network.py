@@ -1,0 +1,168 @@
+"""The graph that full TensorRT's parser reads: attributes, two nodes for one, and the same results as before.
+
+ONNX's reference evaluator runs it with stand-ins for the ops; a dense run of the model is the reference.
+The parser of TensorRT-RTX is that of full TensorRT as far as making the plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from faser_backend.engines.checkpoint import open_checkpoint
+from faser_backend.engines.decoder import build_segment
+from faser_backend.engines.families import read_spec
+from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.tensorrt_buckets import CallLimits, call_buckets
+from faser_backend.engines.tensorrt_plugin_network import plugin_geometry, plugin_network
+from faser_backend.engines.weights import ModelWeights
+from faser_backend.plugins import reference
+from faser_backend.plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, NAMESPACE, Geometry
+from faser_backend.plugins.tensorrt_import import TensorRtError
+from tests.support.tiny_models import reference_logits, reference_model, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_SIZE, NUM_BLOCKS = 4, 12
+GEOMETRY = Geometry(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    kv_block_size=BLOCK_SIZE,
+    max_rows=64,
+    tile_rows=8,
+    num_sms=132,
+    capability=90,
+)
+
+
+def attended(*tensors: np.ndarray) -> np.ndarray:
+    """The reference of the op; writes the pools in place, as the kernel does."""
+    out = torch.zeros(tensors[0].shape)
+    reference.pruned_chunk_attention(*map(torch.from_numpy, tensors), out)
+    return out.numpy()
+
+
+class AttendSplits(OpRun):
+    """All of the result in the first part."""
+
+    op_domain = NAMESPACE
+
+    def _run(self, *tensors, **attributes):
+        check_attributes(attributes)
+        num_rows, num_heads, head_dim = tensors[0].shape
+        mixed = np.zeros((num_rows + EXTRA_PART_ROWS, num_heads, head_dim), np.float32)
+        mixed[:num_rows] = attended(*tensors)
+        return mixed, mixed[..., :2].copy(), tensors[3], tensors[4]
+
+
+class CombineSplits(OpRun):
+    op_domain = NAMESPACE
+
+    def _run(self, mixed_parts, stat_parts, q, block_table, cu_rows, **attributes):
+        check_attributes(attributes)
+        assert block_table.ndim == 2 and cu_rows.shape[0] == block_table.shape[0] + 1
+        return (mixed_parts[: q.shape[0]],)
+
+
+def check_attributes(attributes: dict) -> None:
+    assert {name: attributes[name] for name in GEOMETRY.as_fields()} == GEOMETRY.as_fields()
+    assert (attributes["plugin_namespace"], attributes["plugin_version"]) == (NAMESPACE, "1")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> onnx.ModelProto:
+    checkpoint = open_checkpoint(source)
+    spec = read_spec(checkpoint.fields)
+    store = WeightStore(source / "weights")
+    graph = build_segment(
+        spec,
+        ModelWeights(checkpoint, spec),
+        store,
+        0,
+        3,
+        kv_block_size=BLOCK_SIZE,
+        runtime="tensorrt",
+        dtype="fp32",
+    )
+    store.close()
+    return graph.model
+
+
+def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelProto) -> None:
+    changed = plugin_network(model, GEOMETRY)
+    ops = [node.op_type for node in changed.graph.node if node.domain == NAMESPACE]
+    assert ops == [ATTEND_OP, COMBINE_OP] * 3
+    assert sum(node.domain == "" for node in changed.graph.node) == sum(node.domain == "" for node in model.graph.node)
+    names = [node.name for node in changed.graph.node]
+    assert len(set(names)) == len(names)
+    for part in ("input", "output", "initializer"):
+        assert getattr(changed.graph, part) == getattr(model.graph, part)
+    assert [op.domain for op in changed.opset_import] == [op.domain for op in model.opset_import]
+
+
+def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(open_checkpoint(source).fields)
+    buckets = call_buckets(spec, BLOCK_SIZE, CallLimits(max_prefill_tokens=64))
+    monkeypatch.setattr("faser_backend.engines.tensorrt_plugin_network._device", lambda: (132, 90))
+    assert plugin_geometry(spec, BLOCK_SIZE, buckets) == GEOMETRY
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
+    spec = read_spec(open_checkpoint(source).fields)
+    with pytest.raises(TensorRtError, match=r"TensorRT compiles for the GPU at hand, and torch .* sees none"):
+        plugin_geometry(spec, BLOCK_SIZE, call_buckets(spec, BLOCK_SIZE, CallLimits()))
+
+
+def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:
+    """It finds the op by name and namespace, and hands the node's attributes over as fields."""
+    path = source / "parsed.onnx"
+    path.write_bytes(plugin_network(model, GEOMETRY).SerializeToString())
+    command = [sys.executable, "-m", "tests.support.parse_plugin_network", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip(), done.stderr
+    made = json.loads(done.stdout)
+    assert made == GEOMETRY.as_fields()
+
+
+def test_the_graph_gives_a_dense_runs_logits(model: onnx.ModelProto, source: Path) -> None:
+    changed = plugin_network(model, GEOMETRY)
+    path = source / "plugins.onnx"
+    path.write_bytes(changed.SerializeToString())
+    evaluator = ReferenceEvaluator(str(path), new_ops=[AttendSplits, CombineSplits])
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 97, 11)
+    table = rng.permutation(NUM_BLOCKS)[:3].astype(np.int32)
+    wanted = reference_logits(reference_model(source), tokens)
+    shape = (2, NUM_BLOCKS, BLOCK_SIZE, 8)
+    pools = {f"{name}_pool.{layer}": np.full(shape, np.nan, np.float32) for layer in range(3) for name in "kv"}
+    for first, last in ((0, 7), (7, 11)):
+        positions = np.arange(first, last)
+        logits = evaluator.run(
+            ["logits"],
+            {
+                "token_ids": tokens[first:last],
+                "positions": positions,
+                "slot_mapping": table[positions // BLOCK_SIZE] * BLOCK_SIZE + (positions % BLOCK_SIZE).astype(np.int32),
+                "cu_rows": np.array([0, last - first], np.int32),
+                "context_lens": np.array([first], np.int32),
+                "block_table": table[None],
+                "logit_rows": np.arange(last - first),
+                **pools,
+            },
+        )[0]
+        assert np.abs(logits - wanted[first:last]).max() <= 2e-4

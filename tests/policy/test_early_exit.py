@@ -1,0 +1,234 @@
+"""Early exit: what is pruned, that later tokens have no say in it, that tokens stay the same, and when it pays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE, ExitView, Pruner
+from faser_backend.core.frontier import Frontier
+from faser_backend.core.request import Request, Sampling
+from faser_backend.engines.build import build_engines
+from faser_backend.policy.calibration import MarginCurve, MatchCalibration
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit, predicted_saving_us
+from faser_backend.profiling.chains import ProbePolicy
+from faser_backend.serving.compose import build_engine
+from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_draft
+
+CURVE = MatchCalibration(None).curve
+
+
+def calibration(**changes: Any) -> ExitCalibration:
+    fields: dict[str, Any] = {
+        "segment": 0,
+        "layer": 2,
+        "bias": -0.2,
+        "chance_weight": 0.9,
+        "margin_weight": 0.3,
+        "threshold": 0.3,
+        "retention": 0.95,
+        "pruned_shares": (0.1, 0.4, 0.6),
+        "trimmed_retention": 0.99,
+        "trimmed_pruned_share": 0.05,
+    }
+    return ExitCalibration(**(fields | changes))
+
+
+def random_view(seed: int, size: int = 40, width: int = 6) -> ExitView:
+    rng = np.random.default_rng(seed)
+    num_drafted = rng.integers(0, width + 1, size)
+    frontier = Frontier(
+        rng.integers(0, 50, (size, width)),
+        num_drafted,
+        rng.integers(1, num_drafted + 2),
+        margins=rng.exponential(3.0, (size, width)).astype(np.float32),
+    )
+    exit_margins = rng.normal(1.0, 3.0, (size, width)).astype(np.float32)
+    return ExitView(
+        0, exit_margins, frontier, rng.integers(1, frontier.num_rows + 1), np.arange(len(frontier.num_rows))
+    )
+
+
+def kept_by_the_book(view: ExitView, exit_: ExitCalibration, curve: MarginCurve) -> list[int]:
+    """The rule, token after token."""
+    assert view.frontier.margins is not None
+    kept = []
+    for b, num_rows in enumerate(view.num_rows.tolist()):
+        survival, row = 1.0, 1
+        while row < num_rows:
+            chance = float(curve.chances(view.frontier.margins[b, row - 1]))
+            score = exit_.bias + exit_.chance_weight * math.log(chance / (1 - chance))
+            score += exit_.margin_weight * float(view.exit_margins[b, row - 1])
+            survival /= 1.0 + math.exp(-score)
+            if survival < exit_.threshold:
+                break
+            row += 1
+        kept.append(row)
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4, 0.9])
+def test_rows_are_kept_while_the_survival_reaches_the_threshold(seed: int, threshold: float) -> None:
+    view, exit_ = random_view(seed), calibration(threshold=threshold)
+    kept = EarlyExit((exit_,), CURVE).keep(view)
+    assert kept.tolist() == kept_by_the_book(view, exit_, CURVE)
+    assert (kept >= 1).all() and (kept <= view.num_rows).all()
+    assert threshold > 0 or (kept == view.num_rows).all()
+    assert threshold < 0.5 or (kept < view.num_rows).any(), "the case prunes nothing"
+
+
+class LooksAhead:
+    """A pruner that breaks the rule: row j judged by draft token j + 1, which it does not process."""
+
+    num_candidates = 8
+    exits = frozenset([0])
+
+    def keep(self, view: ExitView) -> np.ndarray:
+        ahead = np.roll(view.exit_margins, -1, axis=1)
+        frontier = replace(view.frontier, margins=np.roll(view.frontier.margins, -1, axis=1))
+        return EarlyExit((calibration(),), CURVE).keep(replace(view, exit_margins=ahead, frontier=frontier))
+
+
+def is_a_stopping_time(pruner: Pruner, seed: int) -> bool:
+    """Whether rows 0..first stay as they were when everything from entry `first` on is another."""
+    view = random_view(seed)
+    before = pruner.keep(view)
+    rng = np.random.default_rng(seed + 100)
+    width = view.exit_margins.shape[1]
+    for first in range(width):
+        order = np.append(np.arange(first), first + rng.permutation(width - first))
+        for poison in (None, np.nan, np.inf, -1e30):
+            exit_margins, margins = view.exit_margins[:, order].copy(), view.frontier.margins[:, order].copy()
+            if poison is not None:
+                exit_margins[:, first:] = poison
+                margins[:, first:] = poison
+            frontier = replace(view.frontier, margins=margins, drafted=view.frontier.drafted[:, order])
+            with np.errstate(invalid="ignore"):
+                after = pruner.keep(replace(view, exit_margins=exit_margins, frontier=frontier))
+            if (np.minimum(before, first + 1) != np.minimum(after, first + 1)).any():
+                return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_later_entries_have_no_say(seed: int) -> None:
+    assert is_a_stopping_time(EarlyExit((calibration(),), CURVE), seed)
+    assert not is_a_stopping_time(LooksAhead(), seed)
+
+
+def test_each_exit_has_weights_of_its_own() -> None:
+    lenient, strict = calibration(segment=0, threshold=0.0), calibration(segment=1, threshold=1.0)
+    pruner = EarlyExit((lenient, strict), CURVE)
+    view = random_view(0)
+    assert pruner.exits == {0, 1}
+    assert (pruner.keep(view) == view.num_rows).all()
+    assert (pruner.keep(replace(view, segment=1)) == 1).all()
+
+
+def test_an_empty_frontier_keeps_its_anchors() -> None:
+    frontier = replace(Frontier.empty(3), margins=np.zeros((3, 0), np.float32))
+    view = ExitView(0, np.zeros((3, 0), np.float32), frontier, frontier.num_rows, np.arange(3))
+    assert EarlyExit((calibration(),), CURVE).keep(view).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, temperature: float) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    draft = write_draft(source, tmp_path / "draft")
+    build_engines(source, draft, tmp_path / "engine", exit_layers=(1, 2), kv_block_size=4)
+    exits = tuple(calibration(segment=segment, layer=segment + 1, threshold=0.5) for segment in (0, 1))
+
+    def tokens_of(policy: str, pruner: Pruner | None) -> tuple[dict[str, list[int]], int]:
+        engine = build_engine(tmp_path / "engine", EngineConfig.from_options(policy=policy, num_threads=1))
+        if pruner is not None:
+            engine.stepper.scheduler.policy = ProbePolicy(4, pruner)
+        rng = np.random.default_rng(0)
+        for index in range(6):
+            sampling = Sampling(temperature=temperature, seed=index)
+            engine.submit(Request(str(index), rng.integers(0, VOCAB_SIZE, 5 + index), 40, sampling))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.close()
+        return tokens, engine.metrics().num_pruned
+
+    plain, _ = tokens_of("none", None)
+    pruned, num_pruned = tokens_of("fixed:4", EarlyExit(exits, CURVE))
+    assert pruned == plain and num_pruned > 0
+
+
+# -- when it pays -----------------------------------------------------------------------------------------
+
+
+def costs_of(row_us: float, *, exit_us: float = 0.0, exit_row_us: float = 0.0, step_row_us: float = 0.0) -> CostModel:
+    """Three segments that cost row_us a row each, and nothing else."""
+    flat = Curve.from_slopes(np.zeros(1), 0.0, np.zeros(1))
+    segment = CallCost(Curve.from_slopes(np.zeros(1), 0.0, np.array([row_us])), flat)
+    overhead = OverheadCost(0.0, 0.0, step_row_us, 0.0, 0.0, exit_us, exit_row_us)
+    segments = {(TARGET, WHOLE): (segment,) * 3, (DRAFT, WHOLE): (segment,)}
+    return CostModel(segments, overhead, np.zeros(1), is_measured=True)
+
+
+BATCH = VerifyBatch(num_sequences=8, num_rows=8 + 24, context_tokens=50, num_accepted=12.0, tokens_per_us=0.01)
+
+
+def test_the_saving_is_what_deeper_layers_cost_less_what_is_lost_and_paid() -> None:
+    exit_ = calibration()
+    num_pruned = (0.1 + 0.4 + 0.6) / 3 * 24
+    costs = costs_of(10.0, exit_us=70.0, exit_row_us=2.0, step_row_us=3.0)
+    lost_us = 0.05 * 12.0 / 0.01
+    expected = num_pruned * (2 * 10.0 + 3.0) - lost_us - (70.0 + 2.0 * 32)
+    assert predicted_saving_us(costs, exit_, BATCH) == pytest.approx(expected)
+    deeper = calibration(segment=1)
+    assert predicted_saving_us(costs, deeper, BATCH) == pytest.approx(expected - num_pruned * 10.0)
+    trimmed = 0.05 * 24 * 23.0 - 0.01 * 12.0 / 0.01 - (70.0 + 2.0 * 32)
+    assert predicted_saving_us(costs, exit_, BATCH._replace(is_trimmed=True)) == pytest.approx(trimmed)
+
+
+def test_an_exit_without_rows_to_prune_saves_nothing_and_costs_nothing() -> None:
+    assert predicted_saving_us(costs_of(10.0, exit_us=70.0), calibration(), BATCH._replace(num_rows=8)) == 0.0
+
+
+def test_the_best_exit_is_the_one_that_saves_most_and_none_where_none_does() -> None:
+    shallow, deep = calibration(), calibration(segment=1, layer=4)
+    blind = calibration(segment=0, pruned_shares=(0.0,))
+    costs = costs_of(10.0, exit_us=5.0)
+    assert best_exit(costs, (deep, shallow), BATCH) is shallow
+    assert best_exit(costs, (blind, deep), BATCH) is deep
+    assert best_exit(costs, (blind,), BATCH) is None
+    assert best_exit(costs, (), BATCH) is None
+    assert best_exit(costs_of(10.0, exit_us=1e4), (shallow, deep), BATCH) is None
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "share"), [(0.5, 0.1), (1.0, 0.1), (2.0, 0.25), (2.5, (0.1 + 0.4 + 0.3) / 2.5), (5.0, 2.3 / 5)]
+)
+def test_the_share_of_pruned_rows_follows_the_length_of_chains(num_rows: float, share: float) -> None:
+    assert calibration().pruned_share(num_rows) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bias": math.nan},
+        {"margin_weight": math.inf},
+        {"threshold": -0.1},
+        {"retention": 1.1},
+        {"pruned_shares": ()},
+        {"pruned_shares": (0.5, math.nan)},
+        {"trimmed_pruned_share": 2.0},
+    ],
+)
+def test_what_no_fit_can_have_found_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="exit at layer 2"):
+        calibration(**change)

@@ -1,0 +1,223 @@
+"""The controller in virtual time: what it reaches in worlds that differ from what it was told, and how it predicts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from faser_backend.core.decision import WHOLE, Decision, PipelineMode
+from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence
+from faser_backend.lab import control_worlds
+from faser_backend.lab.control_worlds import ControlWorld, all_worlds, costs, run
+from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
+from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, round_score
+from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.policy.price_rule import PriceRule
+from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
+from faser_backend.policy.times import BatchTimes, TimeErrors
+from tests.support.harness import guessed, request
+
+SERIAL = PipelineMode.SERIAL
+WORLDS = {world.name: world for world in all_worlds()}
+
+
+def speed(world: ControlWorld, policy: str) -> float:
+    return run(world, policy, seed=0)["tokens_per_s"]
+
+
+# Of the best of plain decoding and fixed lengths, in runs of a few hundred tokens, first steps and looks included.
+LEAST_SHARES = {
+    "memory bound, 1": 0.97,
+    "memory bound, 8": 0.96,
+    "compute bound, 8": 0.98,
+    "draft 18x slower than told, 8": 0.96,
+    "draft 18x faster than told, 8": 0.92,
+    "rows 10x dearer than told, 8": 0.92,
+    "nearly a tie, 4": 0.97,
+    "one easy request": 1.0,
+    "free split, 8": 1.05,
+    "cold start, memory bound, 8": 0.8,
+    "mixed 0.9/0.6, 8": 0.97,
+    "bursts": 0.97,
+    "noise, nearly a tie, 4": 0.95,
+}
+
+
+@pytest.mark.parametrize("name", LEAST_SHARES)
+def test_reaches_its_share_of_the_best_static_policy(name: str):
+    best = max(speed(WORLDS[name], policy) for policy in ("none", "fixed:1", "fixed:2", "fixed:4"))
+    assert speed(WORLDS[name], "faser") >= LEAST_SHARES[name] * best
+
+
+def steps_of(world: ControlWorld, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[StepRecord]:
+    """The records of a run."""
+    records: list[StepRecord] = []
+    build = control_worlds.build_sim_engine
+
+    def listening(*arguments: Any, **options: Any) -> Any:
+        sim = build(*arguments, **options)
+        sim.observers.append(records.append)
+        return sim
+
+    monkeypatch.setattr(control_worlds, "build_sim_engine", listening)
+    run(world, policy, seed=0)
+    return records
+
+
+def test_modes(monkeypatch: pytest.MonkeyPatch):
+    """Overlaps where the split is as fast as the whole and after serial rounds, nowhere else; `survival` never does."""
+    overlapped = [r.plan.decision.mode for r in steps_of(WORLDS["free split, 8"], "faser", monkeypatch)]
+    assert PipelineMode.PING_PONG in overlapped or PipelineMode.RUN_AHEAD in overlapped
+    for world, policy in (("slow split, 8", "faser"), ("free split, 8", "survival")):
+        records = steps_of(WORLDS[world], policy, monkeypatch)
+        assert {record.plan.decision.mode for record in records} == {PipelineMode.SERIAL}
+
+
+def test_looks_at_speculation_within_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    records = steps_of(WORLDS["plain is best, 16"], "faser", monkeypatch)
+    has_drafted = np.array([record.frontier.num_drafted.any() for record in records])
+    late = has_drafted[len(has_drafted) // 4 :]
+    assert 0 < np.count_nonzero(late) < 0.05 * late.size
+
+
+def test_does_not_change_back_and_forth(monkeypatch: pytest.MonkeyPatch):
+    records = steps_of(WORLDS["noise, nearly a tie, 4"], "faser", monkeypatch)
+    chosen = [record.plan.decision for record in records if record.plan.decision.reason == "best"]
+    is_plain = [not any(decision.num_draft_tokens) for decision in chosen]
+    changes = sum(before != after for before, after in itertools.pairwise(is_plain))
+    assert changes <= 0.03 * len(is_plain)
+
+
+def test_easy_requests_draft_more_than_hard_ones(monkeypatch: pytest.MonkeyPatch):
+    """In a batch of both, told of neither."""
+    drafted: dict[bool, list[int]] = {True: [], False: []}
+    for record in steps_of(WORLDS["mixed 0.9/0.6, 8"], "faser", monkeypatch):
+        for sequence, length in zip(record.plan.decodes, record.frontier.num_drafted.tolist(), strict=True):
+            if sequence.num_output_tokens > 60:
+                drafted[int(sequence.request.request_id) % 2 == 0].append(length)
+    assert np.mean(drafted[True]) > np.mean(drafted[False]) + 0.25
+
+
+def sequences(count: int, prompt: int = 3, max_tokens: int = 20) -> list[Sequence]:
+    found = [Sequence.from_request(request(str(i), [1] * prompt, max_tokens), 0) for i in range(count)]
+    for slot, sequence in enumerate(found):
+        sequence.slot = slot
+    return found
+
+
+def test_a_decision_is_data_that_explains_itself():
+    policy = parse_policy("faser", guessed)
+    decision = policy.decide(sequences(4))
+    assert isinstance(decision, Decision)
+    assert [score.mode for score in decision.scores] == [None, PipelineMode.SERIAL]
+    assert all(score.tokens_per_us > 0 and score.step_us > 0 for score in decision.scores)
+    assert decision.reason in {"best", "exploration"}
+    live = [value for value in (decision.trim, decision.pruner) if callable(value)]
+    assert not live
+
+
+def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
+    compute_bound = Knowledge(costs(300.0, 500.0, 200.0))
+    alone, joined = (PriceRule(compute_bound, MAX_ADAPTIVE_TOKENS, with_modes=True) for _ in range(2))
+    alone.decide(sequences(1))
+    decision = joined.decide(sequences(1), num_prefilling=31)
+    assert len(decision.num_draft_tokens) == 1
+    assert alone.chosen is not None and joined.chosen is not None
+    assert joined.chosen.num_tokens > 16 * alone.chosen.num_tokens / 4
+
+
+def test_does_not_catch_up_for_answers_that_are_nearly_over():
+    """Speculation is ahead for one sequence, but its draft has a thousand tokens to read and few are left to emit."""
+    slow_to_read = costs(300.0, 1000.0, 25.0)
+    slow_to_read.segments[DRAFT, WHOLE] = (control_worlds.call(300.0, 50.0),)  # type: ignore[index]
+    chosen = []
+    for num_left in (2, 1000):
+        policy = PriceRule(Knowledge(slow_to_read), MAX_ADAPTIVE_TOKENS, with_modes=False)
+        policy.decide(sequences(1))
+        assert policy.chosen is not None
+        policy.chosen = plain_score(policy._corrected(1, 32, WHOLE))
+        late = sequences(1, 1000, num_left)
+        late[0].target_len = 999
+        policy._weigh(late, 1, 0.0)
+        chosen.append(policy.chosen.mode)
+    assert chosen == [None, PipelineMode.SERIAL]
+
+
+# -- what chains come to ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [-1.5, 0.0, 0.4])
+def test_chains_come_to_what_drawing_them_does(offset: float):
+    curve = MatchCalibration(None).curve
+    chains = ChainTable(curve, 4).of(np.full(3, offset))
+    rng = np.random.default_rng(0)
+    bins = rng.choice(curve.margin_shares.size, (200_000, 4), p=curve.margin_shares)
+    survival = np.cumprod(sigmoid(curve.match_logits[bins] + offset), axis=1)  # [N, K]
+    before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+    for index, floor in enumerate(FLOORS[:7]):  # whose rows have the same floor
+        is_drafted = np.minimum.accumulate(before >= floor, axis=1)
+        has_row = is_drafted & (survival >= floor)
+        np.testing.assert_allclose(chains.drafting[index], is_drafted.mean(axis=0), atol=0.12)
+        np.testing.assert_allclose(chains.verified[index], has_row.mean(axis=0), atol=0.12)
+        np.testing.assert_allclose(chains.kept[index], (survival * has_row).mean(axis=0), atol=0.07)
+
+
+def test_serial_score_is_the_best_uniform_round_by_hand():
+    """Where trimming is dear, so that all chains are alike."""
+    dear = replace(control_worlds.OVERHEAD, trim_us=1e4)
+    model = replace(costs(100.0, 2000.0, 5.0), overhead=dear)
+    curve = MatchCalibration(None).curve
+    times = BatchTimes(model, MAX_ADAPTIVE_TOKENS, 4, 32, WHOLE)
+    score = round_score(SERIAL, times, ChainTable(curve, MAX_ADAPTIVE_TOKENS).of(np.zeros(4)), (1.0, 1.0))
+    by_hand = []
+    for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
+        rows = 4 * (length + 1)
+        drafting_us = length * (100.0 + 1.0 * 4 + 10.0 + 1.0 * 4)
+        us = 2000.0 + 5.0 * rows + 50.0 + 2.0 * 4 + 1.0 * rows + drafting_us
+        by_hand.append(4 * sum(curve.mean_chance**kept for kept in range(length + 1)) / us)
+    assert score.tokens_per_us == pytest.approx(max(by_hand), rel=1e-3)
+    assert score.num_draft_tokens == int(np.argmax(by_hand)) + 1
+    assert plain_score(times).tokens_per_us == pytest.approx(4 / (2000.0 + 20.0 + 50.0 + 8.0 + 4.0))
+
+
+# -- what is learned ----------------------------------------------------------------------------------
+
+
+def test_an_offset_finds_the_requests_own_chance():
+    rng, easy = np.random.default_rng(1), sequences(1)[0]
+    model = AcceptanceModel({})
+    curve = model.curve(0.0)
+    margins = rng.choice([0.1, 1.2, 3.5], (1, 400)).astype(np.float32)
+    true = 0.8  # added to the log odds of every token
+    for column in range(400):
+        is_accepted = rng.random() < sigmoid(curve.logits(margins[:, column]) + true)[0]
+        model._observe(
+            MatchCalibration(None), [easy], margins[:, column : column + 1], np.array([int(is_accepted)]), np.array([1])
+        )
+    assert model.offsets([easy])[0] == pytest.approx(true, abs=0.35)
+    assert model.offsets(sequences(1))[0] == 0.0, "a stranger"
+
+
+def test_errors_tell_the_model_from_the_machine():
+    errors = TimeErrors()
+    for _ in range(40):
+        errors.observe(TARGET, WHOLE, 8, 100.0, 150.0)
+    assert errors.ratios(TARGET, WHOLE, np.array([3.0]))[0] == pytest.approx(1.5, rel=0.05)
+    assert errors.ratios(DRAFT, WHOLE, np.array([0.0]))[0] == pytest.approx(1.5, rel=0.05), "slow with everything"
+    for _ in range(3):
+        errors.observe(TARGET, WHOLE, 64, 100.0, 300.0)
+    small, large = errors.ratios(TARGET, WHOLE, np.array([3.0, 6.0]))
+    assert small == pytest.approx(1.5, rel=0.1) and large == pytest.approx(3.0, rel=0.1), "rows that are dear"
+    errors.observe(TARGET, WHOLE, 8, 100.0, 1e9)  # one step that the machine lost
+    assert errors.ratios(TARGET, WHOLE, np.array([3.0]))[0] < 1.7
+    before = errors.ratios(TARGET, WHOLE, np.array([3.0, 6.0]))
+    for _ in range(60):  # the machine halves its speed: that says nothing of 64 rows against 8
+        errors.observe(TARGET, WHOLE, 8, 100.0, 300.0)
+    after = errors.ratios(TARGET, WHOLE, np.array([3.0, 6.0]))
+    assert (after / after[0])[1] == pytest.approx((before / before[0])[1], rel=0.35)

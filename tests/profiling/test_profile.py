@@ -1,0 +1,251 @@
+"""`faser profile` on a tiny engine: what it stores, what a server reads back, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from faser_backend.core.decision import WHOLE
+from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.device.partition import core_partitions
+from faser_backend.engines.build import build_engines
+from faser_backend.manifest import EngineManifest
+from faser_backend.policy.calibration import KINDS
+from faser_backend.policy.cost_model import DRAFT, TARGET
+from faser_backend.profiling import profile as profile_module
+from faser_backend.profiling.profile import profile_engine, run_profile
+from faser_backend.serving.profile_store import (
+    PROFILE_FILE,
+    Fingerprint,
+    Profile,
+    key_columns,
+    load_cost_model,
+    load_knowledge,
+    load_profile,
+)
+from tests.support.brief_profile import BRIEF
+from tests.support.tiny_models import write_checkpoint, write_draft
+
+MAX_CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("profile")
+    source = write_checkpoint(root / "source")
+    build_engines(source, write_draft(source, root / "draft"), root / "engine", exit_layers=(1,), kv_block_size=4)
+    return root / "engine"
+
+
+@pytest.fixture(scope="module")
+def profiled(engine: Path) -> tuple[Path, Profile]:
+    """The engine with a profile of very few sweeps, and the profile."""
+    told: list[tuple[str, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_module, "QUICK", BRIEF)
+        before = os.sched_getaffinity(0)
+        profile = profile_engine(engine, is_quick=True, report=lambda what, done: told.append((what, done)))
+        assert os.sched_getaffinity(0) == before, "measuring pins threads of its own only"
+    shares = [done for _, done in told]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    profile.save(engine)
+    return engine, profile
+
+
+@pytest.fixture
+def copied(profiled: tuple[Path, Profile], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(profiled[0], tmp_path / "engine"))
+
+
+def load(directory: Path) -> Profile:
+    return load_profile(directory, EngineManifest.load(directory))
+
+
+def test_a_profile_covers_every_model_partition_and_segment(profiled: tuple[Path, Profile]) -> None:
+    directory, profile = profiled
+    model = load_cost_model(directory, EngineManifest.load(directory))
+    menu = core_partitions()
+    splits = [f"{len(draft.cores)}/{len(target.cores)}" for draft, target in menu.splits]
+    assert model.is_measured and model.partitions == (WHOLE, *splits)
+    assert model.num_segments(TARGET) == 2 and model.num_segments(DRAFT) == 1
+    for partition in model.partitions:
+        for name in (TARGET, DRAFT):
+            assert float(model.call_us(name, partition, 1, 1, 16)) > 0
+    assert all(error.num_held_out > 0 and np.isfinite(error.held_out_percent) for error in profile.errors)
+    assert min(model.overhead.step(1, 1), model.overhead.draft_call(1) + model.overhead.draft_round(1)) > 0
+    assert 0 < model.overhead.exit(1) <= model.overhead.exit(160)
+
+
+def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
+    directory, profile = profiled
+    again = load(directory)
+    for key, costs in profile.costs.items():
+        assert [cost.as_dict() for cost in again.costs[key]] == [cost.as_dict() for cost in costs]
+    assert again.errors == profile.errors and again.fingerprint == profile.fingerprint
+    assert again.overhead == profile.overhead
+    assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_server_reads_what_calibration_found(profiled: tuple[Path, Profile]) -> None:
+    directory, profile = profiled
+    calibration, again = profile.calibration, load(directory).calibration
+    assert again.exits == calibration.exits and again.reliability == calibration.reliability
+    assert again.as_dict() == calibration.as_dict()
+    known = load_knowledge(directory, EngineManifest.load(directory))
+    assert known.costs.is_measured and set(known.margins) == set(KINDS)
+    assert sum(counts.tested.sum() for counts in known.margins.values()) == calibration.num_fitted > 0
+    for kind, counts in known.margins.items():
+        stored = calibration.margins[kind]
+        assert (counts.tested == stored.tested).all() and (counts.accepted == stored.accepted).all()
+    assert [each.layer for each in known.exits] == [1], "the draft of this test is neither always right nor never"
+
+
+def test_the_command_writes_the_file_and_prints_a_line_per_model_and_partition(
+    profiled: tuple[Path, Profile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory, profile = profiled
+    copy = Path(shutil.copytree(directory, tmp_path / "engine", ignore=shutil.ignore_patterns(PROFILE_FILE)))
+    monkeypatch.setattr(profile_module, "profile_engine", lambda *args, **options: profile)
+    run_profile(copy, is_quick=True)
+    assert load(copy).errors == profile.errors
+    lines = capsys.readouterr().out.splitlines()
+    for error in profile.errors:
+        assert any(line.split()[:2] == [error.model, error.partition] for line in lines)
+    assert any("around the model calls" in line and "an exit" in line for line in lines)
+    assert any(line.startswith("Chance of acceptance") for line in lines)
+    assert any(line.startswith("Exits") for line in lines) == bool(profile.calibration.exits)
+
+
+def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(engine, tmp_path / "engine", ignore=shutil.ignore_patterns(PROFILE_FILE)))
+    manifest = EngineManifest.load(directory)
+    model = load_cost_model(directory, manifest)
+    assert not model.is_measured and model.partitions == (WHOLE,) and model.num_segments(TARGET) == 2
+    known = load_knowledge(directory, manifest)
+    assert known.margins == {} and known.exits == ()
+    with pytest.raises(ConfigError, match="faser profile"):
+        load_profile(directory, manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"device": {"cpu": "another processor"}}, "CPU another processor"),
+        ({"device": {"num_cores": 4096}}, "usable cores 4096"),
+        ({"device": {"llvmlite": "0.1"}}, "llvmlite 0.1"),
+        ({"device": {"gpu": "H100"}}, "GPU H100 instead of unknown; CPU unknown instead of "),
+        ({"faser": "0.0.1"}, "faser 0.0.1"),
+        ({"files": {"target.safetensors": "0" * 64}}, "target.safetensors"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(copied: Path, change: dict[str, Any], named: str) -> None:
+    profile = load(copied)
+    replace(profile, fingerprint=replace(profile.fingerprint, **change)).save(copied)
+    for read in (load_profile, load_cost_model):
+        with pytest.raises(ConfigError, match=named) as caught:
+            read(copied, EngineManifest.load(copied))
+        assert f"faser profile {copied}" in str(caught.value)
+
+
+def test_a_rebuilt_engine_makes_its_profile_stale(copied: Path, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "other", seed=5)
+    build_engines(source, source, tmp_path / "rebuilt", exit_layers=(1,), kv_block_size=4)
+    shutil.copy(copied / PROFILE_FILE, tmp_path / "rebuilt")
+    with pytest.raises(ConfigError, match="other engine files"):
+        load(tmp_path / "rebuilt")
+    halved = replace(EngineManifest.load(copied), kv_cache_dtype="fp16")
+    with pytest.raises(ConfigError, match="measured with KV cache fp32 instead of fp16; run `faser profile"):
+        load_profile(copied, halved)
+
+
+DROP: Any = object()
+MARGINS, EXIT = "calibration.margins", "calibration.exits.0.calibration"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"costs": DROP}, "malformed"),
+        ({"costs.0.segments.0.rows.values_us.0": 1e12}, "never fall"),
+        ({"overhead.step_us": float("nan")}, "non-negative"),
+        ({"costs.0.segments.0": DROP}, "segments"),
+        ({"costs": TARGET}, "draft on the whole machine"),
+        ({"costs.0.segments": [[1.0, 2.0]]}, "malformed"),
+        ({"fingerprint.files": ["target.0.onnx"]}, "malformed"),
+        ({"format_version": 99}, "format_version = 99"),
+        ({"format_version": 3, "calibration": DROP}, "format_version = 3: this version reads 4"),
+        ({f"{MARGINS}.sampled": DROP}, "malformed"),
+        ({f"{MARGINS}.greedy.accepted.2": 1e9}, "between 0 and those tested"),
+        ({f"{MARGINS}.sampled.accepted.2": 1e9}, "between 0 and those tested"),
+        ({f"{MARGINS}.sampled.tested.0": DROP, f"{MARGINS}.sampled.accepted.0": DROP}, "margins need 14 bins"),
+        ({f"{MARGINS}.knots.1": 0.3}, "other bins"),
+        ({f"{EXIT}.threshold": 1.5}, r"must lie in \[0, 1\]"),
+        ({f"{EXIT}.bias": float("inf")}, "finite"),
+        ({f"{EXIT}.layer": 2}, "no exit at layer 2"),
+    ],
+)
+def test_a_damaged_profile_is_refused(copied: Path, changes: dict[str, Any], named: str) -> None:
+    path = copied / PROFILE_FILE
+    fields = json.loads(path.read_text())
+    if changes == {"costs": TARGET}:
+        changes = {"costs": [entry for entry in fields["costs"] if entry["model"] == TARGET]}
+    for place, value in changes.items():
+        *parents, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+        within = fields
+        for name in parents:
+            within = within[name]
+        if value is DROP:
+            del within[last]
+        else:
+            within[last] = value
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=named) as caught:
+        load(copied)
+    assert PROFILE_FILE in str(caught.value) and "faser profile" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "null", '{"format_version": 1, "costs": ', "\x00\x01"])
+def test_a_file_that_is_no_profile_is_refused(copied: Path, content: str) -> None:
+    (copied / PROFILE_FILE).write_text(content)
+    with pytest.raises(ConfigError, match="not readable as a profile"):
+        load(copied)
+
+
+def test_profiling_what_is_no_engine_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"manifest\.json: missing"):
+        profile_engine(tmp_path)
+
+
+def test_key_columns_cover_the_tokens_and_never_fall(engine: Path) -> None:
+    widths = key_columns(EngineManifest.load(engine))
+    assert widths.shape == (MAX_CONTEXT + 1,)
+    assert (widths >= np.arange(MAX_CONTEXT + 1)).all() and (np.diff(widths) >= 0).all()
+
+
+def test_the_fingerprint_names_weights_and_segments_but_not_the_tokenizer(engine: Path) -> None:
+    files = Fingerprint.here(EngineManifest.load(engine)).files
+    assert "tokenizer.json" not in files and any(name.endswith(".safetensors") for name in files)
+
+
+def test_building_again_keeps_a_profile_that_still_holds(run, copied: Path, engine: Path) -> None:
+    source, before = engine.parent, (copied / PROFILE_FILE).read_bytes()
+    command = ("build", "--target", source / "source", "--draft", source / "draft", "--output", copied)
+    same = ("--exit-layers", "1", "--kv-block-size", "4")
+    status, out, _ = run(*command, *same)
+    assert status == 0 and "kept profile.json: it holds for the new engines too" in out
+    assert (copied / PROFILE_FILE).read_bytes() == before
+    load(copied)
+    status, out, _ = run(*command, "--kv-block-size", "4")
+    assert status == 0 and "the profile that was here is gone" in out and "2 segments instead of 1" in out
+    assert not (copied / PROFILE_FILE).exists()
+    assert "profile" not in run(*command, *same)[1]

@@ -1,0 +1,175 @@
+"""A fake of what PyTorch does around graph captures, with its rules, for code that runs on torch's CPU device.
+
+- A thread opens its cuBLAS handle with its first product. Under capture that fails, and the capture is lost.
+- A handle has a workspace per stream, opened with the first product there. A graph keeps its address. Whenever a graph
+  is destroyed, PyTorch frees the workspaces of the stream that it was captured on, whoever else uses them.
+- A capture that fails leaves the allocator in the graph's pool, until somebody ends that; a pool that is being
+  allocated into takes no other capture.
+- Whoever captures may not wait for the device; trying loses the capture.
+Breaches that a GPU would answer with wrong numbers, not with an error, are in `broken`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.cuda.graphs import GraphCapturer
+from faser_backend.cuda.segment import Launch
+from tests.support.fake_cuda import FakeCuda, FakeStream
+
+
+class Workspace:
+    is_freed = False
+
+
+class CaptureMachine(FakeCuda):
+    """torch.cuda as far as shares and captures need it; `product` stands for a matrix product on the calling thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: list[str] = []
+        self.num_first_under_capture = 0  # products that were the first of their thread
+        self.workspaces: dict[tuple[int, int], Workspace] = {}  # by thread and stream
+        self.left_open: set[Any] = set()  # pools of captures that failed
+        self._threads_with_handle: set[int] = set()
+        self.guard = threading.RLock()
+        self._pools = count(1)
+        self.thread = threading.local()
+        machine = self
+
+        class CUDAGraph:
+            def __init__(self) -> None:
+                self.workspaces: set[Workspace] = set()
+                self.stream = 0
+                self.is_lost = False
+
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                with machine.guard:
+                    if pool in machine.left_open:
+                        raise RuntimeError(f"pool {pool} is being recorded to already")
+                    self.pool, self.stream = pool, machine.current_stream().cuda_stream
+                    assert self.stream, "the default stream cannot be captured"
+                    machine.thread.capturing = self
+
+            def capture_end(self) -> None:
+                with machine.guard:
+                    machine.thread.capturing = None
+                    if self.is_lost:
+                        machine.left_open.add(self.pool)
+                        raise RuntimeError("operation failed due to a previous error during capture")
+
+            def replay(self) -> None:
+                if any(workspace.is_freed for workspace in self.workspaces):
+                    machine.broken.append("a graph was replayed whose workspace had been freed")
+
+            def __del__(self) -> None:
+                with machine.guard:
+                    for key in [key for key in machine.workspaces if key[1] == self.stream]:
+                        machine.workspaces.pop(key).is_freed = True
+
+        self.CUDAGraph = CUDAGraph
+
+    def default_stream(self) -> FakeStream:
+        return self._default
+
+    def graph_pool_handle(self) -> int:
+        return next(self._pools)
+
+    def end_allocations(self, pool: Any) -> None:
+        if pool not in self.left_open:
+            raise RuntimeError(f"pool {pool} is not being recorded to")
+        self.left_open.remove(pool)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        caller = self.current_stream()
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(caller)
+
+    def product(self) -> None:
+        if getattr(self.thread, "is_replaying", False):
+            return
+        thread, stream, graph = threading.get_ident(), self.current_stream().cuda_stream, self._capturing()
+        with self.guard:
+            if thread not in self._threads_with_handle:
+                if graph is not None:
+                    graph.is_lost = True
+                    self.num_first_under_capture += 1
+                    raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+                self._threads_with_handle.add(thread)
+            workspace = self.workspaces.setdefault((thread, stream), Workspace())
+            if graph is not None:
+                graph.workspaces.add(workspace)
+            elif self.left_open:
+                self.broken.append("memory was taken from the pool of a failed capture")
+
+    def wait(self) -> None:
+        """The host waits for the device."""
+        graph = self._capturing()
+        if graph is not None:
+            graph.is_lost = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Takes what runs meanwhile for a graph's."""
+        self.thread.is_replaying = True
+        try:
+            yield
+        finally:
+            self.thread.is_replaying = False
+
+    def _capturing(self) -> Any:
+        return getattr(self.thread, "capturing", None)
+
+
+class MachineCapturer(GraphCapturer):
+    """GraphCapturer on the machine; replays compute, too."""
+
+    def __init__(self, machine: CaptureMachine, counts: GraphCounts) -> None:
+        super().__init__(counts, machine, machine.end_allocations)
+        self._machine = machine
+
+    def capture(self, launch: Launch, what: str) -> Launch:
+        return computed(self._machine, super().capture(launch, what), launch)
+
+
+def computed(machine: CaptureMachine, replay: Launch, launch: Launch) -> Launch:
+    """`replay`, after which the CPU computes what `launch` does."""
+    if replay is launch:
+        return launch
+
+    def run() -> None:
+        replay()
+        with machine.replaying():
+            launch()
+
+    return run
+
+
+def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
+    """Products and waits of the real code are those of the machine, too."""
+    from faser_backend.cuda import draft_loop, sampler, torch_programs, torch_segment
+
+    def before(module: Any, name: str, notice: Callable[[], None]) -> None:
+        inner = getattr(module, name)
+
+        def noticed(*arguments: Any, **options: Any) -> Any:
+            notice()
+            return inner(*arguments, **options)
+
+        monkeypatch.setattr(module, name, noticed)
+
+    for name in ("product", "head_product"):
+        before(torch_segment, name, machine.product)
+    before(torch_programs, "head_product", machine.product)
+    for module in (draft_loop, sampler):
+        before(module, "to_host", machine.wait)

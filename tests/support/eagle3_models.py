@@ -1,0 +1,131 @@
+"""Random EAGLE-3 heads in the layout in which they are published, and what such a head computes, written in torch.
+
+The reference follows the description of EAGLE-3 (arXiv 2503.01840) and of its published checkpoints, one sequence at
+a time and without a cache; it shares no code with the graphs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear, silu
+
+from tests.support.tiny_models import DEFAULTS, VOCAB_SIZE
+
+NUM_TARGET_LAYERS = 8
+FEATURE_LAYERS = (2, 4, 5)  # what the public default makes of 8 layers
+DRAFT_VOCAB_SIZE = 40
+HEAD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": DEFAULTS["hidden_size"],
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "draft_vocab_size": DRAFT_VOCAB_SIZE,
+    "max_position_embeddings": 32,  # heads are trained on short texts; not a limit
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def head_tensors(config: dict[str, Any], *, seed: int = 0, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
+    """Random weights and a token map, under the published names."""
+    rng = torch.Generator().manual_seed(seed)
+    d, inner = config["hidden_size"], config["intermediate_size"]
+    num_q, num_kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    shapes = {
+        "fc": (d, 3 * config.get("target_hidden_size", d)),
+        f"{prefix}self_attn.q_proj": (num_q, 2 * d),
+        f"{prefix}self_attn.k_proj": (num_kv, 2 * d),
+        f"{prefix}self_attn.v_proj": (num_kv, 2 * d),
+        f"{prefix}self_attn.o_proj": (d, num_q),
+        f"{prefix}mlp.gate_proj": (inner, d),
+        f"{prefix}mlp.up_proj": (inner, d),
+        f"{prefix}mlp.down_proj": (d, inner),
+        "lm_head": (config.get("draft_vocab_size", config["vocab_size"]), d),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape, generator=rng) * 0.25 for name, shape in shapes.items()}
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"{prefix}{norm}.weight"] = 1 + torch.randn(d, generator=rng) * 0.25
+    tensors["norm.weight"] = 1 + torch.randn(d, generator=rng) * 0.25
+    if "draft_vocab_size" in config:
+        chosen = torch.randperm(config["vocab_size"], generator=rng)[: config["draft_vocab_size"]].sort().values
+        tensors["d2t"] = chosen - torch.arange(chosen.numel())
+        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(0, chosen, True)
+    return tensors
+
+
+def write_head(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+    """A checkpoint directory as SpecForge saves one: no tokenizer, no embedding unless `tensors` has one."""
+    config = {name: value for name, value in {**HEAD, **changes}.items() if value is not None}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(head_tensors(config) if tensors is None else tensors, directory / "model.safetensors")
+    return directory
+
+
+class ReferenceHead:
+    """A published head over the embedding [V, d] that it shares. Weights are looked up by their published names."""
+
+    def __init__(self, directory: Path, embedding: torch.Tensor, prefix: str = "midlayer.") -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.tensors = load_file(directory / "model.safetensors")
+        self.embedding = self.tensors.get("embed_tokens.weight", embedding)
+        self._prefix = prefix
+
+    def joined(self, features: torch.Tensor) -> torch.Tensor:
+        """Hidden states of three target layers [n, 3 d] -> [n, d]."""
+        return linear(features, self.tensors["fc.weight"])
+
+    def run(self, token_ids: np.ndarray, hidden: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+        """token_ids [n] beside hidden [n, d], at positions 0 to n - 1 -> logits over all ids [n, V], hidden [n, d]."""
+        embedded = self._norm(self.embedding[torch.from_numpy(token_ids)], f"{self._prefix}input_layernorm")
+        both = torch.cat([embedded, self._norm(hidden, f"{self._prefix}hidden_norm")], dim=-1)
+        hidden = hidden + self._attention(both)
+        normed = self._norm(hidden, f"{self._prefix}post_attention_layernorm")
+        gate, up = (self._linear(normed, f"mlp.{name}_proj") for name in ("gate", "up"))
+        hidden = hidden + self._linear(silu(gate) * up, "mlp.down_proj")
+        logits = linear(self._norm(hidden, "norm"), self.tensors["lm_head.weight"])
+        return self._over_all_ids(logits).numpy(), hidden
+
+    def _over_all_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        full = torch.full((logits.shape[0], self.config["vocab_size"]), float("-inf"))
+        ids = torch.arange(logits.shape[1])
+        full[:, ids + self.tensors.get("d2t", torch.zeros_like(ids))] = logits
+        return full
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        n, head_dim = x.shape[0], self.config["head_dim"]
+        q, k, v = (self._linear(x, f"self_attn.{name}_proj").view(n, -1, head_dim) for name in "qkv")
+        q, k = self._rotated(q), self._rotated(k)
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        return self._linear(mixed.reshape(n, -1), "self_attn.o_proj")
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, heads, head_dim] turned by its position; halves are paired, as Llama has it."""
+        half = x.shape[-1] // 2
+        theta = self.config.get("rope_theta", 10000.0)
+        angles = torch.arange(x.shape[0])[:, None].double() * theta ** (-torch.arange(half).double() / half)
+        cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(x, self.tensors[f"{self._prefix}{name}.weight"])
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.tensors[f"{name}.weight"]

@@ -1,0 +1,349 @@
+# ruff: noqa: PLR0917 (broken steps take the arguments of the steps)
+"""Kernels against their references in the Triton-language interpreter, on the CPU.
+
+Whether a kernel is interpreted is settled when it is defined, so the files interpreted_*.py run in processes of their
+own, which test_kernels.py starts with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from faser_backend.cuda.noise import TorchNoise
+from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_call, random_shape
+from faser_backend.plugins import pruned_chunk_attention as attention
+from faser_backend.plugins import reference
+from faser_backend.plugins.add_rms_norm import add_rms_norm
+from faser_backend.plugins.attention_config import LaunchConfig
+from faser_backend.plugins.exit_scores import exit_scores
+from faser_backend.plugins.gated_silu import gated_silu
+from faser_backend.plugins.kv_write import write_kv
+from faser_backend.plugins.launch import runs_kernel
+from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits
+from faser_backend.plugins.rotate_heads import rotate_heads
+from faser_backend.plugins.row_compaction import compact_rows
+from tests.support.kernel_cases import check, small_tiles
+
+torch.set_num_threads(1)
+CASES = [("fp32", torch.float32, 12), ("fp16", torch.float16, 5), ("bf16", torch.bfloat16, 5)]
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_products(monkeypatch):
+    """The interpreter (3.6.0) holds bfloat16 as integers and multiplies them as such in `dot`: widen them first."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _parts_of_nan(monkeypatch):
+    """Fills parts with NaN: what a part does not write shows where parts are joined."""
+    make = attention.empty_parts
+    monkeypatch.setattr(
+        attention, "empty_parts", lambda *arguments: tuple(part.fill_(NAN) for part in make(*arguments))
+    )
+
+
+def run(call: Call, *, num_splits: int = 1, max_rows: int | None = None, **options) -> None:
+    max_rows = max_rows or max(1, int(call.cu_rows.diff().max()))
+    attention.pruned_chunk_attention(*call, max_rows=max_rows, num_splits=num_splits, **options)
+
+
+def test_kernels_are_interpreted():
+    assert runs_kernel(attention.pruned_chunk_attention_kernel, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed"), [pytest.param(dtype, seed, id=f"{name}-{seed}") for name, dtype, n in CASES for seed in range(n)]
+)
+def test_attention_of_random_ragged_calls(monkeypatch, dtype, seed):
+    rng = np.random.default_rng(1000 + seed)
+    shape = random_shape(rng, dtype)
+    if seed % 2:
+        tiles = small_tiles(rng, shape.group)
+        monkeypatch.setattr(attention, "launch_config", lambda *_: tiles)
+    num_results = sum(shape.rows) * shape.num_kv_heads * shape.group  # the interpreter joins parts one by one
+    num_splits = int(rng.choice([1, 2, 4], p=[0.4, 0.3, 0.3])) if num_results <= 24 else 1
+    bound = max(1, *shape.rows) + int(rng.integers(0, 3))  # the host may know only a bound
+    check(make_call(shape, seed), lambda call: run(call, num_splits=num_splits, max_rows=bound))
+
+
+@pytest.mark.parametrize("context", [0, 1, 7, 8, 15, 16, 17, 64, 65])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_attention_at_block_and_tile_borders(monkeypatch, context, num_splits):
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    shape = Shape(rows=(1, 17 if num_splits == 1 else 3), contexts=(context, context), num_kv_heads=1, head_dim=16)
+    check(make_call(shape, context), lambda call: run(call, num_splits=num_splits))
+
+
+def test_attention_where_everything_was_pruned():
+    check(make_call(Shape(rows=(0, 0, 0), contexts=(9, 0, 16), num_padding_rows=4), 0), run)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_attention_of_nine_heads_and_three_kv_heads(head_dim):
+    """As SmolLM2's; a sequence without rows between others, and one without context."""
+    shape = Shape(rows=(2, 0, 1), contexts=(9, 20, 0), num_kv_heads=3, group=3, head_dim=head_dim, num_padding_rows=1)
+    check(make_call(shape, head_dim), run)
+
+
+def padded(call: Call, num_rows: int, num_sequences: int, num_columns: int) -> tuple[Call, torch.Tensor]:
+    """The call as a captured graph of more rows and sequences gets it, and the width of its table's rows, which lie
+    without gaps; what the graph has no use for is garbage."""
+    rows, num, (height, width) = call.q.shape[0], int(call.cu_rows[-1]), call.block_table.shape
+
+    def longer(tensor: torch.Tensor, size: int, filler: float) -> torch.Tensor:
+        return torch.cat([tensor, torch.full((size - tensor.shape[0], *tensor.shape[1:]), filler, dtype=tensor.dtype)])
+
+    table = torch.full((num_sequences * num_columns,), 2**30, dtype=torch.int32)
+    table[: height * width] = call.block_table.flatten()
+    changed = {name: longer(getattr(call, name), num_rows, NAN) for name in ("q", "k_new", "v_new")}
+    lists = {"slot_mapping": longer(call.slot_mapping, num_rows, -1), "out": longer(call.out, num_rows, SENTINEL)}
+    lists |= {"cu_rows": longer(call.cu_rows, num_sequences + 1, num)}
+    lists |= {"context_lens": longer(call.context_lens, num_sequences, 0)}
+    assert rows <= num_rows
+    result = call._replace(**changed, **lists, block_table=table.view(num_sequences, num_columns))
+    return result, torch.tensor([width], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("rows", [(1,), (8,), (1, 1, 1, 1, 1), (2, 0, 4, 1), (5, 3)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits):
+    """Rows, lengths and the table's width are read where the kernel runs: one launch, whichever rows are whose."""
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    contexts = (70, 0, 15, 32, 41)[: len(rows)]
+    call = make_call(Shape(rows=rows, contexts=contexts, num_kv_heads=1, group=4, head_dim=16), 3)
+    graph, width = padded(call, 8, 8, 40)
+    expected = call.with_own_results()
+    reference.pruned_chunk_attention(*expected)
+    by_reference = graph.with_own_results()
+    reference.pruned_chunk_attention(*by_reference, width)
+    run(graph, num_splits=num_splits, max_rows=8, min_part_tokens=32, table_width=width)
+    count = sum(rows)
+    for out in (graph.out, by_reference.out):
+        torch.testing.assert_close(out[:count], expected.out[:count], atol=1e-5, rtol=0)
+        assert (out[count:] == SENTINEL).all(), "rows of nobody were written"
+    assert torch.equal(graph.k_pool.view(torch.int32), expected.k_pool.view(torch.int32))
+
+
+def sparse_pool(*shape: int) -> torch.Tensor:
+    """Zeros of which only what is touched takes memory."""
+    numel = int(np.prod(shape, dtype=np.int64))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, 2 * numel, flags), dtype=torch.float16).view(shape)
+
+
+def test_pools_beyond_two_to_the_thirty_one_elements():
+    num_blocks = 2**19 + 5  # of 16 tokens of 256 dimensions: one KV head more than 2^31 elements
+    small = make_call(Shape(rows=(3,), contexts=(20,), head_dim=256, kv_block_size=16, dtype=torch.float16), 0)
+    shift = num_blocks - small.k_pool.shape[1]
+    pools = [sparse_pool(2, num_blocks, 16, 256) for _ in range(2)]
+    for pool, tensor in zip(pools, (small.k_pool, small.v_pool), strict=True):
+        pool[:, shift:] = tensor
+    assert pools[0][0].numel() > 2**31
+    large = small.with_own_results()._replace(
+        k_pool=pools[0],
+        v_pool=pools[1],
+        block_table=small.block_table + shift,
+        slot_mapping=(small.slot_mapping + shift * 16).to(torch.int32),
+    )
+    run(large)
+    reference.pruned_chunk_attention(*small)
+    torch.testing.assert_close(large.out, small.out, atol=2e-3, rtol=2e-3)
+    for pool, tensor in zip(pools, (small.k_pool, small.v_pool), strict=True):
+        assert torch.equal(pool[:, shift:].contiguous().view(torch.int16), tensor.view(torch.int16))
+        assert not pool[:, :2].any(), "an index that wrapped"
+    write_kv(large.k_new, large.v_new, large.slot_mapping - 1, *pools)
+    cells = (large.slot_mapping - 1).long()
+    assert torch.equal(pools[0].view(2, -1, 256)[:, cells], large.k_new.transpose(0, 1))
+
+
+def test_attention_of_a_longer_context_under_the_launch_of_a_captured_graph():
+    """Only max_rows, T, B and the table's columns are the host's: lengths are read where the kernel runs."""
+    captured = make_call(Shape(rows=(3, 1), contexts=(8, 8), num_padding_rows=2), 0)
+    run(captured, max_rows=4)
+    replayed = make_call(Shape(rows=(2, 4), contexts=(40, 0)), 1)
+    check(replayed, lambda call: run(call, max_rows=4))
+
+
+def sees_next_row(query, k, v, k_stride, v_stride, row, *rest, chunk=attention.attend_chunk, **constants):
+    return chunk(query, k, v, k_stride, v_stride, row + 1, *rest, **constants)
+
+
+def context_off_by(offset: int):
+    def attend(query, k, v, table, num_blocks, start, end, *rest, context=attention.attend_context, **constants):
+        return context(query, k, v, table, num_blocks, start, end + offset, *rest, **constants)
+
+    return attend
+
+
+def table_of_one_block(query, k, v, table, num_blocks, *rest, context=attention.attend_context, **constants):
+    return context(query, k, v, table, 1, *rest, **constants)  # the clamp then leads to block 0 alone
+
+
+def writes_next_slot(rows, stride, slot, *rest, write=attention.write_rows, **constants):
+    return write(rows, stride, slot + 1, *rest, **constants)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("attend_chunk", sees_next_row),
+        ("attend_context", context_off_by(1)),
+        ("attend_context", context_off_by(-1)),
+        ("attend_context", table_of_one_block),
+        ("write_rows", writes_next_slot),
+    ],
+)
+def test_the_check_fails_a_broken_kernel(monkeypatch, name, broken):
+    call = make_call(Shape(rows=(3, 1), contexts=(11, 20), num_padding_rows=1), 5)
+    check(call, run)
+    monkeypatch.setattr(attention, name, broken)
+    with pytest.raises(AssertionError):
+        check(call, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_candidates", "hidden_size"), [(1, 1, 16), (5, 8, 48), (3, 5, 1100), (0, 4, 16), (4, 0, 16)]
+)
+def test_exit_scores(dtype, num_rows, num_candidates, hidden_size):
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden = torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
+    head = torch.randn(50, hidden_size, generator=generator).to(dtype)
+    head[7] = NAN  # no candidate
+    candidates = torch.randint(8, 50, (num_rows, num_candidates), generator=generator)
+    expected, actual = torch.full((2, num_rows, num_candidates), SENTINEL)
+    reference.exit_scores(hidden, head, candidates, expected)
+    exit_scores(hidden, head, candidates, actual)
+    torch.testing.assert_close(actual, expected, atol=1e-5 * hidden_size**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [[], [4], [0, 2, 3], [4, 4, 0, 1, 2, 3]])
+def test_row_compaction_copies_bits(dtype, kept):
+    hidden = torch.randn(5, 3000).to(dtype)
+    hidden[1, 5] = NAN
+    expected, actual = torch.zeros(2, len(kept), 3000, dtype=dtype)
+    reference.compact_rows(hidden, torch.tensor(kept, dtype=torch.int64), expected)
+    compact_rows(hidden, torch.tensor(kept, dtype=torch.int64), actual)
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0, equal_nan=True)
+    assert len(kept) < 5 or actual.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_kv_write_touches_its_slots_alone(dtype, head_dim):
+    fused = torch.randn(6, 5, head_dim).to(dtype)
+    new = fused[:, :2], fused[:, 3:]
+    slots = torch.tensor([3, -1, 17, 0, -1, 31], dtype=torch.int32)
+    expected, actual = ([torch.full((2, 4, 8, head_dim), SENTINEL, dtype=dtype) for _ in range(2)] for _ in range(2))
+    reference.write_kv(*new, slots, *expected)
+    write_kv(*new, slots, *actual)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    assert sum(int((pool[0, ..., 0] != SENTINEL).sum()) for pool in actual) == 8
+
+
+# -- row kernels of a decoder layer ------------------------------------------------------------------------------------
+DTYPES = (torch.float32, torch.bfloat16)
+# Sums in another order, and one rounding to the type; of bfloat16 two, as the interpreter cuts the sum too.
+ROW_TOLERANCES = {torch.float32: (2e-6, 2e-6), torch.float16: (1e-3, 1e-3), torch.bfloat16: (1.6e-2, 1.6e-2)}
+EPS = 1e-5
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    atol, rtol = ROW_TOLERANCES[wanted.dtype]
+    torch.testing.assert_close(got, wanted, atol=atol, rtol=rtol)
+    assert wanted.abs().max() > 0.1, "a comparison of nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", [8, 100, 640])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_add_rms_norm(dtype, hidden_size, has_delta):
+    torch.manual_seed(0)
+    hidden, delta = (torch.randn(5, hidden_size).to(dtype) for _ in range(2))
+    weight = torch.rand(hidden_size) + 0.5
+    results = []
+    for implementation in (add_rms_norm, reference.add_rms_norm):
+        summed, out = (torch.full_like(hidden, 77.0) for _ in range(2))
+        given = (delta, summed) if has_delta else (None, None)
+        implementation(hidden, given[0], weight, EPS, given[1], out)
+        results.append((summed, out))
+    (summed, out), (wanted_sum, wanted) = results
+    # The interpreter cuts bfloat16 where a GPU rounds.
+    torch.testing.assert_close(summed, wanted_sum, atol=0, rtol=8e-3 if dtype == torch.bfloat16 else 0)
+    close(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 20), (8, 1, 64)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rotate_heads(dtype, num_heads, num_kv_heads, head_dim, has_norm):
+    torch.manual_seed(1)
+    num_rows, num_all = 5, num_heads + 2 * num_kv_heads
+    wide = torch.randn(num_rows, (num_all + 3) * head_dim).to(dtype)  # rows lie further apart than they are long
+    qkv = wide[:, : num_all * head_dim].unflatten(1, (num_all, head_dim))
+    angles = torch.rand(40, head_dim // 2) * 6
+    positions = torch.tensor([0, 39, 7, 7, 1])
+    norms = {"q_norm": torch.rand(head_dim) + 0.5, "k_norm": torch.rand(head_dim) + 0.5} if has_norm else {}
+    out, wanted = (torch.full((num_rows, num_heads + num_kv_heads, head_dim), 77.0, dtype=dtype) for _ in range(2))
+    tables = positions, angles.cos(), angles.sin()
+    rotate_heads(qkv, *tables, out, num_heads=num_heads, eps=EPS, **norms)
+    weights = norms.get("q_norm"), norms.get("k_norm")
+    reference.rotate_heads(qkv, *tables, *weights, EPS, num_heads, wanted)
+    close(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [3, 48, 1500])
+def test_gated_silu(dtype, size):
+    torch.manual_seed(2)
+    gate_up = torch.randn(4, 2 * size).to(dtype) * 3
+    out, wanted = (torch.full((4, size), 77.0, dtype=dtype) for _ in range(2))
+    gated_silu(gate_up, out)
+    reference.gated_silu(gate_up, wanted)
+    close(out, wanted)
+
+
+# -- temperature and noise ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("vocab_size", [1, 5, BLOCK_V - 1, BLOCK_V, 2 * BLOCK_V + 3])
+def test_scores_are_those_of_the_definition(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    num_rows = 6
+    noise = TorchNoise(vocab_size, torch.device("cpu"))
+    keys = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_rows))
+    keys[0], keys[1] = -1, -(2**63)
+    positions = torch.from_numpy(rng.integers(0, 2**40, num_rows))
+    logits = torch.from_numpy(rng.normal(0, 3, (num_rows, vocab_size)).astype(np.float32))
+    logits[:, rng.integers(vocab_size)] = -torch.inf
+    logits[3, 0] = torch.nan
+    scale = torch.tensor([1.0, 2.0, 1.0, 0.3, 1.7, 1.0])
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    expected = noise.perturbed(logits, keys, positions, scale, weight)
+    out, given = torch.full_like(logits, torch.nan), (noise._table, noise._log2_size, keys, positions, scale, weight)
+    perturb_logits(logits, *given, out)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert torch.equal(out[2], logits[2]) and torch.equal(out[5], logits[5])
+    perturb_logits(logits, *given, logits)
+    torch.testing.assert_close(logits, out, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_rows() -> None:
+    noise, nothing = TorchNoise(7, torch.device("cpu")), torch.zeros((0, 7))
+    column, words = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    perturb_logits(nothing, noise._table, noise._log2_size, words, words, column, column, nothing)

@@ -1,0 +1,113 @@
+"""The kernels as TensorRT launches them, in the Triton-language interpreter: against the reference of the op.
+
+Started by test_kernels.py, as interpreted_kernels.py is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from faser_backend.lab.gpu.kernel_cases import NAN, Call, Shape, make_call, random_shape
+from faser_backend.plugins.attention_config import LaunchConfig
+from faser_backend.plugins.tensorrt_contract import Geometry, attend_launch, combine_launch, part_rows
+from faser_backend.plugins.tensorrt_kernels import (
+    attend_constants,
+    attend_splits_kernel,
+    combine_constants,
+    combine_parts_kernel,
+)
+from tests.support.fake_tensorrt_plugin import WHOLE_NUMBERS
+from tests.support.kernel_cases import check
+
+torch.set_num_threads(1)
+SMALL = LaunchConfig(16, 16, 16, 4, 2)
+
+
+def geometry_of(shape: Shape) -> Geometry:
+    return Geometry(
+        num_heads=shape.num_kv_heads * shape.group,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        kv_block_size=shape.kv_block_size,
+        max_rows=64,
+        tile_rows=8,
+        num_sms=132,
+        capability=90,
+    )
+
+
+def run(
+    call: Call,
+    geometry: Geometry,
+    config: LaunchConfig,
+    num_splits: int | None = None,
+    num_combined: int | None = None,
+) -> None:
+    """Both kernels on the grids and with the arguments of the contract; num_splits: instead of the contract's,
+    num_combined: instead of num_splits where parts are joined."""
+    num_rows, num_heads, head_dim = call.q.shape
+    table_shape = tuple(call.block_table.shape)
+    parts = part_rows(num_rows)
+    mixed = torch.full((parts, num_heads, head_dim), NAN)
+    stat = torch.full((parts, num_heads, 2), NAN)
+    grid, scalars = attend_launch(
+        geometry, config, WHOLE_NUMBERS, num_rows, table_shape, num_blocks=call.k_pool.shape[1]
+    )
+    if num_splits is not None:
+        grid = (grid[0] // scalars[-1] * num_splits, *grid[1:])
+        scalars = (*scalars[:-1], num_splits)
+    pools = (call.k_pool, call.v_pool)
+    attend_splits_kernel[grid](*call[:9], *scalars, mixed, stat, *pools, **attend_constants(geometry, config))
+    grid, (num_sequences, splits) = combine_launch(geometry, config, WHOLE_NUMBERS, num_rows, table_shape)
+    splits = num_combined or num_splits or splits
+    inputs = (mixed, stat, call.q, call.block_table, call.cu_rows)
+    combine_parts_kernel[grid](*inputs, num_sequences, splits, call.out, **combine_constants(geometry))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_ragged_calls(seed: int) -> None:
+    rng = np.random.default_rng(500 + seed)
+    dtype = torch.float16 if seed % 3 == 2 else torch.float32
+    shape = replace(random_shape(rng, dtype), is_fused=False)  # TensorRT's tensors are contiguous
+    geometry = geometry_of(shape)
+    config = SMALL if seed % 2 and shape.group <= 4 else geometry.launch_config("fp16")
+    check(make_call(shape, seed), lambda call: run(call, geometry, config, int(rng.choice([1, 2, 5]))))
+
+
+def test_the_contracts_own_number_of_parts() -> None:
+    shape = Shape(rows=(2,), contexts=(700,), num_kv_heads=1, head_dim=16)
+    geometry = geometry_of(shape)
+    call = make_call(shape, 0)
+    assert attend_launch(geometry, SMALL, WHOLE_NUMBERS, 2, call.block_table.shape, num_blocks=9).scalars[-1] == 2
+    check(call, lambda call: run(call, geometry, SMALL))
+
+
+def test_a_wrong_number_of_parts_fails_the_check() -> None:
+    """Negative control: the second kernel has to know how many parts the first one made."""
+    shape = Shape(rows=(2,), contexts=(40,), num_kv_heads=1, head_dim=16)
+    geometry = geometry_of(shape)
+    with pytest.raises(AssertionError):
+        check(make_call(shape, 0), lambda call: run(call, geometry, SMALL, 3, 2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_meaningless_contents_touch_nothing_else(seed: int) -> None:
+    """TensorRT times layers on any contents: pools lie between guards that must stay."""
+    rng = np.random.default_rng(seed)
+    shape = Shape(rows=(3, 1), contexts=(9, 20), head_dim=16)
+    call, geometry = make_call(shape, seed), geometry_of(shape)
+    spread = [3, 50, 5000, 2**31 - 1][seed % 4]
+
+    def garbage(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(-spread, spread, tensor.shape).astype(np.int32))
+
+    guarded = [torch.full((3, *pool.shape), 77.0) for pool in (call.k_pool, call.v_pool)]
+    indices = {name: garbage(getattr(call, name)) for name in call._fields[5:9]}
+    if seed % 2:  # lengths that hold, so that tables and slots are looked at
+        indices |= {"cu_rows": call.cu_rows, "context_lens": call.context_lens}
+    run(call._replace(k_pool=guarded[0][1], v_pool=guarded[1][1], **indices), geometry, SMALL, 2)
+    assert all((pool[[0, 2]] == 77.0).all() for pool in guarded)

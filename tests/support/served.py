@@ -1,0 +1,60 @@
+"""`faser serve` as a user starts it, on free ports of the loopback, for a test's time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from faser_backend.lab.bench.servers import free_ports
+from faser_backend.serving.processes import arguments, children
+
+FASER = Path(sys.executable).with_name("faser")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server's process and ports, and the line with which it said that it is ready."""
+
+    process: subprocess.Popen[str]
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    ready: str
+
+    @property
+    def triton(self) -> int:
+        """The process of Triton, of which those of the models are children."""
+        return next(pid for pid in children(self.process.pid) if arguments(pid)[0].endswith("tritonserver"))
+
+    def models(self) -> dict[int, str]:
+        """Process -> model, of those that run."""
+        started = {pid: arguments(pid) for pid in children(self.triton)}
+        return {pid: Path(command[1]).parts[-3] for pid, command in started.items() if command}  # some have just ended
+
+
+@contextmanager
+def serve(*options: object, log: Path | None = None) -> Iterator[Served]:
+    """Runs `faser serve OPTIONS`; asserts that it gets ready, and ends it at once. log: takes its stderr."""
+    http, grpc, metrics = free_ports(3)
+    ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command = [str(FASER), "serve", *map(str, options), *ports]
+    stderr = subprocess.PIPE if log is None else log.open("w")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready.startswith("ready: "), process.stderr.read() if process.stderr else log
+        yield Served(process, http, grpc, metrics, ready)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends at once
+            process.send_signal(number)
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,202 @@
+"""Limits of a text's cost: bytes and words are counted before anything is tokenised; a long text holds up nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from faser_backend.core.errors import QueueFullError, RequestError, UnavailableError
+from faser_backend.openai.fields import ChatBody, CompletionBody
+from faser_backend.openai.requests import ServedModel, completions, conversation_ids
+from faser_backend.text.guides import MAX_GUIDE_BYTES, read_guide
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.converters import preprocess
+from faser_backend.triton.long_texts import LONG_TEXT_BYTES, LongTexts, SeparateTokenizer
+from faser_backend.triton.tensor_values import default_text_bytes
+from tests.support.processes import children, kill_children, wait_until_gone
+from tests.support.serving_pair import byte_level_tokenizer
+from tests.triton.test_contract import HELLO, number, parse, text
+
+HUGE = "x" * 5_000_000
+LIMITED = replace(HELLO, max_text_bytes=1000)
+MANY = tuple(f"w{index}" for index in range(1025))
+
+
+class NoTokenizer(TextTokenizer):
+    """Fails the test where a text is tokenised that should have been refused before."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        assert len(text) <= 1000, "tokenised before it was measured"
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture(autouse=True)
+def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.triton.test_contract.TOKENIZER", NoTokenizer(byte_level_tokenizer()))
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("text_input length = 5000000: must be at most 1000 bytes", {"text_input": text(HUGE)}),
+    ("text_input length = 1001: must be at most 1000 bytes", {"text_input": text("x" * 1001)}),
+    ("text_input length = 1002: must be at most 1000 bytes", {"text_input": text("é" * 501)}),
+    ("messages length = 5000000", {"text_input": None, "messages": text(HUGE)}),
+    ("stop_words = 65: at most 64 are allowed", {"stop_words": text(*MANY[:65])}),
+    ("stop_words length = 5000000: at most 4096 bytes in all", {"stop_words": text(HUGE)}),
+    ("bad_words = 1025: at most 1024 are allowed", {"bad_words": text(*MANY)}),
+    ("bad_words length = 5000001: at most 65536 bytes in all", {"bad_words": text(HUGE, "y")}),
+    ("embedding_bias_words length = 5000000", {"embedding_bias_words": text(HUGE)}),
+    (
+        f"guided_decoding_guide length = 5000000: must be at most {MAX_GUIDE_BYTES} bytes",
+        {"guided_decoding_guide": text(HUGE), "guided_decoding_guide_type": text("regex")},
+    ),
+    ("guided_decoding_guide_type length = 5000000", {"guided_decoding_guide_type": text(HUGE)}),
+    ("bad_words_list length = 8193: at most 8192 tokens", {"bad_words_list": np.zeros((1, 2, 8193), np.int32)}),
+    ("stop_words_list length = 4097: at most 4096 tokens", {"stop_words_list": np.zeros((1, 2, 4097), np.int32)}),
+    ("draft_input_ids length = 129: must be at most", {"draft_input_ids": np.zeros((1, 129), np.int32)}),
+]
+
+
+@pytest.mark.parametrize(("error", "given"), REFUSED)
+def test_texts_are_measured_before_they_are_tokenised(error: str, given: dict[str, Any]):
+    with pytest.raises(RequestError, match=error):
+        parse(hello=LIMITED, **given)
+
+
+def test_texts_at_the_limit_are_taken():
+    long = replace(LIMITED, limits=replace(HELLO.limits, max_context=2000))
+    assert parse(hello=long, text_input=text("é" * 500)).prompt_text == "é" * 500
+    assert len(parse(stop_words=text(*MANY[:64])).stop_strings) == 64
+    assert len(parse(bad_words=text(*MANY[:1024])).request.sampling.bad_words) == 1024
+    with pytest.raises(AssertionError, match="tokenised before"):  # the control: without a limit it is tokenised
+        parse(hello=replace(HELLO, max_text_bytes=10**7), text_input=text(HUGE))
+
+
+@pytest.mark.parametrize(
+    ("error", "given"),
+    [
+        ("QUERY length = 5000000", {"QUERY": text(HUGE)}),
+        ("MESSAGES length = 5000000", {"MESSAGES": text(HUGE)}),
+        ("BAD_WORDS_DICT length", {"QUERY": text("x"), "BAD_WORDS_DICT": text(HUGE)}),
+        ("STOP_WORDS_DICT = 65", {"QUERY": text("x"), "STOP_WORDS_DICT": text(*MANY[:65])}),
+        ("EMBEDDING_BIAS_WORDS = 1025", {"QUERY": text("x"), "EMBEDDING_BIAS_WORDS": text(*MANY)}),
+    ],
+)
+def test_preprocessing_has_the_same_limits(error: str, given: dict[str, Any]):
+    with pytest.raises(RequestError, match=error):
+        preprocess({"REQUEST_OUTPUT_LEN": number(4), **given}, LIMITED, NoTokenizer(byte_level_tokenizer()))
+
+
+def test_what_a_template_writes_is_measured_too():
+    tokenizer = NoTokenizer(byte_level_tokenizer(), PromptFormat("{{ 'x' * 5000000 }}"))
+    with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes, rendered"):
+        tokenizer.encode_chat("messages", json.dumps([{"role": "user", "content": "x"}]), 1000)
+    tokenizer.close()
+
+
+def test_the_limit_follows_the_context():
+    assert default_text_bytes(128, 8) == 65536
+    assert default_text_bytes(131072, 8) == 8 * 131072
+    assert default_text_bytes(131072, 256) == 16 * 131072
+
+
+def test_a_long_text_is_read_beside_and_a_short_one_at_once():
+    texts, may_go, read = LongTexts(2), threading.Event(), []
+
+    def wait() -> None:
+        may_go.wait(10)
+
+    long, short = {"text_input": text("x" * (LONG_TEXT_BYTES + 1))}, {"text_input": text("x")}
+    texts.run(long, wait)  # a thread waits, this one goes on
+    texts.run(long, wait)
+    texts.run(short, lambda: read.append("short"))
+    assert read == ["short"]
+    with pytest.raises(QueueFullError):
+        texts.run(long, wait)
+    may_go.set()
+    texts.drain()
+    texts.run(long, lambda: read.append("long"))
+    texts.close()
+    assert read == ["short", "long"]
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            texts.run(long, wait)
+    texts.drain()
+
+
+CHAIN = "".join(f'r{index} ::= "a" r{index + 1}\n' for index in range(400)) + 'r400 ::= "x"\nroot ::= r0'
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "error"),
+    [
+        ("ebnf_grammar", CHAIN, "guide rules = 402: 7006 bytes of GBNF may have 149 rules at most"),
+        ("ebnf_grammar", "\n" * 200_000, "guide length = 200000: must be at most 32768 bytes in GBNF"),
+        ("ebnf_grammar", f"{'x' * 250_000}", "guide length = 250000"),
+        ("structural_tag", json.dumps({"structures": [], "triggers": ["x"] * 257}), "257 triggers: at most 256"),
+        ("structural_tag", json.dumps({"structures": [1] * 257, "triggers": []}), "257 structures: at most 256"),
+    ],
+)
+def test_a_grammar_that_takes_long_to_read_is_refused(kind: str, guide: str, error: str):
+    with pytest.raises(RequestError, match=error):
+        read_guide(kind, guide)
+
+
+def test_grammars_below_the_limits_are_read():
+    assert "start" in read_guide("ebnf_grammar", 'root ::= "x" other\nother ::= [a-z]+')
+    lark = "start: " + " | ".join(f'"w{index}"' for index in range(20_000))
+    assert lark in read_guide("ebnf_grammar", lark)
+
+
+def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "tokenizer.json"
+    here = byte_level_tokenizer()
+    here.save(str(path))
+    separate = SeparateTokenizer(path, PromptFormat())
+    monkeypatch.setattr(TextTokenizer, "encode", None)  # nothing is tokenised here
+    assert separate.encode_prompt("fox") == list(*separate.encode_words("stop", ["fox"])) == here.encode("fox").ids
+    for sent in ("", "naïve 🙂 x", "the quick brown fox " * 2000):
+        assert separate.encode(sent) == here.encode(sent).ids
+    assert len(children("serving.long_texts")) == 2, "one of them for the long text"
+    kill_children("serving.long_texts")
+    assert separate.encode("fox") == here.encode("fox").ids, "another process took its place"
+    separate.close()
+    assert not children("serving.long_texts")
+
+
+def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_path: Path):
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from faser_backend.text.prompts import PromptFormat\n"
+        "from faser_backend.triton.long_texts import SeparateTokenizer\n"
+        "tokenizer = SeparateTokenizer(Path(sys.argv[1]), PromptFormat()); tokenizer.encode('x')\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "tokenizer.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        workers = children("-m faser_backend.triton.long_texts", parent.pid)
+        parent.kill()
+    assert len(workers) == 1
+    wait_until_gone(workers)
+
+
+def test_the_openai_server_has_the_same_limit():
+    tokenizer = NoTokenizer(byte_level_tokenizer())
+    model = ServedModel("m", tokenizer, (), HELLO.limits, 16, 1000)
+    with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):
+        list(completions(CompletionBody.model_validate({"prompt": ["x", HUGE]}), model))
+    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})
+    with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes"):
+        conversation_ids(body, tokenizer, 1000)

@@ -1,0 +1,157 @@
+"""The soak, the fuzzer and a kill in short, on the demo pair; and that each would see what it is there to see."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faser_backend.lab.abuse import faults
+from faser_backend.lab.abuse.cases import CONTRACTS, MAX_DEPTH, Case, make_case
+from faser_backend.lab.abuse.clients import Reply, judge
+from faser_backend.lab.abuse.faults import Outcome, attack_with_schemas, kill_process, refused, stop_as_a_stranger
+from faser_backend.lab.abuse.fuzz import broken_promise, fuzz
+from faser_backend.lab.abuse.served import Served, Usage, serving
+from faser_backend.lab.abuse.soak import SERVE_OPTIONS, Sample, growth, sample, soak
+
+SOAK_S, NUM_CASES = 5.0, 80  # of the latter for each contract
+FULL = "Exceeds maximum queue size. Maximum queue size of 8 requests is reached; retry later"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving(*SERVE_OPTIONS) as served:
+        yield served
+
+
+def test_a_short_soak_loses_nothing_and_holds_nothing(server: Served):
+    result = soak(server, SOAK_S, num_pauses=2, seed=0)
+    assert result.broken == [], "\n".join(result.broken)  # what a process that is gone said last, too
+    assert [sample.blocks for sample in result.samples] == [0] * 2 and result.num_preemptions > 0
+    assert set(result.samples[0].processes) >= {"faser serve", "tritonserver", "tensorrt_llm", "ensemble"}
+    assert all(result.num_done[f"{name}: exact"] for name in ("stream", "unary", "http", "tokens", "batch"))
+    assert result.num_done["overflow: refused"] and result.num_done["stop: short"]
+
+
+def test_fuzz_cases_and_hostile_schemas_disturb_nobody(server: Served):
+    found = fuzz(server, CONTRACTS[0], lambda number: make_case(0, number, CONTRACTS[0]), range(NUM_CASES))
+    assert found.broken == [] and found.num_cases == NUM_CASES
+    assert 0 < found.num_answered < NUM_CASES // 2 and found.waits
+    outcome = Outcome("schemas")
+    attack_with_schemas(server, outcome, 12)
+    assert outcome.broken == [] and outcome.then == "runs on", outcome.saw
+
+
+def test_a_stranger_and_a_killed_engine_are_noticed(server: Served):
+    outcome = Outcome("stop")  # a control: without --stop-requests off, whose refusal test_endings.py shows
+    stop_as_a_stranger(server, outcome)
+    assert "a stop request was taken" in outcome.broken
+    outcome = Outcome("kill")
+    kill_process(server, "tensorrt_llm", outcome)
+    assert outcome.broken == [] and "status 1 and all its processes" in outcome.then
+    # On a busy machine some streams may end before the last one begins.
+    assert " ended by an error" in outcome.saw and "4 of 4 streams whole" not in outcome.saw
+    (gone,) = sample(server, {"tensorrt_llm": os.getpid() + 2**22}, [], 0.0)
+    assert gone.startswith("gone or not ready: tensorrt_llm")
+
+
+def test_fuzz_cases_of_the_llm_api_disturb_nobody_until_the_server_goes():
+    with serving("--contract", "llmapi", "--num-threads", 1) as served:
+
+        def make(number: int) -> Case:
+            if number == NUM_CASES:
+                os.kill(served.processes()["tritonserver"], signal.SIGKILL)
+            return make_case(0, number, "llmapi")
+
+        found = fuzz(served, "llmapi", make, range(4 * NUM_CASES))
+    assert 0 < found.num_answered < NUM_CASES // 2 and NUM_CASES <= found.num_cases < 4 * NUM_CASES
+    assert any("the server was gone" in line for line in found.broken)
+    assert any(line.startswith("the server is not ready") for line in found.broken)
+    assert all("the server" in line or line.startswith("a well-behaved client") for line in found.broken)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_case_is_remade_from_its_number_and_spares_triton(contract: str):
+    made = [make_case(3, number, contract) for number in range(400)]
+    assert made == [make_case(3, number, contract) for number in range(400)]
+    assert made != [make_case(4, number, contract) for number in range(400)]
+    assert {case.request is None for case in made} == {True, False}
+    for case in made:
+        assert case.body.count(b"[") <= 3 * MAX_DEPTH + 10 and "Transfer-Encoding" not in case.headers
+
+
+@pytest.mark.parametrize(
+    ("reply", "outcome"),
+    [
+        (Reply({0: "abc"}, num_finals=1), "exact"),
+        (Reply({0: "ab"}, num_finals=1), "wrong"),
+        (Reply({0: "abc"}, num_finals=2), "wrong"),
+        (Reply({0: "abc"}), "wrong"),
+        (Reply({0: "abc"}, num_finals=1, is_lost=True), "wrong"),
+        (Reply({0: "ab"}, is_cut=True), "left"),
+        (Reply({0: "b"}, is_cut=True), "wrong"),
+        (Reply(errors=[FULL], num_finals=1), "refused"),
+        (Reply(errors=[FULL, FULL], num_finals=2), "wrong"),
+        (Reply(errors=["the server is shutting down"], num_finals=1), "wrong"),
+    ],
+)
+def test_answers_are_judged(reply: Reply, outcome: str):
+    found, wrong = judge(reply, ["abc"])
+    assert found == outcome and (wrong is not None) == (outcome == "wrong")
+    is_beginning = reply.text == "ab" and not reply.is_cut
+    assert (judge(reply, ["abc"], may_be_short=True)[0] == "short") == is_beginning
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (Reply(num_finals=0), "0 ends"),
+        (Reply(errors=["a", "b"], num_finals=2), "2 ends"),
+        (Reply(errors=['Traceback (most recent call last):\n  File "x.py"'], num_finals=1), "a traceback"),
+        (Reply(num_finals=1, seconds=61.0), "no answer within 60 s"),
+        (Reply(errors=["x = 1: must lie in [2, 3]"], num_finals=1), ""),
+    ],
+)
+def test_a_case_must_be_answered_once_and_plainly(reply: Reply, words: str):
+    found = broken_promise(reply, is_http=False)
+    assert words in found if found else not words
+
+
+@pytest.mark.parametrize("held", [Usage(20, 10, 100), Usage(5, 40, 100), Usage(5, 10, 200)], ids=Usage._fields)
+def test_growth_is_a_broken_promise(held: Usage):
+    first = Usage(5, 10, 100)
+
+    def at(minutes: float, share: float) -> Sample:
+        now = Usage(*(one + share * (other - one) for one, other in zip(first, held, strict=True)))
+        return Sample(minutes, 0, {"model": now, "steady": first})
+
+    (line,) = growth([at(step, step / 8) for step in range(9)])
+    assert line.startswith("model: ")
+    assert growth([at(step, float(step > 1)) for step in range(9)]) == []  # all of it while it warmed up
+    assert growth([at(step, float(step > 6)) for step in range(12)]) == []  # in one step
+
+
+@pytest.mark.parametrize(
+    ("script", "broken"),
+    [
+        ("echo 'error: port 1 is in use'; exit 1", []),
+        ("echo 'error: port 1 is in use'", ["status 0"]),
+        ("echo 'Traceback'; echo 'error: port 1'; exit 1", ["2 lines in place of one error"]),
+        ("echo 'OSError: port 1'; exit 1", ["no error but 'OSError: port 1'"]),
+        ("echo 'error: taken'; exit 1", ["does not name 'port 1'"]),
+    ],
+)
+def test_a_server_that_cannot_start_says_so_in_one_line(tmp_path: Path, script: str, broken: list[str]):
+    outcome = Outcome("x")
+    refused(Served([], tmp_path / "log", before=["sh", "-c", script]), outcome, "port 1")
+    assert outcome.broken == broken
+
+
+def test_faults_that_need_a_mount_say_that_they_were_not_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(faults, "may_mount", lambda: False)
+    nobody: Any = None
+    assert faults.tried("full cache", nobody).saw == "not tried: this user may not mount"

@@ -1,0 +1,239 @@
+"""Tensors in, without a server: every input name and every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faser_backend.core.errors import RequestError
+from faser_backend.core.request import Limits
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.contract import parse_requests
+from faser_backend.triton.link import Hello
+from faser_backend.triton.tensors import WITHOUT_EFFECT, refuse_undeclared
+from tests.support.serving_pair import END_ID, byte_level_tokenizer
+
+TOKENIZER = TextTokenizer(byte_level_tokenizer())
+VOCAB = TOKENIZER.vocab_size
+HELLO = Hello(Path("tokenizer.json"), Limits(VOCAB, 128), (END_ID,), 4, "reject", False, 0.1)
+
+
+def text(*values: str) -> np.ndarray:
+    return np.array([[value.encode() for value in values]], dtype=object)
+
+
+def number(value, dtype=np.int32) -> np.ndarray:
+    return np.array([[value]], dtype)
+
+
+def real(value: float) -> np.ndarray:
+    return number(value, np.float32)
+
+
+def parse_all(*, hello: Hello = HELLO, is_decoupled: bool = True, **tensors: np.ndarray | None):
+    given = {"text_input": text("the fox"), "max_tokens": number(8), **tensors}
+    present = {name: array for name, array in given.items() if array is not None}
+    return parse_requests(present, "r", hello, TOKENIZER, is_decoupled=is_decoupled)
+
+
+def parse(**given):
+    (parsed,) = parse_all(**given)
+    return parsed
+
+
+def parse_ids(ids: list[int], **tensors):
+    ids_tensor = np.array([ids], np.int32)
+    lengths = tensors.pop("input_lengths", number(len(ids)))
+    return parse(
+        text_input=None,
+        max_tokens=None,
+        input_ids=ids_tensor,
+        input_lengths=lengths,
+        request_output_len=number(8),
+        **tensors,
+    )
+
+
+def test_text_request_with_nothing_else_decodes_greedily():
+    parsed = parse()
+    assert parsed.request.prompt_ids.tolist() == TOKENIZER.encode("the fox")
+    assert parsed.request.max_tokens == 8
+    assert parsed.request.sampling.is_greedy
+    assert parsed.request.end_ids == (END_ID,)
+    assert not parsed.is_streaming and not parsed.excludes_input
+
+
+@pytest.mark.parametrize(
+    ("tensors", "temperature"),
+    [
+        ({"temperature": real(0.5)}, 0.0),  # what text clients of TensorRT-LLM always send
+        ({"temperature": real(1.0), "top_k": number(0), "top_p": real(0.0)}, 0.0),
+        ({"temperature": real(0.0), "top_p": real(0.9)}, 0.0),
+        ({"temperature": real(0.5), "top_p": real(1.0)}, 0.5),
+        ({"temperature": real(0.5), "top_k": number(4)}, 0.5),
+        ({"top_p": real(0.9)}, 1.0),
+        ({"runtime_top_p": real(0.0)}, 0.0),
+        ({"runtime_top_p": real(-1.0)}, 0.0),
+        ({"top_k": number(0)}, 0.0),
+        ({"runtime_top_k": number(5)}, 1.0),
+        ({"top_k": number(1), "top_p": real(0.5), "temperature": real(0.7)}, 0.0),
+        ({"min_p": real(0.1)}, 1.0),
+    ],
+)
+def test_which_values_sample(tensors, temperature):
+    sampling = parse(**tensors).request.sampling
+    assert sampling.temperature == pytest.approx(temperature)
+    assert sampling.top_p > 0
+
+
+def test_an_absent_seed_is_0_and_given_seeds_hold():
+    assert parse(top_p=real(1)).request.sampling.seed == 0
+    assert parse(seed=number(2**64 - 1, np.uint64)).request.sampling.seed == 2**64 - 1
+    assert parse(random_seed=number(7, np.uint64)).request.sampling.seed == 7
+
+
+def test_every_sampling_tensor_arrives():
+    sampling = parse(
+        min_length=number(3),
+        repetition_penalty=real(1.5),
+        presence_penalty=real(0.25),
+        frequency_penalty=real(0.5),
+        bad_words=text("fox", ""),
+        embedding_bias_words=text("x"),
+        embedding_bias_weights=np.array([[2.0]], np.float32),
+    ).request.sampling
+    assert (sampling.min_tokens, sampling.repetition_penalty) == (3, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, 0.5)
+    assert sampling.bad_words == (tuple(TOKENIZER.encode("fox")),)
+    assert sampling.logit_bias == {TOKENIZER.encode("x")[0]: 2.0}
+
+
+def test_token_level_words_and_bias():
+    bias = np.zeros((1, VOCAB), np.float32)
+    bias[0, 5] = -3
+    stops = np.array([[[4, 5, 6], [2, 3, -1]]], np.int32)
+    parsed = parse_ids(
+        [9, 8, 7, 7], input_lengths=number(3), stop_words_list=stops, embedding_bias=bias, end_id=number(-1)
+    )
+    assert parsed.request.prompt_ids.tolist() == [9, 8, 7]
+    assert parsed.request.stop_sequences == ((4, 5), (6,))
+    assert parsed.request.sampling.logit_bias == {5: -3.0}
+    assert parsed.request.end_ids == ()
+    assert parse_ids([1], bad_words_list=np.zeros((1, 2, 0), np.int32)).request.sampling.bad_words == ()
+
+
+def test_empty_stop_words_mean_none():
+    parsed = parse(stop_words=text(""), bad_words=text(""))
+    assert parsed.stop_strings == () and parsed.request.stop_sequences == ()
+
+
+def test_out_of_vocab_ids_are_refused_or_clamped():
+    with pytest.raises(RequestError, match=rf"input_ids = {VOCAB}: token ids must lie in \[0, {VOCAB - 1}\]"):
+        parse_ids([1, VOCAB])
+    with pytest.raises(RequestError, match="start with --out-of-vocab clamp"):
+        parse_ids([-1])
+    clamping = Hello(Path(), HELLO.limits, (), 4, "clamp", False, 0.1)
+    parsed = parse_ids([1, 2**31 - 1, -5], hello=clamping)
+    assert parsed.request.prompt_ids.tolist() == [1, VOCAB - 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"text_input": text("")}, "text_input = '': prompt is empty"),
+        ({"text_input": text("x " * 300)}, "input_ids length = .*context length of 128"),
+        ({"text_input": np.array([[b"\xff\xfe"]], dtype=object)}, "text_input .* must be UTF-8 text"),
+        ({"text_input": None}, "a prompt is needed"),
+        ({"input_ids": np.array([[1]], np.int32)}, "send one of the two"),
+        ({"max_tokens": number(0)}, r"max_tokens = 0: must lie in \[1, "),
+        ({"max_tokens": None}, "max_tokens = None: is required"),
+        ({"max_tokens": np.array([[1, 2]], np.int32)}, r"max_tokens = \[1, 2\]: must hold exactly 1 value"),
+        ({"max_tokens": np.array([[1], [2]], np.int32)}, r"max_tokens = \[2, 1\]: must hold exactly 1 value"),
+        ({"text_input": np.array([[b"a"], [b"b"]], dtype=object)}, r"max_tokens = \[1, 1\]: the batch holds 2 prompts"),
+        ({"temperature": real(float("nan"))}, r"temperature = nan: must lie in \[0, 100\]"),
+        ({"temperature": real(-1)}, "temperature = -1"),
+        ({"top_p": real(float("nan"))}, "top_p = nan"),
+        ({"top_k": number(-1)}, "top_k = -1"),
+        ({"top_k": number(1), "temperature": real(float("nan"))}, "temperature = nan"),
+        ({"repetition_penalty": real(0)}, "repetition_penalty = 0"),
+        ({"frequency_penalty": real(float("inf"))}, "frequency_penalty = inf"),
+        ({"beam_width": number(4)}, "beam_width = 4: beam search: not supported"),
+        ({"num_return_sequences": number(-2)}, "num_return_sequences = -2: must lie in"),
+        ({"num_return_sequences": number(2000)}, r"num_return_sequences = 2000: must lie in \[1, 1024\]"),
+        ({"draft_input_ids": np.array([[VOCAB]], np.int32)}, f"draft_input_ids = {VOCAB}: must lie in"),
+        ({"embedding_bias_words": text("a", "b")}, "embedding_bias_weights = 0: one weight per word"),
+        ({"embedding_bias": np.ones((1, 3), np.float32)}, "embedding_bias length = 3"),
+        ({"stop_words_list": np.array([[[4, 5], [9, -1]]], np.int32)}, "stop_words_list = .9.: ends must rise"),
+        ({"num_draft_tokens": number(-1)}, "num_draft_tokens = -1"),
+    ],
+)
+def test_bad_input_is_refused_by_name_value_and_limit(tensors, message):
+    with pytest.raises(RequestError, match=message):
+        parse(**tensors)
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+def test_what_is_without_effect_changes_nothing(name: str):
+    assert repr(parse(**{name: real(0.5)})) == repr(parse())
+
+
+def test_inputs_that_a_model_does_not_declare_are_refused_where_triton_would_drop_them():
+    with pytest.raises(RequestError, match="runtime_top_p = 'given': model ensemble has no such input"):
+        refuse_undeclared(["accumulate_tokens", "runtime_top_p"], "ensemble")
+    refuse_undeclared(["accumulate_tokens", "priority"], "ensemble")
+
+
+def test_max_tokens_beyond_the_context_are_clamped_with_a_warning(caplog):
+    room = 128 - len(TOKENIZER.encode("the fox"))
+    assert parse(max_tokens=number(128)).request.max_tokens == room
+    assert "max_tokens = 128" in caplog.text and str(room) in caplog.text
+    caplog.clear()
+    assert parse(max_tokens=number(room)).request.max_tokens == room and not caplog.text
+
+
+def test_each_prompt_of_a_batch_is_a_request_of_its_own():
+    prompts = np.array([[b"the fox"], [b"x"]], dtype=object)
+    parsed = parse_all(
+        text_input=prompts,
+        max_tokens=np.array([[3], [9]], np.int32),
+        seed=np.array([[5], [6]], np.uint64),
+        stop_words=np.array([[b"a", b"b"], [b"", b""]], dtype=object),
+    )
+    assert [one.request.max_tokens for one in parsed] == [3, 9]
+    assert [one.request.sampling.seed for one in parsed] == [5, 6]
+    assert [one.prompt_text for one in parsed] == ["the fox", "x"]
+    assert [one.stop_strings for one in parsed] == [("a", "b"), ()]
+    assert [(one.batch_index, one.batch_size) for one in parsed] == [(0, 2), (1, 2)]
+    assert len({one.request.request_id for one in parsed}) == 2
+
+
+def test_several_sequences_of_one_prompt_have_seeds_of_their_own():
+    parsed = parse_all(num_return_sequences=number(3), seed=number(2**64 - 2, np.uint64), top_p=real(1.0))
+    assert [one.request.sampling.seed for one in parsed] == [2**64 - 2, 2**64 - 1, 0]
+    assert [(one.sequence_index, one.num_sequences) for one in parsed] == [(0, 3), (1, 3), (2, 3)]
+    assert len({one.request.request_id for one in parsed}) == 3
+
+
+def test_what_the_engine_gives_back_on_demand_is_asked_for():
+    request = parse(
+        return_context_logits=number(True, bool), return_generation_logits=number(True, bool),
+        return_perf_metrics=number(True, bool), draft_input_ids=np.array([[4, 5, -1, -1]], np.int32),
+    ).request  # fmt: skip
+    assert request.wants_context_logits and request.wants_generation_logits and request.wants_stats
+    assert request.draft_ids == (4, 5)
+    assert not parse().request.wants_stats and parse().request.draft_ids == ()
+
+
+def test_streaming_needs_a_decoupled_model():
+    with pytest.raises(RequestError, match="Streaming is only supported if model is deployed using decoupled mode"):
+        parse_all(stream=number(True, bool), is_decoupled=False)
+
+
+def test_logits_beyond_a_gigabyte_are_refused_before_anything_is_computed():
+    wide = replace(HELLO, limits=Limits(2**22, 128))
+    with pytest.raises(RequestError, match=r"return_context_logits = True: .* MiB: at most 1024 MiB are returned"):
+        parse_ids(list(range(100)), hello=wide, return_context_logits=number(True, bool))
+    assert parse_ids([1], hello=wide, return_context_logits=number(True, bool)).request.wants_context_logits

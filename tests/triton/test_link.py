@@ -1,0 +1,237 @@
+"""The engine's link: what crosses it comes out equal, and what should not cross it is refused with one error."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from faser_backend.core.errors import (
+    ConfigError,
+    ErrorCode,
+    FailedError,
+    Failure,
+    FaserError,
+    QueueFullError,
+    RequestError,
+)
+from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request, RequestStats, Sampling
+from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.triton.link import (
+    MAX_CALL_BYTES,
+    Call,
+    FrameError,
+    FrameSocket,
+    Hello,
+    LinkServer,
+    News,
+    SocketLink,
+)
+from faser_backend.triton.packing import PackingError, pack, unpack
+from tests.support.harness import CONTEXT, VOCAB, drive, fake_engine, request
+
+HELLO = Hello(
+    Path("/models/tokenizer.json"),
+    Limits(VOCAB, CONTEXT),
+    (1, 2),
+    7,
+    "clamp",
+    True,
+    0.05,
+    PromptFormat("{{ a }}", {"b": "<b>"}),
+)
+FULL = Request(
+    "r",
+    np.arange(5, dtype=np.int64),
+    9,
+    Sampling(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2, 2**64 - 1, {3: -math.inf, 4: 1.5}, ((1, 2), (3,))),
+    (1,),
+    ((4, 5),),
+    0,
+    (6,),
+    True,
+    True,
+    True,
+    True,
+    guide="start: /a/",
+)
+ANSWER = EngineOutput(
+    "r",
+    [1, 2],
+    [-0.5, -1.0],
+    FinishReason.STOP_WORDS,
+    Failure(ErrorCode.TOO_LONG, "why", "max_tokens"),
+    RequestStats(arrival_ns=2**62, num_drafted=3),
+    np.ones((2, 3), np.float32),
+    generation_logits=np.zeros((0, 3), np.float32),
+)
+
+
+def same(left: object, right: object) -> bool:
+    """Equality of dataclasses that hold arrays."""
+    return pack(left) == pack(right) and type(left) is type(right)
+
+
+@pytest.mark.parametrize(
+    "value", [Call("submit", "client", FULL), Call("stop", "x"), News(HELLO), News(outputs=[ANSWER])]
+)
+def test_what_crosses_comes_out_equal(value: Call | News):
+    back = unpack(type(value), pack(value))
+    assert same(back, value)
+    if isinstance(back, Call) and back.request is not None:
+        assert back.request.sampling == FULL.sampling
+        assert back.request.prompt_ids.dtype == np.int64 and back.request.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+        assert replace(back.request, prompt_ids=FULL.prompt_ids, sampling=FULL.sampling).guide == "start: /a/"
+    if isinstance(back, News) and back.outputs:
+        (output,) = back.outputs
+        assert output.context_logits is not None and output.context_logits.shape == (2, 3)
+        assert output.generation_logits is not None and output.generation_logits.shape == (0, 3)
+        assert output.finish_reason is FinishReason.STOP_WORDS
+    if isinstance(back, News) and back.hello:
+        assert back.hello == HELLO
+
+
+def test_objects_do_not_cross():
+    grammar = object()
+    guided = replace(FULL, sampling=replace(FULL.sampling, grammar=grammar))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PackingError, match="object is no plain data"):
+        pack(Call("submit", "", guided))
+    with pytest.raises(PackingError, match="array of object"):
+        pack(Call("submit", "", replace(FULL, prompt_ids=np.array([print], object))))
+
+
+def plain_call(**changes: object) -> bytes:
+    """A submit as a map, with fields of its request changed."""
+    call = msgpack.unpackb(pack(Call("submit", "", request("r", [1, 2]))))
+    call["request"] |= changes
+    return pack(call)
+
+
+IDS = {"dtype": "int64", "shape": [2], "bytes": bytes(16)}
+HOSTILE = [
+    (plain_call(surprise=1), "Call.request.surprise = 1: Request has no such field"),
+    (plain_call(max_tokens="9"), "Call.request.max_tokens = '9': must be of type int"),
+    (plain_call(max_tokens=True), "Call.request.max_tokens = True: must be of type int"),
+    (plain_call(end_ids=[1, "x"]), "Call.request.end_ids = 'x': must be of type int"),
+    (plain_call(sampling={"grammar": {"start": 1}}), "grammar = .*: must be left out"),
+    (plain_call(prompt_ids=[1, 2]), "prompt_ids = .*: must be an array"),
+    (plain_call(prompt_ids=IDS | {"dtype": "object"}), "prompt_ids.dtype = 'object': must be one of"),
+    (plain_call(prompt_ids=IDS | {"shape": [2**61]}), "prompt_ids.bytes"),
+    (plain_call(prompt_ids=IDS | {"shape": [-1]}), "prompt_ids.shape"),
+    (pack({"verb": "close", "id": "x"}), "Call.verb = 'close': must be one of submit"),
+    (pack({"verb": "__class__", "id": "x"}), "Call.verb"),
+    (pack({"verb": "stop"}), "Call.id = None: is missing"),
+    (pack([1]), "must be a map of the fields of Call"),
+    (pack(msgpack.ExtType(5, b"x")), "must be a map"),
+    (pickle.dumps(("submit", "x")), "no MessagePack"),
+    (b"\xdd\xff\xff\xff\xff", "no MessagePack"),
+    (b"\x91" * 100_000, "no MessagePack"),
+    (b"", "no MessagePack"),
+]
+
+
+@pytest.mark.parametrize(("data", "error"), HOSTILE)
+def test_a_hostile_frame_is_refused_by_name(data: bytes, error: str):
+    with pytest.raises(PackingError, match=error):
+        unpack(Call, data)
+
+
+@pytest.mark.parametrize(
+    "error", [QueueFullError(3), RequestError("top_p", 2, "must lie in (0, 1]"), ConfigError("x"), FrameError("y")]
+)
+def test_errors_keep_their_code_and_field_across_the_link(error: FaserError):
+    back = unpack(News, pack(News(error=error.failure))).error
+    assert back is not None
+    restored = FailedError(back)
+    assert (str(restored), restored.code, restored.field) == (str(error), error.code, error.field)
+    assert Failure.from_json(error.failure.to_json()) == error.failure
+
+
+@pytest.mark.parametrize("text", ["", "unavailable", "3", "[1]", '{"code": "x", "field": null, "message": ""}'])
+def test_a_text_that_is_no_failure_is_not_taken_for_one(text: str):
+    assert Failure.from_json(text) is None
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """The socket of a link to a fake engine."""
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    server = LinkServer(loop, HELLO, tmp_path / "engine.sock")
+    yield tmp_path / "engine.sock"
+    server.close()
+    loop.close()
+
+
+def test_requests_over_the_link_get_the_tokens_that_they_get_without_it(path: Path):
+    link = SocketLink(path, 5.0)
+    assert link.hello == HELLO
+    link.submit(request("r", [1, 2, 3]), "client")
+    link.submit(request("bad", [1, 2, 3], max_tokens=10**6), "client")
+    tokens, errors, open_ids = [], [], {"r", "bad"}
+    while open_ids:
+        for output in link.outputs.get(timeout=10) or []:
+            tokens += output.token_ids
+            errors += [output.error] if output.error else []
+            open_ids -= {output.request_id} if output.is_final else set()
+    engine, _ = fake_engine()
+    assert tokens == drive(engine, [request("r", [1, 2, 3])]).tokens["r"]
+    assert [(error.field, str(error)[:20]) for error in errors] == [("max_tokens", "max_tokens = 1000000")]
+    link.close()
+    assert link.outputs.get(timeout=5) is None
+
+
+BAD_BYTES = [
+    (struct.pack(">Q", 3) + b"\xc1\xc1\xc1", "no MessagePack"),
+    (struct.pack(">Q", MAX_CALL_BYTES + 1), f"frame = {MAX_CALL_BYTES + 1} bytes: must be at most {MAX_CALL_BYTES}"),
+    (struct.pack(">Q", 2**64 - 1), "must be at most"),
+    (struct.pack(">Q", 100) + b"abc", "ends after 3 of 100 bytes"),
+    (b"\0\0\0", "ends after 3 bytes of its length"),
+]
+
+
+@pytest.mark.parametrize(("data", "error"), BAD_BYTES)
+def test_who_sends_bad_frames_is_told_and_hung_up_on(path: Path, data: bytes, error: str):
+    other = SocketLink(path, 5.0)
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(str(path))
+        frames = FrameSocket(stream, max_received=1 << 20, max_sent=1 << 20)
+        assert unpack(News, frames.receive() or b"").hello == HELLO
+        stream.sendall(data)
+        stream.shutdown(socket.SHUT_WR)
+        told = unpack(News, frames.receive() or b"").error
+        assert told is not None and error in told.message
+        assert frames.receive() is None
+    other.submit(request("r", [1, 2]), "")  # nobody else notices
+    assert other.outputs.get(timeout=10)
+    other.close()
+
+
+def test_a_frame_that_is_too_long_is_not_sent():
+    left, right = socket.socketpair()
+    with left, right, pytest.raises(FrameError, match="frame = 11 bytes: must be at most 10"):
+        FrameSocket(left, max_received=10, max_sent=10).send(bytes(11))
+
+
+def test_logits_that_do_not_fit_into_a_frame_fail_their_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("faser_backend.triton.link.MAX_NEWS_BYTES", 3000)
+    link = SocketLink(path, 5.0)
+    link.submit(request("big", list(range(20)) * 3, 4, wants_context_logits=True), "")
+    link.submit(request("small", [1, 2, 3], 30, wants_generation_logits=True), "")
+    final = {}
+    while len(final) < 2:
+        for output in link.outputs.get(timeout=10) or []:
+            if output.is_final:
+                final.setdefault(output.request_id, output)  # behind the error comes that it was cancelled
+    assert final["small"].error is None
+    assert final["big"].error is not None and final["big"].error.field == "return_context_logits"
+    link.close()

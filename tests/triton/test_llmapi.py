@@ -1,0 +1,78 @@
+"""The llmapi contract without a server: its names and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from faser_backend.core.errors import RequestError
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
+from faser_backend.triton.llmapi import LlmApiWire
+from tests.triton.test_contract import HELLO, TOKENIZER
+
+OUTPUTS = ["text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate"]
+
+
+def parse(**tensors):
+    given = {"text_input": np.array([b"the fox"], dtype=object), **tensors}
+    (parsed,) = LlmApiWire().parse(given, "r", HELLO, TOKENIZER, is_decoupled=True)
+    return parsed
+
+
+def test_defaults():
+    parsed = parse()
+    assert parsed.request.max_tokens == 32 and parsed.request.sampling.is_greedy
+    assert parsed.excludes_input and not parsed.includes_stop
+
+
+def test_sampling_parameters_arrive():
+    sampling = parse(
+        sampling_param_temperature=np.array([0.5], np.float32),
+        sampling_param_top_k=np.array([7], np.int32),
+        sampling_param_presence_penalty=np.array([0.25], np.float32),
+        sampling_param_seed=np.array([9], np.uint64),
+    ).request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.presence_penalty, sampling.seed) == (0.5, 7, 0.25, 9)
+
+
+def test_several_candidates_are_refused():
+    with pytest.raises(RequestError, match="sampling_param_best_of = 3: several candidates: not supported"):
+        parse(sampling_param_best_of=np.array([3], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "temperature"),
+    [
+        ({"temperature": 0.5}, 0.5),
+        ({"temperature": 0.5, "top_p": 0.0}, 0.0),
+        ({"top_p": 1.0}, 1.0),
+        ({}, 0.0),
+    ],
+)
+def test_a_temperature_alone_samples(tensors, temperature):
+    given = {f"sampling_param_{name}": np.array([value], np.float32) for name, value in tensors.items()}
+    assert parse(**given).request.sampling.temperature == pytest.approx(temperature)
+    if temperature:
+        assert parse(**given).request.sampling.seed != parse(**given).request.sampling.seed
+
+
+def test_cache_use_has_the_names_of_the_llm_api():
+    parsed = parse(sampling_param_return_perf_metrics=np.array([True]))
+    names = ["kv_cache_reused_block", "kv_cache_missed_block", "kv_cache_hit_rate", "kv_cache_alloc_new_blocks"]
+    reply = LlmApiWire().reply(replace(parsed, num_prompt_blocks=4), names, TOKENIZER)
+    stats = RequestStats(num_allocated_blocks=5, num_reused_blocks=3)
+    reply.add(EngineOutput("r", [], finish_reason=FinishReason.LENGTH, stats=stats))
+    arrays = dict(reply.render())
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "kv_cache_reused_block": [3],
+        "kv_cache_missed_block": [1],
+        "kv_cache_hit_rate": [0.75],
+        "kv_cache_alloc_new_blocks": [2],
+    }
+
+
+def test_one_prompt_per_request():
+    with pytest.raises(RequestError, match=r"text_input = \[2\]: one prompt per request"):
+        parse(text_input=np.array([b"a", b"b"], dtype=object))

@@ -1,0 +1,278 @@
+"""Operation of a running `faser serve`: traces, logs, another engine directory, a drain that probes see.
+
+One server for all of it; its drain comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faser_backend.core.errors import SHUTTING_DOWN
+from faser_backend.lab.bench.servers import free_ports
+from faser_backend.triton.admin import AdminError, Administration
+from faser_backend.triton.metrics import REQUESTS
+from tests.support.collector import Collector, attributes_of, collecting
+from tests.support.served import Served, serve
+from tests.support.serving_pair import build_pair
+from tests.support.triton_clients import Answer, Stream, metric, post, wait_for_free_blocks
+
+KEY = "a-key_of-20-letters0"
+PROMPT, LONG = [5, 6, 7], 1900
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+
+
+@dataclass
+class Operated:
+    served: Served
+    openai: int
+    log: Path
+    collector: Collector
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Log lines of our processes, without Triton's own lines."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith('{"time"')]
+
+    def request_line(self, client_id: str) -> dict[str, Any]:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            for line in self.lines():
+                if line.get("client_id") == client_id:
+                    return line
+            time.sleep(0.05)
+        raise AssertionError(f"no line about {client_id}")
+
+    def ask(self, model: str, request_id: str = "", **tensors: Any) -> Answer:
+        stream = Stream(f"127.0.0.1:{self.served.grpc_port}")
+        try:
+            stream.send(model, request_id, **tensors)
+            return stream.answer()
+        finally:
+            stream.close()
+
+    def tokens(self, length: int) -> list[int]:
+        given = {"input_ids": PROMPT, "input_lengths": 3, "request_output_len": length, "end_id": -1}
+        answer = self.ask("tensorrt_llm", streaming=True, **given)
+        assert answer.error is None
+        return answer.token_ids
+
+    def text(self, length: int) -> str:
+        answer = self.ask("ensemble", text_input="def f(x):\n", max_tokens=length, end_id=-1, stream=True)
+        assert answer.error is None
+        return answer.text
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> tuple[Path, Path]:
+    """Two directories of the same vocabulary and different weights."""
+    first, second = (build_pair(tmp_path_factory.mktemp(f"pair{seed}"), max_context=2048, seed=seed) for seed in (0, 1))
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(engines: tuple[Path, Path], key_file: Path, tmp_path_factory) -> Iterator[Operated]:
+    log, [port] = tmp_path_factory.mktemp("log") / "stderr", free_ports(1)
+    options = ["--engine-dir", engines[0], "--num-threads", 1, "--policy", "fixed:2", "--openai-port", port]
+    options += ["--admin-key-file", key_file, "--log-format", "json", "--verbose"]
+    with collecting() as collector, serve(*options, "--otlp-endpoint", collector.url, log=log) as served:
+        yield Operated(served, port, log, collector)
+
+
+def send(port: int, path: str, body: dict[str, Any], **headers: str) -> bytes:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read()
+
+
+def check_spans(collector: Collector, num_tokens: int, name: str) -> dict[str, Any]:
+    """Asserts the spans of one request of the client's trace; returns the attributes of the first of them."""
+
+    def is_whole(span: Any) -> bool:
+        is_ours = span.trace_id.hex() == TRACE and span.parent_span_id.hex() == PARENT
+        return is_ours and attributes_of(span).get("gen_ai.usage.output_tokens") == num_tokens
+
+    span = collector.wait_for(is_whole)
+    collector.wait_for(lambda each: each.name == "decode" and each.parent_span_id == span.span_id)
+    parts = collector.children(span)
+    assert set(parts) == {"queue", "prefill", "decode"} and span.name == f"text_completion {name}"
+    assert all(part.trace_id == span.trace_id for part in parts.values())
+    times = [span.start_time_unix_nano, *(parts[part].start_time_unix_nano for part in ("queue", "prefill", "decode"))]
+    times += [parts["decode"].end_time_unix_nano, span.end_time_unix_nano]
+    assert times == sorted(times) and abs(times[0] / 1e9 - time.time()) < 60
+    rounds = [event for event in parts["decode"].events if event.name == "round"]
+    assert sum(attributes_of(event)["faser.output_tokens"] for event in rounds) == num_tokens
+    return attributes_of(span)
+
+
+def test_a_clients_trace_goes_on_through_every_way_in(server: Operated, engines: tuple[Path, Path]):
+    body = {"text_input": "def f(x):\n", "max_tokens": 21, "end_id": -1}
+    # Triton's `generate` forwards no headers to models, but what else the body holds.
+    send(server.served.http_port, "/v2/models/ensemble/generate", {**body, "traceparent": TRACEPARENT})
+    found = check_spans(server.collector, 21, engines[0].name)
+    assert found["gen_ai.operation.name"] == "text_completion" and found["gen_ai.request.max_tokens"] == 21
+    assert found["gen_ai.response.finish_reasons"] == ["length"] and found["gen_ai.usage.input_tokens"] > 3
+    assert 0 < found["faser.accepted_tokens"] <= found["faser.drafted_tokens"] and found["faser.verifications"] > 1
+    asked = {"prompt": [PROMPT], "max_tokens": 17, "ignore_eos": True}
+    send(server.openai, "/v1/completions", asked, traceparent=TRACEPARENT)
+    check_spans(server.collector, 17, engines[0].name)
+
+
+def test_what_has_no_trace_begins_one_and_what_is_not_sampled_has_none(server: Operated):
+    server.ask("ensemble", "untraced", text_input="def", max_tokens=3)
+    span = server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "untraced")
+    assert span.trace_id.hex() != TRACE and not span.parent_span_id
+    body = {"text_input": "def f(x):\n", "max_tokens": 4, "end_id": -1}
+    send(server.served.http_port, "/v2/models/ensemble/generate", {**body, "traceparent": f"00-{'1' * 32}-{PARENT}-00"})
+    server.ask("ensemble", "behind", text_input="def", max_tokens=3)
+    server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "behind")
+    assert not any(each.trace_id.hex() == "1" * 32 for each in server.collector.spans)
+
+
+def test_a_refused_request_has_a_span_and_a_line_with_its_error(server: Operated):
+    answer = server.ask("ensemble", "refused", text_input="def", max_tokens=-1)
+    assert answer.error is not None
+    span = server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "refused")
+    assert "max_tokens = -1" in span.status.message and span.status.code == 2
+    line = server.request_line("refused")
+    assert line["level"] == "WARNING" and "max_tokens = -1" in line["error"] and line["process"] == "ensemble"
+
+
+def test_lines_of_the_log_tell_of_their_requests(server: Operated):
+    server.ask("ensemble", "of-a-client", text_input="def f(x):\n", max_tokens=9, end_id=-1)
+    line = server.request_line("of-a-client")
+    assert line["message"] == "request ended" and line["num_output_tokens"] == 9
+    assert line["request_id"] and line["duration_ms"] > 0 and line["finish_reasons"] == ["length"]
+    assert server.ask("ensemble", "too-long", text_input="def f(x):\n", max_tokens=5000, stop_words="e").error is None
+    ended = server.request_line("too-long")
+    clamped = [each for each in server.lines() if "max_tokens = 5000" in each["message"]]
+    assert [each["request_id"] for each in clamped] == [ended["request_id"]]
+    started = next(each for each in server.lines() if each["message"].startswith("starting Triton"))
+    assert started["process"] == "serve"
+
+
+def in_the_background(count: int, work: Any) -> list[Any]:
+    """Starts work; returns its thread and where its result goes."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work(count)))
+    thread.start()
+    return [thread, found]
+
+
+def wait_for_active(server: Operated, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while metric(server.served.metrics_port, "nv_trt_llm_request_metrics", "active") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_text_of_another_engine(server: Operated, before: str) -> None:
+    """Text models turn to a new engine a moment after Triton has."""
+    deadline = time.monotonic() + 20
+    while before.startswith(server.text(40)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return False
+
+
+def test_engines_change_without_losing_a_request(server: Operated, engines: tuple[Path, Path], key_file: Path, run):
+    before = server.tokens(LONG), server.text(LONG)
+    under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text) * 2]
+    wait_for_active(server, 4)
+    reload = ["reload", "--http", f"127.0.0.1:{server.served.http_port}", "--admin-key-file", key_file]
+    status, out, err = run(*reload, "--engine-dir", engines[1])
+    assert status == 0 and str(engines[1]) in out, err
+    after = server.tokens(40)
+    wait_for_text_of_another_engine(server, before[1])
+    for (thread, found), expected in zip(under_way, before * 2, strict=True):
+        thread.join(60)
+        assert found == [expected]
+    changed = next(line["time"] for line in server.lines() if "takes this one's place" in line["message"])
+    deadline, ended = time.monotonic() + 10, []
+    while len(ended) < 6:  # two alone, four while engines changed
+        assert time.monotonic() < deadline
+        ended = [line["time"] for line in server.lines() if line.get("num_output_tokens") == LONG]
+    assert max(ended) > changed, "nothing was under way when the engine changed"
+    assert after != before[0][:40]
+    _, printed, _ = run("generate", "--engine-dir", engines[1], "--prompt-ids", "5,6,7", "--max-tokens", 8, "--json")
+    want = json.loads(printed)["token_ids"]
+    assert after[: len(want)] == want
+    send(server.openai, "/v1/completions", {"prompt": [PROMPT], "max_tokens": 5})
+    wait_for_free_blocks(server.served.metrics_port)
+    assert is_ready(server.served.http_port) and server.served.process.poll() is None
+
+
+def test_engines_that_cannot_be_served_leave_those_that_are(
+    server: Operated, engines: tuple[Path, Path], key_file: Path, run, tmp_path: Path
+):
+    before = server.tokens(20)
+    reload = ["reload", "--http", f"127.0.0.1:{server.served.http_port}", "--admin-key-file", key_file]
+    status, _, err = run(*reload, "--engine-dir", tmp_path)
+    assert status == 1 and "build engines into this directory first" in err and err.count("\n") == 1
+    admin = Administration(f"127.0.0.1:{server.served.http_port}", KEY)
+    config = admin.config("tensorrt_llm")
+    config["parameters"]["num_kv_blocks"] = {"string_value": "3"}
+    with pytest.raises(AdminError, match=r"^num_kv_blocks = 3: one context of 2048 tokens needs at least 128 blocks"):
+        admin.load("tensorrt_llm", config, 60)
+    wrong = Administration(f"127.0.0.1:{server.served.http_port}", "another-key-of-letters")
+    with pytest.raises(AdminError, match="its admin key is another"):
+        wrong.load("tensorrt_llm", config, 60)
+    assert server.tokens(20) == before and is_ready(server.served.http_port)
+
+
+def test_what_serves_is_still_counted_when_another_engine_has_ended(server: Operated):
+    deadline = time.monotonic() + 20
+    while list(server.served.models().values()).count("tensorrt_llm") > 1:  # the engine that was replaced
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    counted = metric(server.served.metrics_port, REQUESTS, "length")
+    server.tokens(20)
+    while metric(server.served.metrics_port, REQUESTS, "length") <= counted:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_drain_is_not_ready_and_answers_what_is_under_way(server: Operated):
+    under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text)]
+    wait_for_active(server, 2)
+    assert is_ready(server.served.http_port)
+    deadline = time.monotonic() + 20
+    server.served.process.send_signal(signal.SIGTERM)
+    while is_ready(server.served.http_port):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    late = {"input_ids": PROMPT, "input_lengths": 3, "request_output_len": 4}
+    for model, body in {"tensorrt_llm": late, "ensemble": {"text_input": "def", "max_tokens": 4}}.items():
+        while (told := post(server.served.http_port, f"/v2/models/{model}/generate", body))[0] == 200:
+            assert time.monotonic() < deadline
+        assert SHUTTING_DOWN in told[1], told
+    assert not any(found for _, found in under_way), "it is not ready while answers are under way"
+    for thread, found in under_way:
+        thread.join(60)
+        assert len(found[0]) > LONG // 4
+    assert server.served.process.wait(40) == 0

@@ -1,0 +1,243 @@
+"""End to end with the real Triton server: every model, streams, cancellation, refusals, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tritonclient.grpc as triton
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from tritonclient import http
+from tritonclient.utils import InferenceServerException
+
+from faser_backend.lab.bench.servers import free_ports
+from faser_backend.serving.access import GRPC_PREFIX, KEY_HEADER
+from faser_backend.triton.server import LaunchOptions, TritonServer
+from tests.support.chat_templates import CHATML
+from tests.support.serving_pair import END_ID, MAX_CONTEXT, build_pair
+from tests.support.triton_clients import Stream, post, wait_for_free_blocks
+
+PROMPT = "def größe(x):\n"
+SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
+NUM_RUNNING, NUM_QUEUED = 16, 40
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("serving"))
+
+
+@pytest.fixture(scope="module")
+def server(engine_dir: Path) -> Iterator[LaunchOptions]:
+    parameters = {
+        "engine_dir": str(engine_dir),
+        "policy": "fixed:4",  # drafts in every step, whatever this pair's drafts are worth
+        "max_num_seqs": str(NUM_RUNNING),
+        "max_queue_size": str(NUM_QUEUED),
+        "num_threads": "1",
+        "stats_check_period_ms": "50",
+    }
+    options = LaunchOptions(*free_ports(3), parameters=parameters)
+    with TritonServer(options) as running:
+        running.wait_ready()
+        yield options
+
+
+@pytest.fixture
+def stream(server: LaunchOptions) -> Iterator[Stream]:
+    stream = Stream(f"127.0.0.1:{server.grpc_port}")
+    yield stream
+    stream.close()
+
+
+def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream: Stream):
+    prompt = [5, 6, 7]
+    given = {"input_ids": prompt, "input_lengths": 3, "request_output_len": 20, "end_id": -1}
+    unary = stream.ask("tensorrt_llm", **given)
+    streamed = stream.ask("tensorrt_llm", streaming=True, return_log_probs=True, **given)
+    assert unary.token_ids[:3] == prompt and len(unary.token_ids) == 23
+    assert streamed.token_ids == unary.token_ids[3:]
+    assert unary.last.get_response().outputs[0].name == "output_ids"
+    assert streamed.last.as_numpy("cum_log_probs")[0, 0] < 0
+
+
+def test_drafting_can_be_opted_out_of_without_changing_tokens(stream: Stream):
+    given = {"text_input": PROMPT, "max_tokens": 40, "seed": 5, "return_perf_metrics": True, **SAMPLED}
+    drafted = stream.ask("tensorrt_llm_bls", **given)
+    plain = stream.ask("tensorrt_llm_bls", num_draft_tokens=0, **given)
+    assert drafted.text == plain.text
+    assert drafted.last.as_numpy("total_accepted_draft_tokens")[0, 0] > 0
+    assert plain.last.as_numpy("total_draft_tokens")[0, 0] == 0
+
+
+def test_structured_output(server: LaunchOptions, stream: Stream):
+    given = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [a-z]{3}"}
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        answer = stream.ask(model, text_input=PROMPT, max_tokens=40, **given, **{**SAMPLED, "end_id": END_ID})
+        assert answer.error is None and re.fullmatch("(yes|no), [a-z]{3}", answer.text)
+    body = {"text_input": PROMPT, "max_tokens": 200, "exclude_input_in_output": True, **SAMPLED, "end_id": END_ID}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    given = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
+    status, answer = post(server.http_port, "/v2/models/ensemble/generate", {**body, **given})
+    assert status == 200
+    text = json.loads(answer)["text_output"]
+    assert text.startswith('{"a": true') or text.startswith('{"a": false')
+
+
+def test_conversations_are_prompts_that_the_template_wrote(server: LaunchOptions, stream: Stream, engine_dir: Path):
+    messages = [{"role": "user", "content": "größe?"}]
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
+    prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    given = {"max_tokens": 12, "seed": 3, **SAMPLED}
+    expected = stream.ask("ensemble", text_input=prompt, **given)
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        answer = stream.ask(model, messages=json.dumps(messages), **given)
+        assert (answer.error, answer.text) == (None, expected.text)
+    body = {"MESSAGES": json.dumps(messages), "REQUEST_OUTPUT_LEN": 4}
+    status, answer = post(server.http_port, "/v2/models/preprocessing/generate", body)
+    assert status == 200 and json.loads(answer)["INPUT_ID"] == tokenizer.encode(prompt).ids
+
+
+def test_stop_words_end_the_text_across_token_borders(stream: Stream):
+    given = {"text_input": PROMPT, "max_tokens": 60, "seed": 1, **SAMPLED}
+    whole = stream.ask("ensemble", **given).text
+    stop = whole[20:23]
+    expected = whole[: whole.index(stop) + 3]
+    assert stream.ask("ensemble", stop_words=stop, **given).text == expected
+    assert stream.ask("ensemble", stop_words=stop, stream=True, **given).text == expected
+
+
+KILLED_CLIENT = """
+import sys
+from tests.support.triton_clients import Stream
+streams = [Stream(sys.argv[1]) for _ in range(4)]
+for stream in streams:
+    stream.send("ensemble", text_input="def f", max_tokens=400, end_id=-1, stream=True)
+for stream in streams:
+    stream.receive()
+print("streaming", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_streams_with_cancelled_and_killed_clients_leak_nothing(server: LaunchOptions):
+    url = f"127.0.0.1:{server.grpc_port}"
+    given = [{"text_input": f"{PROMPT}{i}", "max_tokens": 90, "seed": i, **SAMPLED} for i in range(32)]
+    alone = Stream(url)
+    expected = [alone.ask("ensemble", **tensors).text for tensors in given[:32:4]]
+    doomed = subprocess.Popen(
+        [sys.executable, "-c", KILLED_CLIENT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert doomed.stdout is not None and doomed.stdout.readline() == "streaming\n"
+    streams = [Stream(url) for _ in given]
+    for i, (one, tensors) in enumerate(zip(streams, given, strict=True)):
+        one.send("ensemble", stream=True, **{**tensors, "max_tokens": 400 if i % 4 == 1 else 90})
+    doomed.kill()
+    doomed.wait()
+    for one in streams[1::4]:
+        one.receive()
+        one.cancel()
+    answers = [one.answer() for i, one in enumerate(streams) if i % 4 != 1]
+    assert [answer.error for answer in answers] == [None] * 24
+    assert [answers[i].text for i in range(0, 24, 3)] == expected
+    wait_for_free_blocks(server.metrics_port)
+    for one in (*streams, alone):
+        one.close()
+
+
+def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptions, stream: Stream):
+    given = {"text_input": PROMPT, "max_tokens": 480, "end_id": -1}
+    stream.send("ensemble", request_id="mine", stream=True, **given)
+    stream.receive()
+    stopper = Stream(f"127.0.0.1:{server.grpc_port}")
+    token_level = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1}
+    stopper.send("tensorrt_llm", request_id="mine", stop=True, **token_level)
+    result, error, is_last = stopper.receive()
+    assert (error, is_last) == (None, True) and not result.get_response().outputs
+    answer = stream.answer()
+    assert answer.error is None and len(answer.deltas) < 480
+    stopper.send("ensemble", request_id="nobody", stop=True, **given)
+    assert stopper.receive()[1:] == (None, True)
+    stopper.send("ensemble", stop=True, **given)
+    assert "Trying to stop a request but request ID is not provided" in (stopper.receive()[1] or "")
+    stopper.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"text_input": ""}, "prompt is empty"),
+        ({"text_input": "x " * MAX_CONTEXT}, f"context length of {MAX_CONTEXT} tokens"),
+        ({"temperature": float("nan")}, "temperature = nan: must lie in"),
+        ({"temperature": True}, "temperature"),
+        ({"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type = 'yaml': must be one of json, "),
+        ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id = None: an answer with a grammar"),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
+            "guided_decoding_guide = '",
+        ),
+        ({"lora_weights": [0.5]}, "lora_weights"),
+        ({"max_tokens": [3, 4]}, "max_tokens"),
+        ({"unknown_tensor": 1.0}, "unknown_tensor"),
+        ({"text_input": None, "messages": "[{"}, "messages = '[{': invalid JSON"),
+    ],
+)
+def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tensors, message):
+    neighbour = Stream(f"127.0.0.1:{server.grpc_port}")
+    given = {"text_input": PROMPT, "max_tokens": 60, "seed": 2, **SAMPLED}
+    neighbour.send("ensemble", stream=True, **given)
+    bad = {"text_input": PROMPT, "max_tokens": 8, **tensors}
+    answer = stream.ask("ensemble", **{name: value for name, value in bad.items() if value is not None})
+    assert message in (answer.error or "") and not answer.deltas
+    assert neighbour.answer().text == stream.ask("ensemble", **given).text
+    neighbour.close()
+
+
+def test_full_queue_refuses_and_serves_the_rest(server: LaunchOptions):
+    url = f"127.0.0.1:{server.grpc_port}"
+    streams = [Stream(url) for _ in range(NUM_RUNNING + NUM_QUEUED + 16)]
+    for one in streams:
+        # Long answers: on a busy machine the requests arrive slowly, and must still find the queue full.
+        one.send("ensemble", text_input=PROMPT, max_tokens=400, end_id=-1, exclude_input_in_output=True)
+    answers = [one.answer() for one in streams]
+    refused = [answer.error for answer in answers if answer.error is not None]
+    served = {answer.text for answer in answers if answer.error is None}
+    assert refused and all(f"Maximum queue size of {NUM_QUEUED}" in error for error in refused)
+    assert all("Exceeds maximum queue size" in error for error in refused)
+    assert len(answers) - len(refused) >= NUM_QUEUED and len(served) == 1
+    wait_for_free_blocks(server.metrics_port)
+    for one in streams:
+        one.close()
+
+
+ADMINISTRATION = (
+    "get_model_repository_index",
+    "get_system_shared_memory_status",
+    "get_cuda_shared_memory_status",
+    "get_log_settings",
+    "get_trace_settings",
+)
+OPEN = ("is_server_ready", "get_server_metadata", "get_inference_statistics")
+
+
+@pytest.mark.parametrize(("library", "header"), [(http, KEY_HEADER), (triton, GRPC_PREFIX + KEY_HEADER)])
+def test_administration_opens_to_the_key_alone(server: LaunchOptions, library: Any, header: str):
+    port = server.http_port if library is http else server.grpc_port
+    with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        for call in ADMINISTRATION:
+            for headers in (None, {header: "a-guess"}):
+                with pytest.raises(InferenceServerException, match=r"(403|UNAVAILABLE).* restricted"):
+                    getattr(client, call)(headers=headers)
+            getattr(client, call)(headers={header: server.admin_key})
+        for call in OPEN:
+            getattr(client, call)()
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.register_system_shared_memory("mine", "/anything", 8)
