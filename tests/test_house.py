@@ -93,7 +93,6 @@ EXCEPTIONS = {
         f"faser_backend.profiling.{name}": frozenset({"faser_backend.lab"})
         for name in ("calibration", "chains", "profile", "tables")
     },
-    "faser_backend.api.batch": frozenset({"faser_backend.triton"}),
     "faser_backend.cli.main": frozenset({"faser_backend.lab.commands"}),  # the commands that measure
     "faser_backend.serving.demo_engine": frozenset({"faser_backend.engines"}),  # the demo pair is built on first use
 }

@@ -18,9 +18,9 @@ from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
 from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
 from faser_backend.serving.engine_loop import Subscription
+from faser_backend.serving.log_format import fitting_max_tokens
 from faser_backend.text.guides import GuideCompiler
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import fitting_max_tokens
 
 Conversation = list[dict[str, Any]]  # [{"role": ..., "content": ...}]
 Prompt = str | list[int] | Conversation

@@ -7,7 +7,6 @@ and `num_return_sequences` asks for several answers to each.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import MAX_BAD_TOKENS, MAX_STOP_TOKENS, Limits, Request, Sampling
-from faser_backend.serving.log_format import about
+from faser_backend.serving.log_format import fitting_max_tokens
 from faser_backend.text.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.link import Hello
@@ -30,7 +29,6 @@ from faser_backend.triton.tensor_values import (
 )
 from faser_backend.triton.tensors import Tensors, refuse_unsupported
 
-_log = logging.getLogger(__name__)
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 MAX_SEQUENCES = 1024  # that one request may ask for: its batch times its num_return_sequences
 MAX_LOGITS_BYTES = 1 << 30  # of one sequence
@@ -214,16 +212,6 @@ def _read_max_tokens(tensors: Tensors, limits: Limits, num_prompt_tokens: int, r
     if value is None:
         raise RequestError("max_tokens", None, "is required (request_output_len at the token level)")
     return fitting_max_tokens(int(value), limits, num_prompt_tokens, request_id)
-
-
-def fitting_max_tokens(value: int, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
-    """value, or as many as the context holds behind a prompt that fits, which the log then tells."""
-    room = limits.max_context - num_prompt_tokens
-    if value > room >= 1:
-        told = "max_tokens = %d: %d tokens fit behind the prompt of %d; clamped"
-        _log.warning(told, value, room, num_prompt_tokens, extra=about(request_id.partition(".")[0]))
-        return room
-    return value
 
 
 def _read_end_ids(tensors: Tensors, hello: Hello) -> tuple[int, ...]:
