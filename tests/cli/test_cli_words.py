@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import typer
 
+from faser_backend.cli import options as cli_options
 from faser_backend.cli.doctor import examine
 from faser_backend.cli.main import COMMANDS, app
-from faser_backend.cli import options as cli_options
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.gpu import device
 from faser_backend.policy.registry import known_policies
