@@ -1,6 +1,6 @@
-"""The answers of the Python API: `RequestOutput`, and `GrowingAnswer`, which makes its parts of what steps emit.
+"""The answers of the Python API: `RequestOutput`, and `GrowingAnswer`, which builds it from the engine's outputs.
 
-Names are vLLM's where they mean the same. Knows nothing of the engine's threads.
+Names are vLLM's where they mean the same.
 """
 
 from __future__ import annotations
@@ -14,18 +14,9 @@ from faser_backend.core.request import EngineOutput, FinishReason, Request, Requ
 from faser_backend.text.answer_stream import AnswerStream, AnswerToken, TextPiece
 from faser_backend.text.tokenizer import TextTokenizer
 
-_REASONS = {
-    FinishReason.END_ID: "stop",
-    FinishReason.STOP_WORDS: "stop",
-    FinishReason.STOPPED: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "abort",
-    FinishReason.ERROR: "error",
-}
-
 
 class Logprob(NamedTuple):
-    """rank: place among all tokens, from 1; None where no alternatives were asked for."""
+    """A token's log-probability. rank: among all tokens, from 1; None if no alternatives were requested."""
 
     logprob: float
     rank: int | None
@@ -34,11 +25,11 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer to a prompt: all of it so far, and in `new_pieces` what came since the output before.
+    """One answer to a prompt so far. `new_pieces` is what came since the previous output.
 
-    logprobs: per token, of the token itself and of the best alternatives, by token id. finish_reason: None while it
+    logprobs: per token, by token id: the token itself and the best alternatives. finish_reason: None while the answer
     grows, then "stop", "length", "abort" or, with `error`, "error". stop_reason: the stop string or token id that ended
-    it. stats: the counters of the engine, with the last output.
+    it. stats: the engine's counters, in the last output.
     """
 
     index: int
@@ -51,7 +42,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    error: Failure | None = None  # what failed this answer alone: what there is of it came before
+    error: Failure | None = None  # the failure of this answer alone; its tokens so far are kept
     stats: RequestStats | None = None
 
     @property
@@ -62,11 +53,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt. `text` and `token_ids` are those of the first answer."""
+    """The answers to one prompt. `text` and `token_ids` belong to the first answer."""
 
     request_id: str
     index: int  # of the prompt in the call
-    prompt: str | None  # None where token ids were given; a conversation as its template wrote it
+    prompt: str | None  # None for a prompt of token ids; for a conversation, the rendered text
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
@@ -81,7 +72,7 @@ class RequestOutput:
 
     @property
     def num_drafted(self) -> int:
-        """Draft tokens that were verified for all answers, once these have ended."""
+        """The draft tokens that were verified for all answers that have ended."""
         return sum(one.stats.num_drafted for one in self.outputs if one.stats is not None)
 
     @property
@@ -90,12 +81,12 @@ class RequestOutput:
 
     @property
     def acceptance(self) -> float | None:
-        """num_accepted / num_drafted; None where nothing was drafted."""
+        """num_accepted / num_drafted; None if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
 
 class GrowingAnswer:
-    """One sequence as it grows: `add` takes the engine's outputs, `snapshot` gives the answer so far."""
+    """One sequence's answer: `add` takes the engine's outputs, `snapshot` returns the answer so far."""
 
     def __init__(self, request: Request, params: SamplingParams, tokenizer: TextTokenizer, index: int) -> None:
         self.request = request
@@ -114,35 +105,30 @@ class GrowingAnswer:
         self._tokens: list[AnswerToken] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._new_pieces: list[TextPiece] = []
-        self._last = EngineOutput(request.request_id, [])  # the final one, once it is there
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string has ended the text: what else the engine emits is dropped."""
+        """A stop string has ended the text; further tokens are dropped."""
         return self._stream.is_stopped
 
     @property
     def is_ended(self) -> bool:
-        return self._last.is_final
+        return self._stream.finish_reason is not None
 
     def add(self, output: EngineOutput) -> None:
-        """Takes what one step emitted."""
-        tokens = self._stream.add(output)
-        self._tokens += tokens
-        self._logprobs += map(self._logprobs_of, tokens) if self._wants_logprobs else ()
-        pieces = [TextPiece(token.text, token.is_drafted) for token in tokens]
-        if output.is_final:
-            pieces.append(TextPiece(self._stream.finish(), False))
-            self._last = output
-        self._new_pieces += [piece for piece in pieces if piece.text]
-        self.has_news = bool(self._new_pieces) or output.is_final
-        self._text += "".join(piece.text for piece in pieces)
+        """Takes the output of one step."""
+        part = self._stream.add(output)
+        self._text += part.text
+        self._tokens += part.tokens
+        self._logprobs += map(self._logprobs_of, part.tokens) if self._wants_logprobs else ()
+        self._new_pieces += [piece for piece in part.pieces if piece.text]
+        self.has_news = bool(self._new_pieces) or self.is_ended
 
     def snapshot(self) -> CompletionOutput:
-        """The answer so far. What is new in it is new once."""
+        """Returns the answer so far. A piece is new in one snapshot only."""
         pieces, self._new_pieces, self.has_news = tuple(self._new_pieces), [], False
-        last, stop_reason = self._last, self._stream.matched_stop
-        if stop_reason is None and last.finish_reason is FinishReason.STOP_WORDS:
+        stream, stop_reason = self._stream, self._stream.matched_stop
+        if stop_reason is None and stream.finish_reason is FinishReason.STOP_WORDS:
             stop_reason = self._tokens[-1].token_id
         return CompletionOutput(
             index=self._index,
@@ -152,15 +138,15 @@ class GrowingAnswer:
             new_pieces=pieces,
             seed=self.request.sampling.seed,
             logprobs=self._logprobs.copy() if self._wants_logprobs else None,
-            cumulative_logprob=sum(token.log_prob or 0.0 for token in self._tokens) if self._wants_logprobs else None,
-            finish_reason=None if last.finish_reason is None else _REASONS[last.finish_reason],
+            cumulative_logprob=stream.cum_log_prob if self._wants_logprobs else None,
+            finish_reason=stream.reason if self.is_ended else None,
             stop_reason=stop_reason,
-            error=last.error,
-            stats=last.stats,
+            error=stream.error,
+            stats=stream.stats if self.is_ended else None,
         )
 
     def _logprobs_of(self, token: AnswerToken) -> dict[int, Logprob]:
-        """The token's own first, then the best alternatives."""
+        """Returns the token's own log-probability, then those of the best alternatives."""
         assert token.log_prob is not None
         found = {token.token_id: Logprob(token.log_prob, token.rank, self._word(token.token_id))}
         for rank, (other, value) in enumerate(token.top, 1):

@@ -40,8 +40,7 @@ def serve(
     restricted = tuple(name.strip() for name in (where.restrict or "").split(",") if name.strip())
     tls = GrpcTls.of(where.grpc_tls_cert, where.grpc_tls_key, where.grpc_tls_root)
     if where.openai_port is not None:
-        from faser_backend.openai.callers import check_origins
-        from faser_backend.openai.server import check_exposure, check_server, read_keys
+        from faser_backend.openai.server import check_exposure, check_origins, check_server, read_keys
 
         check_origins(openai.allow_origin)
         check_server(

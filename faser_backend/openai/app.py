@@ -1,13 +1,16 @@
-"""The ASGI application: routes, keys, limits, and the way of one request from its body to its answer."""
+"""The ASGI application: routes, access, and a request's way from its body to the response that generates its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import ipaddress
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -17,17 +20,11 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from faser_backend.core.errors import ErrorCode, Failure
-from faser_backend.openai import requests
-from faser_backend.openai.answer import Answer
-from faser_backend.openai.bodies import read_body
-from faser_backend.openai.callers import Callers
+from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, read_body
 from faser_backend.openai.errors import ApiError
-from faser_backend.openai.fields import AnyBody, ChatBody, CompletionBody, ResponsesBody
-from faser_backend.openai.replies import ChatReply, CompletionReply
-from faser_backend.openai.requests import Generation, ServedModel
-from faser_backend.openai.responses import ResponsesReply
-from faser_backend.openai.sending import Generated, Json, error_response
-from faser_backend.openai.tools import form_of
+from faser_backend.openai.replies import Answer, ApiReply, ChatReply, CompletionReply, ResponsesReply
+from faser_backend.openai.requests import ServedModel, generations
+from faser_backend.openai.sending import GeneratedResponse, Json, error_response
 from faser_backend.openai.triton_client import TokenClient
 
 PAGE = Path(__file__).with_name("page.html")
@@ -42,8 +39,7 @@ def make_app(
     metrics_address: str | None = None,
     shows_speculation: bool = False,
 ) -> Starlette:
-    """metrics_address: HOST:PORT of Triton's metrics. shows_speculation: with every answer, not only where the request
-    asks for it."""
+    """metrics_address: HOST:PORT of Triton's metrics. shows_speculation: in every answer, even if not requested."""
     endpoints = _Endpoints(model, metrics_address, shows_speculation)
 
     @asynccontextmanager
@@ -54,7 +50,7 @@ def make_app(
         model.tokenizer.close()
 
     def checked(endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
-        """The endpoint for those who may use it, its errors in the API's form."""
+        """Wraps an endpoint: checks access and answers errors in the API's form."""
 
         async def answer(request: Request) -> Any:
             try:
@@ -79,12 +75,12 @@ def make_app(
     pages = Middleware(CORSMiddleware, allow_origins=callers.origins, allow_methods=["*"], allow_headers=["*"])
     middleware = [pages] if callers.origins else []
     app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
-    app.router.redirect_slashes = False  # to a host that the client names
+    app.router.redirect_slashes = False  # a redirect would name the host that the client sent
     return app
 
 
 class _Endpoints:
-    """Each reads its body, tokenises it beside the event loop, and returns a `Generated`."""
+    """The endpoints. Those that generate read the body, tokenise beside the event loop, and return the response."""
 
     client: TokenClient
 
@@ -100,9 +96,9 @@ class _Endpoints:
         return Json({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
-        """Triton's own text: its counters are about others' requests, so keys hold here as well."""
+        """Triton's metrics. They describe the requests of all clients, so they need a key too."""
         if self._metrics_address is None:
-            raise ApiError("/metrics: this server was not told where Triton's metrics are", status=404)
+            raise ApiError("/metrics: start this server with --triton-metrics HOST:PORT", status=404)
         try:
             text = await asyncio.to_thread(_fetch, self._metrics_address, "/metrics")
         except (OSError, http.client.HTTPException):
@@ -117,32 +113,27 @@ class _Endpoints:
         self._check_model(request.path_params["name"])
         return Json(self._shown_model())
 
-    async def completions(self, request: Request) -> Generated:
-        body = await self._read(CompletionBody, request)
-        answers = await asyncio.to_thread(self._answers, requests.completions, body)
-        return Generated(self.client, CompletionReply(body, answers))
+    async def completions(self, request: Request) -> GeneratedResponse:
+        return await self._generate(CompletionBody, request, CompletionReply)
 
-    async def chat(self, request: Request) -> Generated:
-        return await self._converse(ChatBody, ChatReply, request)
+    async def chat(self, request: Request) -> GeneratedResponse:
+        return await self._generate(ChatBody, request, ChatReply)
 
-    async def responses(self, request: Request) -> Generated:
-        return await self._converse(ResponsesBody, ResponsesReply, request)
+    async def responses(self, request: Request) -> GeneratedResponse:
+        return await self._generate(ResponsesBody, request, ResponsesReply)
 
-    async def _converse(self, kind: Any, reply: type[ChatReply | ResponsesReply], request: Request) -> Generated:
-        body = await self._read(kind, request)
-        form = form_of(self._model.tokenizer.chat_template) if body.offered_tools else None
-        answers = await asyncio.to_thread(self._answers, requests.conversation, body, form)
-        return Generated(self.client, reply(body, answers, form))
-
-    async def _read(self, kind: type[AnyBody], request: Request) -> AnyBody:
+    async def _generate(
+        self, kind: type[Body], request: Request, reply: Callable[[Any, Sequence[Answer]], ApiReply]
+    ) -> GeneratedResponse:
         body = await read_body(kind, request)
         self._check_model(body.model)
         if self._shows_speculation and body.spec_decode_metrics is None:
             body.spec_decode_metrics = "summary"
-        return body
+        answers = await asyncio.to_thread(self._answers, body)
+        return GeneratedResponse(self.client, reply(body, answers))
 
-    def _answers(self, read: Callable[..., Iterator[Generation]], body: Any, *form: Any) -> list[Answer]:
-        return [Answer(wanted, self._model) for wanted in read(body, self._model, *form)]
+    def _answers(self, body: Body) -> list[Answer]:
+        return [Answer(wanted, self._model) for wanted in generations(body, self._model)]
 
     def _shown_model(self) -> dict[str, Any]:
         model = self._model
@@ -159,6 +150,78 @@ class _Endpoints:
         if name is not None and name != self._model.name:
             limit = f"is not served here; the model is {self._model.name!r}"
             raise ApiError(f"model = {name[:80]!r}: {limit}", status=404, param="model", code="model_not_found")
+
+
+class Callers:
+    """The clients that may send requests: with keys, those that have one; without, all that are not foreign web pages.
+
+    A page in a browser of the same machine reaches loopback ports too, under any name (DNS rebinding). Browsers send
+    headers that show the page's origin and the name; other clients send none of these headers and need none.
+    """
+
+    def __init__(self, keys: Sequence[str] = (), host: str = "127.0.0.1", origins: Sequence[str] = ()) -> None:
+        """keys: empty to allow every client. host: the listening address. origins: allowed beside the server's own."""
+        self.origins = tuple(origins)
+        self._keys = [key.encode() for key in keys]
+        self._names = {host, *(_name_of(urlsplit(origin).netloc) for origin in origins)}
+
+    def check(self, request: Request) -> None:
+        """Raises ApiError."""
+        if self._keys:
+            self._check_key(request)
+        elif _is_browser(request) and request.headers.get("origin") not in self.origins:
+            self._check_origin(request)
+
+    def _check_key(self, request: Request) -> None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        # Every key is compared, so that response times reveal nothing.
+        matches = [secrets.compare_digest(key.strip().encode(), known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError("an API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+
+    def _check_origin(self, request: Request) -> None:
+        host = request.headers.get("host", "")
+        if not self._is_own(_name_of(host)):
+            raise _forbidden(f"Host = {host[:80]!r}: a browser must use a name of this server")
+        origin, site = (request.headers.get(name) for name in ("origin", "sec-fetch-site"))
+        if (origin is not None and _netloc_of(origin) != host) or site not in (None, "same-origin", "none"):
+            raise _forbidden(f"Origin = {origin and origin[:80]!r}: pages of other origins are refused")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            limit = "a browser must send application/json"
+            raise ApiError(f"Content-Type = {kind[:80]!r}: {limit}", status=415, code="unsupported_media_type")
+
+    def _is_own(self, name: str) -> bool:
+        if name in self._names or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+
+def _is_browser(request: Request) -> bool:
+    agent = request.headers.get("user-agent", "")
+    return any(name in request.headers for name in ("origin", "sec-fetch-site")) or agent.startswith("Mozilla/")
+
+
+def _netloc_of(origin: str) -> str | None:
+    """Returns None for a page without an origin, which browsers write as null."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _name_of(netloc: str) -> str:
+    """Returns the host without port and brackets."""
+    if netloc.startswith("["):
+        return netloc[1:].partition("]")[0]
+    return netloc.partition(":")[0].lower()
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(f"{message}; see --allow-origin", status=403, code="forbidden_origin")
 
 
 def _fetch(address: str, path: str) -> bytes:

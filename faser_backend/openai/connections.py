@@ -1,4 +1,4 @@
-"""Connections of the OpenAI server: how many there may be, how long a head may take, and requests no client sends."""
+"""The HTTP connections of the OpenAI server: uvicorn's protocol with limits on their number, heads and chunks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from faser_backend.openai.errors import ApiError
 from faser_backend.openai.sending import to_json
 
 MAX_CONNECTIONS = 2048
-SPARE_FILES = 128  # beside connections
+SPARE_FILES = 128  # open files beside connections
 MAX_HEAD_BYTES = 16 << 10
-MAX_CHUNKS = 2048  # of a body that comes in chunks: each costs as much, a byte or a mebibyte
-HEAD_S = 10.0  # for a request's head, and for what remains of a body that has been answered
+MAX_CHUNKS = 2048  # per body: a chunk of one byte costs as much as one of a mebibyte
+HEAD_S = 10.0  # for a request's head, and for the rest of a body that has been answered
 
 
 def open_files() -> None:
-    """Raises the limit of open files to what MAX_CONNECTIONS need, or has fewer connections where that is forbidden."""
+    """Raises the limit of open files for MAX_CONNECTIONS; allows fewer connections if that is forbidden."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + SPARE_FILES
     if 0 <= soft < wanted:  # below 0: no limit
@@ -32,9 +32,9 @@ def open_files() -> None:
 
 
 class _Reader(h11.Connection):
-    """Refuses what h11 accepts and no client sends."""
+    """h11's reader, which also refuses requests that only attackers send."""
 
-    refusal: str | None = None  # uvicorn does not pass on why
+    refusal: str | None = None  # uvicorn drops the message
     _num_chunks = 0
 
     def _refuse(self, message: str) -> None:
@@ -46,7 +46,7 @@ class _Reader(h11.Connection):
         if isinstance(event, h11.Request):
             self._num_chunks = 0
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
-                # A proxy that goes by the other one sees another request behind this one.
+                # Request smuggling: a proxy that uses the other header would see a second request.
                 self._refuse("both Content-Length and Transfer-Encoding are given")
         elif isinstance(event, h11.Data) and event.chunk_end:
             self._num_chunks += 1
@@ -56,7 +56,7 @@ class _Reader(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with limits. Beyond `most` those that have waited longest for a request are closed."""
+    """uvicorn's connection with limits. Beyond `most`, those that have been idle longest are closed."""
 
     most = MAX_CONNECTIONS
 
@@ -77,14 +77,14 @@ class Connection(H11Protocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Closes several at once, so that the search is rare."""
+        """Closes several idle connections at once, so that the search is rare."""
         others = (one for one in self.connections if isinstance(one, Connection) and one is not self and one.is_idle)
         oldest = sorted(others, key=lambda one: one.idle_since_s)[: 1 + self.most // 16]
         if not oldest:
             self._refuse(503, f"{self.most} connections are open, all with requests; retry later")
         for one in oldest:
             one.transport.abort()
-            self.connections.discard(one)  # it would count until the loop's next turn
+            self.connections.discard(one)  # else it counts until the next iteration of the event loop
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
         self._refuse(400, self.conn.refusal or msg)
 
     def _watch(self) -> None:
-        """A request that has begun gets HEAD_S to be there; a connection at rest has uvicorn's own limit."""
+        """Limits the time for a request that has begun to HEAD_S; uvicorn limits idle connections."""
         is_awaited = self.is_idle and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         is_limited = is_awaited and self.timeout_keep_alive_task is None and not self.transport.is_closing()
         if not is_limited and self._deadline is not None:
@@ -115,7 +115,7 @@ class Connection(H11Protocol):
     def _refuse(self, status: int, message: str) -> None:
         body = to_json(ApiError(message, status=status).body())
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        with contextlib.suppress(h11.LocalProtocolError):  # an answer is under way, or was given
+        with contextlib.suppress(h11.LocalProtocolError):  # a response has begun
             self.transport.write(self.conn.send(h11.Response(status_code=status, headers=headers)) or b"")
             self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
         self.transport.close()

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: what a code of ours becomes for a client of this API."""
+"""Errors in OpenAI's form: translates the engine's error codes for clients of this API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from faser_backend.core.errors import ErrorCode, Failure, FaserError
 
 _LOG = logging.getLogger(__name__)
 
-# HTTP's status, OpenAI's `type`, and its `code`.
+# The HTTP status, and OpenAI's `type` and `code`.
 ANSWERS: dict[ErrorCode, tuple[int, str, str | None]] = {
     ErrorCode.INVALID: (400, "invalid_request_error", None),
     ErrorCode.TOO_LONG: (400, "invalid_request_error", "context_length_exceeded"),
@@ -18,11 +18,11 @@ ANSWERS: dict[ErrorCode, tuple[int, str, str | None]] = {
     ErrorCode.UNAVAILABLE: (503, "server_error", "unavailable"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
 }
-_TYPES = {401: "authentication_error", 404: "not_found_error"}  # of errors that only HTTP knows
+_TYPES = {401: "authentication_error", 404: "not_found_error"}  # for errors without an engine code
 
 
 class ApiError(Exception):
-    """One request's error. status: of HTTP; param: the field that is to blame; code: for programs."""
+    """The error of one request. status: of HTTP; param: the wrong field; code: for programs."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error as a client learns of it: of what nobody foresaw only a number, under which the log has the rest."""
+    """Returns the error that the client sees. An unexpected one shows only a number, which the log explains."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, FaserError):
         return ApiError.of(error.failure)
     number = secrets.token_hex(8)
     _LOG.error("request %s failed", number, exc_info=error)
-    return ApiError.of(Failure(ErrorCode.INTERNAL, f"internal error; the server's log has more under {number}"))
+    return ApiError.of(Failure(ErrorCode.INTERNAL, f"internal error; the server's log explains it under {number}"))

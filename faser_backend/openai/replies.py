@@ -1,31 +1,148 @@
-"""The objects of /v1/completions and /v1/chat/completions, whole and in chunks."""
+"""The replies of the API: a choice grows from the engine's outputs, and every reply shapes its choices as JSON objects.
+
+`ApiReply.add` turns each output into the events of a stream; `whole` returns the object for a client that does not
+stream. `sending.py` sends both.
+"""
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from faser_backend.openai.answer import Answer, Piece, speculation_of
-from faser_backend.openai.fields import Body, ChatBody, CompletionBody
-from faser_backend.openai.tools import CallFinder, FunctionCall, ToolForm
-from faser_backend.text.answer_stream import AnswerToken
+from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
+from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, Tool
+from faser_backend.openai.requests import Generation, ServedModel
+from faser_backend.openai.tools import CallFinder, FunctionCall
+from faser_backend.text.answer_stream import AnswerPart, AnswerStream, AnswerToken, TextPiece
 from faser_backend.text.tokenizer import TextTokenizer
 
-Event = tuple[str | None, dict[str, Any]]  # name of a server-sent event, if it has one, and its data
+Event = tuple[str | None, dict[str, Any]]  # the name of a server-sent event, if it has one, and its data
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a choice that one output adds."""
+
+    text: str
+    tokens: list[AnswerToken]  # with those of an echoed prompt
+    parts: list[TextPiece]  # the answer's text by token
+    finish_reason: str | None  # "stop" or "length", in one piece
+
+
+class Answer:
+    """One choice: its text so far, its counts, and the acceptance of its drafts."""
+
+    def __init__(self, wanted: Generation, model: ServedModel) -> None:
+        self.wanted = wanted
+        self.model = model
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.num_accepted_by_step: list[int] = []
+        self._is_step_open = False  # the last token was drafted, so its step goes on
+        self._has_echoed = not wanted.echoes
+        self._stream = AnswerStream(
+            model.tokenizer,
+            wanted.request.prompt_ids,
+            stop_strings=wanted.stop,
+            includes_stop=False,
+            num_top=wanted.num_top,
+        )
+
+    @property
+    def stats(self) -> RequestStats:
+        return self._stream.stats or RequestStats()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stream.matched_stop
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.wanted.request.prompt_ids.size
+
+    def add(self, output: EngineOutput, is_drafted: Sequence[bool]) -> Piece | None:
+        """Returns what the output adds, or None. is_drafted: per token."""
+        echo = AnswerPart([]) if self._has_echoed else self._echo(output)
+        if not self.wanted.max_tokens:
+            output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
+        part = self._stream.add(output, is_drafted)
+        self.num_tokens += len(part.tokens)
+        for token in part.tokens:
+            self._count(is_drafted=token.is_drafted)
+        finish_reason = None if self.finish_reason else self._stream.reason
+        self.finish_reason = self.finish_reason or finish_reason
+        piece = Piece(echo.text + part.text, echo.tokens + part.tokens, part.pieces, finish_reason)
+        return piece if piece.text or piece.parts or piece.finish_reason else None
+
+    def _count(self, *, is_drafted: bool) -> None:
+        """Counts accepted drafted tokens by step. A step emits these first, then one token of its own."""
+        if not self._is_step_open:
+            self.num_accepted_by_step.append(0)
+        self.num_accepted_by_step[-1] += is_drafted
+        self._is_step_open = is_drafted
+
+    def _echo(self, output: EngineOutput) -> AnswerPart:
+        """Returns the prompt, with its log-probabilities if the output has them."""
+        self._has_echoed = True
+        stream = AnswerStream(self.model.tokenizer)
+        prompt = EngineOutput("", self.wanted.request.prompt_ids.tolist(), finish_reason=FinishReason.LENGTH)
+        tokens, rest = stream.add(prompt)
+        if output.context_log_probs is not None:
+            for index, row in enumerate(output.context_log_probs.tolist(), 1):
+                ids, values = row[1 : 1 + NUM_CONTEXT_TOP], row[1 + NUM_CONTEXT_TOP :]
+                top = [(int(one), value) for one, value in zip(ids, values, strict=True)][: self.wanted.num_top]
+                tokens[index] = tokens[index]._replace(log_prob=row[0], top=top)
+        return AnswerPart(tokens, rest)
+
+
+def speculation_of(answers: Sequence[Answer], *, is_detailed: bool) -> dict[str, Any]:
+    """Returns the acceptance of a request's drafts in the form of vLLM's `metrics.speculative_decoding`.
+
+    Steps without drafts count. num_spec_tokens is null because the speculative length varies by step.
+    """
+    steps, drafted, accepted = (
+        sum(getattr(answer.stats, name) for answer in answers) for name in ("num_steps", "num_drafted", "num_accepted")
+    )
+    by_step = [count for answer in answers for count in answer.num_accepted_by_step]
+    by_count = Counter(count for count in by_step if count)
+    histogram = [by_count[count] for count in range(max(by_count, default=0) + 1)]
+    histogram[0] = max(0, steps - sum(histogram))
+    metrics: dict[str, Any] = {
+        "mean_acceptance_length": 1 + accepted / max(steps, 1),
+        "draft_acceptance_rate": accepted / max(drafted, 1),
+        "acceptance_histogram": histogram,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": None,
+    }
+    return metrics | ({"per_step_accepted": by_step} if is_detailed else {})
 
 
 class ApiReply:
-    """A request's answers as the API's objects. Every piece goes through `chunk`, whose events a stream sends; who does
-    not stream takes `whole` in the end."""
+    """The answers of one request as the API's objects."""
 
-    has_done = True  # whether a stream ends with the line [DONE]
+    has_done = True  # a stream ends with the line [DONE]
 
     def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
         self.body = body
         self.answers = answers
+        self._has_begun = False
+
+    def add(self, index: int, output: EngineOutput, is_drafted: Sequence[bool]) -> list[Event] | None:
+        """Takes an output of one choice. Returns its events, or None if it adds nothing."""
+        piece = self.answers[index].add(output, is_drafted)
+        if piece is None:
+            return None
+        begun, self._has_begun = [] if self._has_begun else self.begin(), True
+        return begun + self.chunk(index, piece)
 
     def begin(self) -> list[Event]:
         return []
@@ -41,7 +158,7 @@ class ApiReply:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many answers it has; cached tokens are whole blocks of the KV cache."""
+        """Token counts. A prompt counts once for all its answers; cached tokens are whole KV blocks."""
         firsts = self.answers[:: self.body.num_choices]
         prompt = sum(answer.num_prompt_tokens for answer in firsts)
         block_size = self.answers[0].model.kv_block_size
@@ -56,7 +173,7 @@ class ApiReply:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Acceptance of the request's drafts, as a part of the API's objects; empty unless asked for."""
+        """The acceptance of the request's drafts; empty unless the request asks for it."""
         wanted = self.body.spec_decode_metrics
         if wanted is None:
             return {}
@@ -64,9 +181,9 @@ class ApiReply:
 
 
 class ChoicesReply(ApiReply):
-    """Parts that completions and chats share: a list of choices, each a text with its log-probabilities."""
+    """A reply that lists choices, each a text with its log-probabilities: completions and chats."""
 
-    kinds = ("", "")  # whole, and of a chunk
+    kinds = ("", "")  # of the whole object, and of a chunk
     id_prefix = ""
 
     def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
@@ -128,7 +245,7 @@ class CompletionReply(ChoicesReply):
         return choice | ({"stop_reason": answer.stop_reason} if answer.stop_reason is not None else {})
 
     def _log_probs(self, tokens: list[AnswerToken], offset: int) -> dict[str, Any]:
-        """offset: characters of the choice's text before the tokens'."""
+        """offset: characters of the choice's text before these tokens."""
         tokenizer = self.answers[0].model.tokenizer
         tops = [{named(tokenizer, one)[0]: value for one, value in token.top} for token in tokens]
         return {
@@ -144,10 +261,10 @@ class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl"
     body: ChatBody
 
-    def __init__(self, body: ChatBody, answers: Sequence[Answer], form: type[ToolForm] | None) -> None:
-        """form: how this model writes calls, where the request offers tools."""
+    def __init__(self, body: ChatBody, answers: Sequence[Answer]) -> None:
         super().__init__(body, answers)
-        self._finders = [CallFinder(form, is_single=body.parallel_tool_calls is False) for _ in answers]
+        is_single = body.parallel_tool_calls is False
+        self._finders = [CallFinder(answer.wanted.tool_form, is_single=is_single) for answer in answers]
 
     def begin(self) -> list[Event]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -161,7 +278,7 @@ class ChatReply(ChoicesReply):
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             first = len(self._finders[index].calls) - len(calls)
-            delta["tool_calls"] = [{"index": first + place, **call.as_dict()} for place, call in enumerate(calls)]
+            delta["tool_calls"] = [{"index": number, **call.as_dict()} for number, call in enumerate(calls, first)]
         if not (delta or piece.finish_reason or tokens):
             return []
         choice = {
@@ -203,10 +320,146 @@ class ChatReply(ChoicesReply):
         return {"token": text, "logprob": value, "bytes": list(token_bytes)}
 
 
+class ResponsesReply(ApiReply):
+    """A reply of /v1/responses: the answer's text and calls become items, in their order."""
+
+    has_done = False
+    body: ResponsesBody
+
+    def __init__(self, body: ResponsesBody, answers: Sequence[Answer]) -> None:
+        super().__init__(body, answers)
+        self._id = _new_id("resp")
+        self._created = int(time.time())
+        self._finder = CallFinder(answers[0].wanted.tool_form, is_single=body.parallel_tool_calls is False)
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False  # the last item is a message that still grows
+        self._num_events = 0
+
+    def begin(self) -> list[Event]:
+        return [
+            self._event("response.created", response=self._response("in_progress", [])),
+            self._event("response.in_progress", response=self._response("in_progress", [])),
+        ]
+
+    def chunk(self, index: int, piece: Piece) -> list[Event]:
+        is_last = piece.finish_reason is not None
+        text, calls = self._finder.read(piece.text, is_last=is_last)
+        events = []
+        if text or (is_last and not calls and not self._items):  # an answer has at least one item, which may be empty
+            events += [] if self._is_open else self._open_message()
+            self._items[-1]["content"][0]["text"] += text
+            if text:
+                events.append(self._event("response.output_text.delta", **self._position(), delta=text, logprobs=[]))
+        if calls or is_last:
+            events += self._close_message(self._status() if is_last and not calls else "completed")
+        for call in calls:
+            events += self._add_call(call)
+        return events
+
+    def end(self) -> list[Event]:
+        return [self._event(f"response.{self._status()}", response=self.whole())]
+
+    def _open_message(self) -> list[Event]:
+        self._is_open = True
+        message = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
+        self._items.append({**message, "status": "in_progress", "content": [_part("")]})
+        return [
+            self._item_event("response.output_item.added", self._items[-1] | {"content": []}),
+            self._event("response.content_part.added", **self._position(), part=_part("")),
+        ]
+
+    def _close_message(self, status: str) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        [part], self._items[-1]["status"] = self._items[-1]["content"], status
+        return [
+            self._event("response.output_text.done", **self._position(), text=part["text"], logprobs=[]),
+            self._event("response.content_part.done", **self._position(), part=part),
+            self._item_event("response.output_item.done", self._items[-1]),
+        ]
+
+    def _add_call(self, call: FunctionCall) -> list[Event]:
+        item = {"id": _new_id("fc"), "type": "function_call", "call_id": call.call_id, "name": call.name}
+        self._items.append(item | {"arguments": call.arguments, "status": "completed"})
+        position = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        done = {**position, "name": call.name, "arguments": call.arguments}
+        return [
+            self._item_event("response.output_item.added", item | {"arguments": "", "status": "in_progress"}),
+            self._event("response.function_call_arguments.delta", **position, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **done),
+            self._item_event("response.output_item.done", self._items[-1]),
+        ]
+
+    def whole(self) -> dict[str, Any]:
+        response = self._response(self._status(), self._items)
+        usage = self.usage
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+        return response | self.metrics
+
+    def _status(self) -> str:
+        return "incomplete" if self.answers[0].finish_reason == "length" else "completed"
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body = self.body
+        choice = body.tool_choice or ("auto" if body.tools else "none")
+        if isinstance(choice, Tool):
+            choice = {"type": "function", "name": choice.function.name}
+        text_format = body.answer_format.model_dump(by_alias=True) if body.answer_format else {"type": "text"}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.answers[0].model.name,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": text_format},
+            "tool_choice": choice,
+            "tools": [{"type": "function", **tool.function.model_dump()} for tool in body.tools or []],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "usage": None,
+        }
+
+    def _position(self) -> dict[str, Any]:
+        """Returns the position of the last item's text."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _item_event(self, name: str, item: dict[str, Any]) -> Event:
+        return self._event(name, output_index=len(self._items) - 1, item=copy.deepcopy(item))
+
+    def _event(self, kind: str, /, **data: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._num_events, **data}
+        self._num_events += 1
+        return kind, event
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
 def named(tokenizer: TextTokenizer, token_id: int) -> tuple[str, bytes]:
-    """A token's text and bytes. One that is part of a character is called by its bytes: every token has a name."""
+    """Returns a token's text and bytes. Part of a character is named by its bytes, so that every token has a name."""
     table = tokenizer.token_bytes
-    if table is None or not table[token_id]:  # without a table, or special
+    if table is None or not table[token_id]:  # no byte-level vocabulary, or a special token
         text = tokenizer.decode([token_id], skips_special_tokens=False)
         return text, text.encode()
     try:

@@ -1,13 +1,13 @@
-"""From a body to what the engine is asked: a `Generation` for every answer to a request.
+"""Turns a checked body into what the engine generates: a `Generation` for every answer.
 
-Ranges are checked by `core.request.Request`, as for all other ways in; its errors get the names that this API has.
+`generations` renders the conversation and tokenises the prompt. `core.request.Request` checks the ranges that every way
+into the engine shares; its errors get the field names of this API.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,31 +15,22 @@ import numpy as np
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits, Request, Sampling
-from faser_backend.openai.bodies import parse
+from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ConversationBody, Message, parse, text_of
 from faser_backend.openai.errors import ApiError
-from faser_backend.openai.fields import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    Message,
-    ResponsesBody,
-    text_of,
-)
-from faser_backend.openai.tools import Guide, ToolForm, answer_guide, shows_tools, written_out
+from faser_backend.openai.tools import Guide, ToolForm, answer_guide, form_of, shows_tools, written_out
 from faser_backend.text.guides import GUIDE, MAX_GUIDE_BYTES
-from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.tensor_values import check_length
+from faser_backend.text.tokenizer import TextTokenizer, check_length
 
-MAX_PROMPTS = 256  # of one request
-MAX_DIGITS = 10  # of a token id
-MAX_PREDICTED_TOKENS = 32  # of `prediction`: what the engine takes of a client's draft
-DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's completions have it
+MAX_PROMPTS = 256  # per request, times n
+MAX_DIGITS = 10  # in a token id
+MAX_PREDICTED_TOKENS = 32  # of `prediction`: the engine takes no longer draft from a client
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 LIMIT_FIELDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the first that is given counts
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that requests are for."""
+    """The model that this server offers."""
 
     name: str
     tokenizer: TextTokenizer
@@ -52,61 +43,73 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One sequence to generate, and what its answer shows."""
+    """One sequence to generate, and how its answer is shown."""
 
     request: Request
-    max_tokens: int  # 0 is 1 to the engine, and the token is dropped
+    max_tokens: int  # 0: the engine generates one token, which the answer drops
     stop: tuple[str, ...] = ()
-    num_top: int | None = None  # best tokens beside each; None: no log-probabilities
-    echoes: bool = False  # whether the answer repeats the prompt, with its log-probabilities where they are wanted
+    num_top: int | None = None  # alternatives per token; None without log-probabilities
+    echoes: bool = False  # the answer repeats the prompt, with its log-probabilities if wanted
     guide: Guide | None = None
+    tool_form: type[ToolForm] | None = None  # None: the request offers no tools
 
 
-def completions(body: CompletionBody, model: ServedModel) -> Iterator[Generation]:
-    """The answers to every prompt, tokenised as they are asked for. Raises RequestError."""
+def generations(body: Body, model: ServedModel) -> list[Generation]:
+    """Returns a Generation per answer, prompt by prompt. Raises RequestError."""
+    if isinstance(body, ConversationBody):
+        return _conversation(body, model)
+    assert isinstance(body, CompletionBody)
     given: Any = body.prompt
     prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     if len(prompts) * body.num_choices > MAX_PROMPTS:
-        limit = f"at most {MAX_PROMPTS} answers to a request (prompts times n)"
+        limit = f"at most {MAX_PROMPTS} answers per request are allowed (prompts times n)"
         raise RequestError("prompt", f"{len(prompts)} prompts with n = {body.num_choices}", limit)
     for prompt in prompts:
         check_length("prompt", prompt, model.max_text_bytes)
-    for prompt in prompts:
-        ids = model.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        yield from _generations(body, "prompt", ids, model)
+    encode = model.tokenizer.encode_prompt
+    encoded = (encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts)
+    return [one for ids in encoded for one in _choices(body, "prompt", ids, model)]
 
 
-def conversation(
-    body: ChatBody | ResponsesBody, model: ServedModel, form: type[ToolForm] | None
-) -> Iterator[Generation]:
-    """The answers to a conversation as the chat template writes it. Raises RequestError."""
-    guide = answer_guide(body, form)
-    if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # the engine would say so, of a larger message
+def _conversation(body: ConversationBody, model: ServedModel) -> list[Generation]:
+    tokenizer = model.tokenizer
+    form = form_of(tokenizer.chat_template) if body.offered_tools else None
+    guide = answer_guide(body, form) if form or body.answer_format else None
+    if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # refused here, the message to the engine stays small
         raise RequestError(f"{GUIDE} length", len(guide.text), f"must be at most {MAX_GUIDE_BYTES} bytes")
-    ids = conversation_ids(body, model.tokenizer, model.max_text_bytes)
+    ids = conversation_ids(body, tokenizer, model.max_text_bytes)
     draft_ids: tuple[int, ...] = ()
     if isinstance(body, ChatBody) and body.prediction is not None:
         predicted = text_of(body.prediction.content)
         check_length("prediction", predicted, model.max_text_bytes)
-        draft_ids = tuple(model.tokenizer.encode(predicted)[:MAX_PREDICTED_TOKENS])
-    name = "messages" if isinstance(body, ChatBody) else "input"
-    return _generations(body, name, ids, model, guide=guide, draft_ids=draft_ids)
+        draft_ids = tuple(tokenizer.encode(predicted)[:MAX_PREDICTED_TOKENS])
+    choices = _choices(body, _prompt_field(body), ids, model, draft_ids=draft_ids)
+    return [replace(choice, guide=guide, tool_form=form) for choice in choices]
 
 
-def conversation_ids(body: ChatBody | ResponsesBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
-    """The prompt. max_bytes: of its text. Raises RequestError."""
+def _prompt_field(body: ConversationBody) -> str:
+    return "messages" if isinstance(body, ChatBody) else "input"
+
+
+def conversation_ids(body: ConversationBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
+    """Returns the prompt that the chat template makes of a conversation. max_bytes: limits its text.
+
+    Raises RequestError.
+    """
+    name = _prompt_field(body)
     calls = [call.function for message in body.messages for call in message.tool_calls or ()]
     texts = [text_of(message.content) for message in body.messages] + [call.arguments for call in calls]
-    check_length("messages", "".join(texts), max_bytes)
-    messages = [_for_template(f"messages[{index}]", message) for index, message in enumerate(body.messages)]
+    check_length(name, "".join(texts), max_bytes)
+    messages = [_for_template(f"{name}[{index}]", message) for index, message in enumerate(body.messages)]
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
-    if not shows_tools(tokenizer.chat_template):
+    has_tools = tools or any(message.role == "tool" or message.tool_calls for message in body.messages)
+    if has_tools and not shows_tools(tokenizer.chat_template):
         messages, tools = written_out(messages, tools), None
-    return tokenizer.encode_conversation("messages", messages, tools, max_bytes=max_bytes)[1]
+    return tokenizer.encode_conversation(name, messages, tools, max_bytes=max_bytes)[1]
 
 
 def _for_template(name: str, message: Message) -> dict[str, Any]:
-    """Content is text, as templates expect, and the arguments of calls are objects."""
+    """Returns a message as templates expect it: content is text, and the arguments of calls are objects."""
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{name}.content", None, "is required")
     shown: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
@@ -120,16 +123,10 @@ def _for_template(name: str, message: Message) -> dict[str, Any]:
     return shown
 
 
-def _generations(
-    body: Body,
-    prompt_field: str,
-    prompt_ids: list[int],
-    model: ServedModel,
-    *,
-    guide: Guide | None = None,
-    draft_ids: tuple[int, ...] = (),
-) -> Iterator[Generation]:
-    """One for each of the n answers. prompt_field: to blame for the prompt."""
+def _choices(
+    body: Body, prompt_field: str, prompt_ids: list[int], model: ServedModel, *, draft_ids: tuple[int, ...] = ()
+) -> list[Generation]:
+    """Returns the n choices for one prompt. prompt_field: names the prompt in errors."""
     limit_field = next((name for name in LIMIT_FIELDS if getattr(body, name, None) is not None), LIMIT_FIELDS[-1])
     room = max(1, model.limits.max_context - len(prompt_ids))
     default = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionBody) else room
@@ -158,13 +155,12 @@ def _generations(
         names = {"input_ids": prompt_field, "max_tokens": limit_field}
         error.blame(names.get(error.field or "", error.field or ""))
         raise
-    stop = tuple(getattr(body, "stop", None) or ())
-    first = Generation(request, max_tokens, stop, num_top, echoes, guide)
-    return (replace(first, request=request.nth(index)) for index in range(body.num_choices))
+    first = Generation(request, max_tokens, tuple(getattr(body, "stop", None) or ()), num_top, echoes)
+    return [replace(first, request=request.nth(index)) for index in range(body.num_choices)]
 
 
 def _sampling(body: Body, vocab_size: int) -> Sampling:
-    """The API samples at temperature 1 unless told otherwise."""
+    """Returns the sampling parameters; this API samples at temperature 1 by default."""
     given = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_k": None if body.top_k == -1 else body.top_k,

@@ -1,22 +1,27 @@
-"""How answers leave: JSON, or a stream of events, whatever happens while they are generated."""
+"""Generates and sends a reply: `GeneratedResponse` reads a request's outputs from Triton and sends JSON or events.
+
+Errors become responses here too, in OpenAI's form.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from faser_backend.openai.answer import follow_all
 from faser_backend.openai.errors import as_api_error
-from faser_backend.openai.replies import ApiReply, Event
+from faser_backend.openai.replies import Answer, ApiReply, Event
 from faser_backend.openai.triton_client import TokenClient
-from faser_backend.serving.tracing import context_of
+from faser_backend.serving.tracing import CONTEXT_HEADERS
+
+MAX_WAITING_EVENTS = 64  # lists of events per request, for a slow client; beyond that its stream from Triton waits
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Json(JSONResponse):
@@ -24,40 +29,36 @@ class Json(JSONResponse):
         return to_json(content)
 
 
-class Generated:
-    """An ASGI response that generates while it is sent; it ends in the engine as soon as its client goes away."""
+class GeneratedResponse:
+    """An ASGI response that generates while it is sent. A client that disconnects ends its request in the engine."""
 
     def __init__(self, client: TokenClient, reply: ApiReply) -> None:
         self._client, self._reply = client, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-        if trace := context_of(dict(given)):
-            self._client = self._client.carrying(trace)
-        answer = self._stream if self._reply.body.stream else self._answer
-        await _while_connected(receive, answer(scope, receive, send))
+        send_reply = self._stream if self._reply.body.stream else self._send_whole
+        await _while_connected(receive, send_reply(scope, receive, send))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(follow_all(self._client, self._reply.answers)) as pieces:
-                async for index, piece in pieces:
-                    self._reply.chunk(index, piece)
+            async with aclosing(self._events(scope)) as events:
+                async for _ in events:
+                    pass
             response: Response = Json(self._reply.whole())
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The status waits for the first piece: until then a refusal can still be told by it."""
+        """The status waits for the first token, so that it can still report an error until then."""
         reply, has_begun = self._reply, False
         try:
-            async with aclosing(follow_all(self._client, reply.answers)) as pieces:
-                async for index, piece in pieces:
+            async with aclosing(self._events(scope)) as new_events:
+                async for events in new_events:
                     if not has_begun:
                         has_begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                        await _send_events(send, reply.begin())
-                    await _send_events(send, reply.chunk(index, piece))
+                    await _send_events(send, events)
             await _send_events(send, reply.end())
         except Exception as error:
             shown = as_api_error(error)
@@ -68,8 +69,45 @@ class Generated:
         done = b"data: [DONE]\n\n" if reply.has_done else b""
         await send({"type": "http.response.body", "body": done, "more_body": False})
 
+    async def _events(self, scope: Scope) -> AsyncGenerator[list[Event], None]:
+        """Yields the events of all choices as they come. Closing it ends the choices in the engine.
 
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        Raises the error of the first choice that fails.
+        """
+        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        trace = {name: value for name, value in headers if name in CONTEXT_HEADERS}
+        queue: asyncio.Queue[list[Event] | Exception | None] = asyncio.Queue(MAX_WAITING_EVENTS)
+
+        async def run(index: int, answer: Answer) -> None:
+            try:
+                async with aclosing(self._client.generate(answer.wanted, trace)) as outputs:
+                    async for output, is_drafted in outputs:
+                        events = self._reply.add(index, output, is_drafted)
+                        if events is not None:
+                            await queue.put(events)
+                        # Only a stop string leaves the stream early. Otherwise it is read to its end: a cancellation
+                        # that crosses the end of a request can make Triton wait for that request for ever.
+                        if answer.stop_reason is not None:
+                            break
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(run(index, answer)) for index, answer in enumerate(self._reply.answers)]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _send_events(send: Send, events: list[Event]) -> None:
@@ -81,13 +119,13 @@ async def _send_events(send: Send, events: list[Event]) -> None:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end or the client's going away."""
+    """Runs work until it ends or the client disconnects."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    task, watch = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -101,7 +139,7 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
 
 
 def to_json(data: Any) -> bytes:
-    """Whatever data holds: NaN and infinity become null, half surrogate pairs question marks."""
+    """Writes any data as JSON: NaN and infinity become null, half surrogate pairs become question marks."""
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""`faser openai`: OpenAI's API as a process of its own, beside a Triton server that is already there."""
+"""`faser openai`: starts the OpenAI server, a process of its own in front of a running Triton server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -13,8 +14,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
-from faser_backend.openai.app import make_app
-from faser_backend.openai.callers import Callers, check_origins
+from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.connections import Connection, open_files
 from faser_backend.openai.requests import ServedModel
 from faser_backend.serving.access import is_loopback
@@ -25,19 +25,19 @@ from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.tensor_values import default_text_bytes
 
 MAX_KEYS = 1000
-DRAIN_S = 60  # for streams in flight
-BACKLOG = 1024  # below MAX_CONNECTIONS: who is accepted is read from before it could be closed for others
+DRAIN_S = 60  # time for streams in flight to end
+BACKLOG = 1024  # below MAX_CONNECTIONS: a new connection is read before it can be closed to make room
 
 
 def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str) -> None:
-    """Answers requests until SIGINT or SIGTERM, then until those in flight have ended. Raises ConfigError.
+    """Serves until SIGINT or SIGTERM, then lets the requests in flight end. Raises ConfigError.
 
-    draft: as the server has it, for a draft model may limit the context.
+    draft: as in the Triton server, because a draft model may limit the context.
     """
     keys = read_keys(options.api_key_file)
     check_exposure(options.host, keys)
     if (options.tls_cert is None) != (options.tls_key is None):
-        raise ConfigError("tls-cert, tls-key: both are needed, or none")
+        raise ConfigError("tls-cert, tls-key: give both or neither")
     callers = Callers(keys, options.host, check_origins(options.allow_origin))
     app = make_app(
         describe(options, engine_dir, draft),
@@ -62,11 +62,11 @@ def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str) -> None:
         server_header=False,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _Announced(config).run()
+    _AnnouncedServer(config).run()
 
 
-class _Announced(uvicorn.Server):
-    """Says on stdout, once, that it listens."""
+class _AnnouncedServer(uvicorn.Server):
+    """A server that prints its addresses once it listens."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -96,13 +96,15 @@ def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedMode
 def check_server(
     port: int, *, is_decoupled: bool, contract: str, is_encrypted: bool, restricted: Sequence[str]
 ) -> None:
-    """Raises ConfigError where a server that is started like this would not answer: it is asked over gRPC, in the
-    clear, with no key, and streams."""
+    """Raises ConfigError for options of the Triton server under which the OpenAI server could not use it.
+
+    The OpenAI server streams over gRPC, without TLS and without a key.
+    """
     refusals = {
-        "it streams from the server: leave out --no-decoupled": not is_decoupled,
-        f"asks the models of contract inflight_batcher, not of {contract}": contract != "inflight_batcher",
-        "asks Triton's gRPC port in the clear: leave out --grpc-tls-cert": is_encrypted,
-        "has no admin key: leave inference out of --restrict": "inference" in restricted,
+        "needs a decoupled server: leave out --no-decoupled": not is_decoupled,
+        f"needs --contract inflight_batcher, not {contract}": contract != "inflight_batcher",
+        "reaches gRPC without TLS: leave out --grpc-tls-cert": is_encrypted,
+        "sends no admin key: leave inference out of --restrict": "inference" in restricted,
     }
     for reason, is_refused in refusals.items():
         if is_refused:
@@ -110,7 +112,7 @@ def check_server(
 
 
 def read_keys(file: Path | None) -> list[str]:
-    """Raises ConfigError naming the file."""
+    """Reads the API keys, one per line. Raises ConfigError naming the file."""
     if file is None:
         return []
     try:
@@ -118,12 +120,21 @@ def read_keys(file: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api-key-file = {file}: not readable as text ({error})") from None
     if not 1 <= len(keys) <= MAX_KEYS:
-        raise ConfigError(f"api-key-file = {file}: holds {len(keys)} keys: must hold 1 to {MAX_KEYS}, one per line")
+        raise ConfigError(f"api-key-file = {file}: has {len(keys)} keys: must have 1 to {MAX_KEYS}, one per line")
     return keys
 
 
 def check_exposure(host: str, keys: list[str]) -> None:
-    """Raises ConfigError where strangers could use the server without a key."""
+    """Raises ConfigError if other machines could use the server without a key."""
     if is_loopback(host) or keys:
         return
-    raise ConfigError(f"openai-host = {host}: others than this machine can reach it: needs --api-key-file FILE")
+    raise ConfigError(f"openai-host = {host}: is reachable from other machines: needs --api-key-file FILE")
+
+
+def check_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    """Returns the origins as browsers write them. Raises ConfigError."""
+    for origin in origins:
+        parts = urlsplit(origin.rstrip("/"))
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path or parts.query or parts.fragment:
+            raise ConfigError(f"allow-origin = {origin!r}: must be SCHEME://HOST[:PORT], with http or https")
+    return tuple(origin.rstrip("/").lower() for origin in origins)

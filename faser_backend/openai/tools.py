@@ -1,8 +1,8 @@
-"""Tool calls: what grammar makes a model write one, and how one is found in its text.
+"""Tool calls: the grammars that make a model write a call, and the parsers that find calls in its text.
 
-Two forms are known, told apart by the chat template: Hermes's and Qwen's (each call between <tool_call> tags) and
-Llama 3's (the answer is one JSON object, or several with semicolons between). A template that shows no tools, or whose
-form of calls is not known, is given the first form in words: a system message lists the functions.
+Two forms are supported; the chat template decides. Hermes and Qwen write each call between <tool_call> tags. Llama 3
+answers with one JSON object, or several with semicolons between. For a template without tools, or with another form, a
+system message lists the functions and asks for the first form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from faser_backend.openai.fields import ChatBody, FunctionTool, ResponsesBody, Tool
+from faser_backend.openai.bodies import ConversationBody, FunctionTool, Tool
 from faser_backend.text.guides import JSON_STYLE
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -29,7 +29,7 @@ To call a function, answer with its name and its arguments in this form, and not
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A grammar for the answer, in the names of `guided_decoding_guide_type`."""
+    """A grammar for the answer. kind: a value of `guided_decoding_guide_type`."""
 
     kind: str
     text: str = ""
@@ -37,7 +37,7 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A function the model calls; arguments: JSON text."""
+    """A call of a function by the model. arguments: JSON text."""
 
     name: str
     arguments: str
@@ -52,15 +52,17 @@ class FunctionCall:
 
 
 class ToolForm:
-    """How one kind of model writes its calls; an object reads one answer, given its text as it comes."""
+    """The form in which one kind of model writes calls. An object parses one answer as its text arrives."""
 
     arguments_key: str
-    call_rule: str  # an answer that is one call, in Lark
+    call_rule: str  # of an answer that is one call, in Lark
 
     @classmethod
     def required_guide(cls, tools: list[FunctionTool], schema: dict[str, Any] | None = None) -> Guide:
-        """The grammar of an answer that is exactly one call of one of the tools, or of this schema. Every schema is a
-        document of its own, so that references in it have their root."""
+        """Returns the grammar of an answer that is one call of one of the tools, or that follows the schema.
+
+        Every schema stays a separate document, so that references in it keep their root.
+        """
         rules = [f"start: {cls.call_rule}" + (" | answer" if schema is not None else "")]
         rules.append("call: " + " | ".join(f"call{index}" for index in range(len(tools))))
         for index, tool in enumerate(tools):
@@ -72,26 +74,26 @@ class ToolForm:
 
     @classmethod
     def offered_guide(cls, tools: list[FunctionTool]) -> Guide | None:
-        """The grammar of free text in which every call is well-formed; None where the form has no mark for calls."""
+        """Returns the grammar of free text with well-formed calls; None if the form does not mark calls."""
         return None
 
     def push(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """Returns what is text of the answer, and the calls that are complete."""
+        """Returns the new text of the answer, and the calls that are complete."""
         raise NotImplementedError
 
     def finish(self) -> tuple[str, list[FunctionCall]]:
-        """Returns what was held back: a call that is complete now, or text that turned out to be none."""
+        """Returns the text that was held back, or the calls that it makes."""
         raise NotImplementedError
 
 
 class TaggedForm(ToolForm):
-    """<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>, as often as the model likes, amid text."""
+    """Calls as <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>, any number of them between text."""
 
     arguments_key = "arguments"
     call_rule = f'"{OPEN}\\n" call "\\n{CLOSE}"'
 
     def __init__(self) -> None:
-        self._held = ""  # whatever may become a tag
+        self._held = ""  # text that may become a tag, or a call that is not complete
         self._is_inside = False
 
     @classmethod
@@ -118,7 +120,7 @@ class TaggedForm(ToolForm):
                 shown.append(before)
             elif (call := self._read_call(before)) is not None:
                 calls.append(call)
-            else:  # no call between the tags: the client sees what the model wrote
+            else:  # not a call between the tags: the client gets the text
                 shown.append(OPEN + before + CLOSE)
             self._held, self._is_inside = behind, not self._is_inside
         if not self._is_inside:
@@ -139,9 +141,9 @@ class TaggedForm(ToolForm):
 
 
 class BareForm(ToolForm):
-    """{"name": ..., "parameters": {...}} and nothing else, perhaps behind <|python_tag|>.
+    """Calls as {"name": ..., "parameters": {...}} and nothing else, perhaps after <|python_tag|>.
 
-    An answer that begins as a call is held back to its end; any other is text at once.
+    An answer that begins like a call is held back to its end; any other is text at once.
     """
 
     arguments_key = "parameters"
@@ -175,14 +177,16 @@ def form_of(template: str | None) -> type[ToolForm]:
 
 
 def shows_tools(template: str | None) -> bool:
-    """Whether the template lists tools, and writes calls in a form that is known here."""
+    """Returns whether the template lists tools and writes calls in a supported form."""
     marks = (OPEN, "<|python_tag|>", '"parameters":', "ipython")
     return template is not None and "tools" in template and any(mark in template for mark in marks)
 
 
 def written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The conversation for a template that knows no tools: the functions are listed in the system message, calls are
-    text of the assistant, and results messages of the user."""
+    """Rewrites a conversation for a template without tools.
+
+    The system message lists the functions, calls become text of the assistant, and results become user messages.
+    """
     written: list[dict[str, Any]] = []
     if tools:
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -195,7 +199,7 @@ def written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | No
         was_result, is_result = is_result, message["role"] == "tool"
         if is_result:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if was_result:  # many templates want the roles to alternate
+            if was_result:  # many templates require alternating roles
                 written[-1]["content"] += f"\n{text}"
             else:
                 written.append({"role": "user", "content": text})
@@ -208,9 +212,9 @@ def written_out(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | No
     return written
 
 
-def answer_guide(body: ChatBody | ResponsesBody, form: type[ToolForm] | None) -> Guide | None:
-    """The grammar that tool_choice and the format of the answer ask for. form: None where no tools are offered."""
-    schema = body.answer_format.schema_of_answer if body.answer_format else None
+def answer_guide(body: ConversationBody, form: type[ToolForm] | None) -> Guide | None:
+    """Returns the grammar that tool_choice and the answer's format need. form: None if no tools are offered."""
+    schema = body.answer_format.answer_schema if body.answer_format else None
     if form is None:
         return None if schema is None else Guide("json_schema", json.dumps(schema))
     tools = [tool.function for tool in body.offered_tools]
@@ -222,7 +226,7 @@ def answer_guide(body: ChatBody | ResponsesBody, form: type[ToolForm] | None) ->
 
 
 class CallFinder:
-    """Splits one answer's text, as it comes, into text and calls. form: None where no tools are offered."""
+    """A splitter of one answer's text into text and calls. form: None if no tools are offered."""
 
     def __init__(self, form: type[ToolForm] | None, *, is_single: bool) -> None:
         self.calls: list[FunctionCall] = []
@@ -230,7 +234,7 @@ class CallFinder:
         self._is_single = is_single
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, list[FunctionCall]]:
-        """Returns what is new. Behind a call, space is no text; if is_single, neither are further calls calls."""
+        """Returns new text and new calls. Drops white space after a call and, if is_single, further calls."""
         if self._form is None:
             return text, []
         text, calls = self._form.push(text)
@@ -244,15 +248,17 @@ class CallFinder:
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a call's arguments. Those that it names, and no others unless it says so: a small model that may
-    add some does not end."""
+    """Returns the schema of a call's arguments, closed to other properties unless it allows them.
+
+    A small model that may add properties does not stop.
+    """
     if not parameters:
         return _ANYTHING
     return ({"additionalProperties": False} if "properties" in parameters else {}) | parameters
 
 
 def _json_rule(name: str, schema: dict[str, Any]) -> str:
-    """Schemas within a grammar are not written in the style of guides that are schemas: it is told here."""
+    """Returns a rule for JSON of a schema, in the style of guides that are schemas."""
     return f"{name}: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
 
 
@@ -265,19 +271,19 @@ def _call_of(value: object, key: str) -> FunctionCall | None:
 
 
 def _json_values(text: str) -> list[object]:
-    """JSON values with semicolons or nothing between; [None] for any other text."""
-    decoder, values, place = json.JSONDecoder(), [], 0
+    """Returns the JSON values of a text, with semicolons or nothing between; [None] for any other text."""
+    decoder, values, position = json.JSONDecoder(), [], 0
     try:
-        while place < len(text):
-            value, place = decoder.raw_decode(text, place)
+        while position < len(text):
+            value, position = decoder.raw_decode(text, position)
             values.append(value)
-            while place < len(text) and text[place] in "; \n\t\r":
-                place += 1
+            while position < len(text) and text[position] in "; \n\t\r":
+                position += 1
     except (ValueError, RecursionError):
         return [None]
     return values
 
 
 def _num_may_begin(text: str, mark: str) -> int:
-    """Characters at the end of text with which mark may begin."""
+    """Returns the number of characters at the end of the text with which the mark may begin."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,11 +1,10 @@
-"""Token ids from Triton's model `tensorrt_llm`, over gRPC: one stream per sequence, which a caller can end at any time.
+"""The client of Triton's model `tensorrt_llm`, over gRPC: one stream per sequence, which the caller can end.
 
-A stream of its own per request, because Triton tells a model that its client went away by the end of that stream.
+Every sequence has its own stream because Triton reports a client that left by the end of its stream.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -15,22 +14,22 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from faser_backend.core.errors import ErrorCode, Failure
-from faser_backend.core.request import EngineOutput, RequestStats, Sampling
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats, Sampling
 from faser_backend.openai.errors import ApiError
 from faser_backend.openai.requests import Generation
 from faser_backend.triton.tensors import JSON_ERRORS
 
 MODEL = "tensorrt_llm"
-# Of errors that are gRPC's own; any other is INTERNAL.
+# Codes of gRPC's own errors; any other is INTERNAL.
 _CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID,
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
     grpc.StatusCode.NOT_FOUND: ErrorCode.UNAVAILABLE,  # the model is being unloaded or replaced
-    grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,  # by Triton, which ends
+    grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,  # Triton is stopping
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.UNAVAILABLE,
 }
 DEFAULTS = Sampling()
-# Tensors of fields of Sampling, sent where they differ from their defaults.
+# The tensors of fields of Sampling, sent if they differ from the defaults.
 _SAMPLING: dict[str, tuple[str, type]] = {
     "runtime_top_k": ("top_k", np.int32),
     "min_p": ("min_p", np.float32),
@@ -55,13 +54,6 @@ class TokenClient:
         """url: HOST:PORT of Triton's gRPC endpoint."""
         self._client = triton.InferenceServerClient(url)
         self._vocab_size = vocab_size
-        self._headers: dict[str, str] = {}
-
-    def carrying(self, headers: dict[str, str]) -> TokenClient:
-        """The same connection, for a request with these headers of its client's trace."""
-        carrier = copy.copy(self)
-        carrier._headers = headers
-        return carrier
 
     async def is_ready(self) -> bool:
         try:
@@ -69,20 +61,30 @@ class TokenClient:
         except InferenceServerException:
             return False
 
-    async def generate(self, wanted: Generation) -> AsyncGenerator[tuple[EngineOutput, list[bool]], None]:
-        """Yields outputs, each with which of its tokens were drafted and accepted, until the sequence ends. Closing the
-        iterator cancels the request in the engine.
+    async def generate(
+        self, wanted: Generation, headers: dict[str, str]
+    ) -> AsyncGenerator[tuple[EngineOutput, list[bool]], None]:
+        """Yields outputs, each with a flag per token: drafted and accepted. One of the outputs has a finish reason.
 
-        The client's trace headers go along. Raises ApiError.
+        headers: of the client's trace. Closing the iterator cancels the request in the engine. Raises ApiError.
         """
-        is_ended = False
-        call: Any = self._client.stream_infer(_only(self._request(wanted)), headers=self._headers or None)
+        request, num_tokens, has_finished, is_ended = wanted.request, 0, False, False
+        call: Any = self._client.stream_infer(_only(self._request(wanted)), headers=headers or None)
         try:
             async for result, error in call:
                 if error is not None:
                     raise ApiError.of(_failure_of(error.message()))
-                yield _output_of(result)
+                output, is_drafted = _output_of(result)
+                num_tokens += len(output.token_ids)
+                if output.token_ids and output.token_ids[-1] in request.end_ids:  # no tensor has the reason
+                    output.finish_reason = FinishReason.END_ID
+                elif output.token_ids and num_tokens == request.max_tokens:
+                    output.finish_reason = FinishReason.LENGTH
+                has_finished |= output.is_final
+                yield output, is_drafted
             is_ended = True
+            if not has_finished:  # the engine ended the sequence early, for instance after a stop request
+                yield EngineOutput("", [], finish_reason=FinishReason.STOPPED), []
         except grpc.aio.AioRpcError as error:
             code = _CODES.get(error.code(), ErrorCode.INTERNAL)
             raise ApiError.of(Failure(code, f"Triton does not answer ({error.code().name})")) from None
@@ -111,12 +113,12 @@ class TokenClient:
 
 
 async def _only(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """A stream of one request: with its last response Triton ends the stream."""
+    """Yields the one request of a stream; Triton ends the stream with the last response."""
     yield request
 
 
 def _arrays(wanted: Generation, vocab_size: int) -> dict[str, np.ndarray]:
-    """The request's tensors, each [1, n]."""
+    """Returns the request's tensors, each [1, n]."""
     request, sampling = wanted.request, wanted.request.sampling
     ids = request.prompt_ids.astype(np.int32)[None]
     arrays: dict[str, np.ndarray] = {"input_ids": ids, "input_lengths": np.array([[ids.size]], np.int32)}
@@ -130,7 +132,7 @@ def _arrays(wanted: Generation, vocab_size: int) -> dict[str, np.ndarray]:
         "return_generation_logits": request.wants_generation_logits,
     }
     arrays |= {name: np.array([[True]]) for name, is_set in flags.items() if is_set}
-    # Always both: without top_p the engine decodes greedily unless top_k or min_p says that it shall sample.
+    # Always both: without top_p, top_k and min_p the engine decodes greedily.
     arrays["temperature"] = np.array([[sampling.temperature]], np.float32)
     arrays["runtime_top_p"] = np.array([[sampling.top_p]], np.float32)
     for name, (field, dtype) in _SAMPLING.items():
@@ -167,7 +169,7 @@ def _output_of(result: Any) -> tuple[EngineOutput, list[bool]]:
     )
     stats = {field: result.as_numpy(name) for name, field in _STATS.items()}
     given = {field: int(array[0, 0]) for field, array in stats.items() if array is not None and array.size}
-    if context is not None and context_ids is not None:  # the ids stand between the token's own and the others' values
+    if context is not None and context_ids is not None:  # in this order: own value, ids, their values
         context = np.concatenate([context[0, :, :1], context_ids[0], context[0, :, 1:]], axis=1)
     output = EngineOutput(
         "",
@@ -181,10 +183,9 @@ def _output_of(result: Any) -> tuple[EngineOutput, list[bool]]:
 
 
 def _failure_of(text: str) -> Failure:
-    """The model's failure. What it did not write is Triton's own, which has no code in a stream: Triton refused the
-    request, because the model loads, stops or is replaced, or the model's process is gone.
+    """Reads the model's failure. Any other text is Triton's own and means that the model is not available.
 
-    Triton's header `triton_grpc_error` would end the stream with a code, but the server crashes where a client leaves
-    beside such an error.
+    Triton's errors have no code in a stream. Its header `triton_grpc_error` would add one, but makes the server crash
+    if a client leaves at the same time.
     """
     return Failure.from_json(text) or Failure(ErrorCode.UNAVAILABLE, f"Triton: {text}")

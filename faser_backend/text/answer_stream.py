@@ -1,8 +1,8 @@
-"""`AnswerStream`: what the engine emits for one sequence in, tokens and their text out.
+"""`AnswerStream`: the growing answer of one sequence. The engine's outputs go in; tokens and their text come out.
 
-The joined texts depend on the tokens alone, not on how they were cut into outputs: unary answers run through the same
-stream, so streamed text equals unary text exactly. A character whose bytes are still incomplete is held back; what is
-incomplete at the end becomes U+FFFD. Knows nothing of Triton and of HTTP.
+Triton's tensors, the OpenAI server and the Python API all build their answers on it. The joined text depends on the
+tokens alone, not on how they were split into outputs, so streamed text equals unary text. A character with missing
+bytes is held back; at the end of the answer it becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.request import EngineOutput
+from faser_backend.core.errors import Failure
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.text.tokenizer import TextTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_HELD_TOKENS = 8  # no UTF-8 character needs more byte tokens than 4; then it is invalid text
+MAX_HELD_TOKENS = 8  # a UTF-8 character takes at most 4 byte tokens; longer sequences are invalid text
 NUM_CONTEXT_TOKENS = 6  # decoded before new tokens, so that leading spaces survive
+REASONS = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.STOPPED: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
+}
 
 
 class ByteDecoder:
-    """Exact for byte-level vocabularies: a table look-up and an incremental UTF-8 decoder."""
+    """A decoder for byte-level vocabularies, exact: a table look-up and incremental UTF-8 decoding."""
 
     def __init__(self, token_bytes: list[bytes]) -> None:
         self._token_bytes = token_bytes
@@ -37,7 +46,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For any other vocabulary: decodes a short window and returns what the new token added."""
+    """A decoder for any other vocabulary: decodes a short window of tokens and takes what the new token added."""
 
     def __init__(self, tokenizer: TextTokenizer, context_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +69,7 @@ class WindowDecoder:
     def _added_text(self) -> str:
         before = self._tokenizer.decode(self._context)
         after = self._tokenizer.decode(self._context + self._held)
-        if not after.startswith(before):  # the vocabulary rewrites its past: decode the new tokens alone
+        if not after.startswith(before):  # the vocabulary rewrites earlier text: decode the new tokens alone
             return self._tokenizer.decode(self._held)
         return after[len(before) :]
 
@@ -70,18 +79,18 @@ class WindowDecoder:
 
 
 class StopMatcher:
-    """Ends a text at the first stop string, which may begin and end inside different tokens.
+    """A text that ends at its first stop string, which may begin and end inside different tokens.
 
-    The match that ends first wins, of those that end together the longest. `includes_stop` keeps the
-    stop string in the text; otherwise whatever may still become one is held back.
+    The match that ends first wins; of several that end together, the longest. `includes_stop` keeps the stop string in
+    the text; without it, text that may still become a stop string is held back.
     """
 
     def __init__(self, stop_strings: Sequence[str], *, includes_stop: bool) -> None:
         self._stops = sorted({stop for stop in stop_strings if stop}, key=len, reverse=True)
         self._includes_stop = includes_stop
         self._num_tail = len(self._stops[0]) - 1 if self._stops else 0
-        self._tail = ""  # seen text that a match may still begin in
-        self._num_unsent = 0  # characters at the end of _tail that were held back
+        self._tail = ""  # the end of the text, in which a match may still begin
+        self._num_unsent = 0  # characters at the end of _tail that are held back
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -102,7 +111,7 @@ class StopMatcher:
         return ready, False
 
     def finish(self) -> str:
-        """Returns the text that was held back and never became a stop string."""
+        """Returns the text that is still held back."""
         held = self._tail[len(self._tail) - self._num_unsent :]
         self._num_unsent = 0
         return held
@@ -128,7 +137,7 @@ class StopMatcher:
 
 
 class TextPiece(NamedTuple):
-    """The text that one token added; is_drafted: the draft guessed the token, and the target accepted it."""
+    """The text that one token added; is_drafted: the draft proposed the token, and the target accepted it."""
 
     text: str
     is_drafted: bool
@@ -137,7 +146,7 @@ class TextPiece(NamedTuple):
 class AnswerToken(NamedTuple):
     """A token of an answer, and the text that it added.
 
-    top: (token id, log-probability) of the best tokens in its place, the best first, where they were asked for.
+    top: (token id, log-probability) of the best alternatives at its position, best first, if the request wants them.
     """
 
     token_id: int
@@ -148,9 +157,28 @@ class AnswerToken(NamedTuple):
     top: Sequence[tuple[int, float]] = ()
 
 
+class AnswerPart(NamedTuple):
+    """The part of an answer that one output adds. rest: at the end of the answer, the text after its last token."""
+
+    tokens: list[AnswerToken]
+    rest: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens) + self.rest
+
+    @property
+    def pieces(self) -> list[TextPiece]:
+        """One piece per token, and one for the rest."""
+        pieces = [TextPiece(token.text, token.is_drafted) for token in self.tokens]
+        return [*pieces, TextPiece(self.rest, False)] if self.rest else pieces
+
+
 class AnswerStream:
-    """The answer of one sequence. Call `add` with every output, then `finish` once. What follows a stop string is
-    ignored."""
+    """The answer of one sequence: `add` takes every output of the engine.
+
+    Tokens after a stop string are dropped. The last output, or a call of `finish`, ends the answer.
+    """
 
     def __init__(
         self,
@@ -161,7 +189,7 @@ class AnswerStream:
         includes_stop: bool = True,
         num_top: int | None = None,
     ) -> None:
-        """tokenizer: None where nobody reads the text. num_top: best tokens wanted beside each."""
+        """tokenizer: None if no text is needed. num_top: number of alternatives per token."""
         self._decoder: ByteDecoder | WindowDecoder | None = None
         if tokenizer is not None and tokenizer.token_bytes is not None:
             self._decoder = ByteDecoder(tokenizer.token_bytes)
@@ -169,50 +197,65 @@ class AnswerStream:
             self._decoder = WindowDecoder(tokenizer, [int(token_id) for token_id in prompt_ids[-NUM_CONTEXT_TOKENS:]])
         self._stops = StopMatcher(stop_strings, includes_stop=includes_stop)
         self._num_top = num_top
-        self._num_accepted = 0  # drafted tokens, in all outputs so far
         self.is_stopped = False  # a stop string has ended the text
+        self.stats: RequestStats | None = None  # the newest
+        self.finish_reason: FinishReason | None = None
+        self.error: Failure | None = None  # with finish_reason ERROR
+        self.cum_log_prob = 0.0
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that ended the text."""
         return self._stops.matched
 
-    def add(self, output: EngineOutput, is_drafted: Sequence[bool] | None = None) -> list[AnswerToken]:
-        """Returns the tokens of the output that count. is_drafted: by token; None where the output is that of one step,
-        whose drafted tokens come first."""
+    @property
+    def reason(self) -> str | None:
+        """The finish reason in the words of OpenAI and vLLM; None while the answer grows."""
+        reason = None if self.finish_reason is None else REASONS[self.finish_reason]
+        return "stop" if self.is_stopped and reason in (None, "length") else reason
+
+    def add(self, output: EngineOutput, is_drafted: Sequence[bool] | None = None) -> AnswerPart:
+        """Returns what the output adds.
+
+        is_drafted: per token; None for the output of a single step, whose accepted drafted tokens come first.
+        """
         num_accepted = 0
         if output.stats is not None:
-            num_accepted = output.stats.num_accepted - self._num_accepted
-            self._num_accepted = output.stats.num_accepted
+            num_accepted = output.stats.num_accepted - (self.stats.num_accepted if self.stats else 0)
+            self.stats = output.stats
         tokens = []
-        for place, token_id in enumerate(output.token_ids):
+        for index, token_id in enumerate(output.token_ids):
             if self.is_stopped:
                 break
-            text = "" if self._decoder is None else self._shown(self._decoder.push(token_id))
-            was_drafted = place < num_accepted if is_drafted is None else is_drafted[place]
-            log_prob = None if output.log_probs is None else output.log_probs[place]
+            text = "" if self._decoder is None else self._match(self._decoder.push(token_id))
+            was_drafted = index < num_accepted if is_drafted is None else is_drafted[index]
+            log_prob = None if output.log_probs is None else output.log_probs[index]
+            self.cum_log_prob += log_prob or 0.0
             rank, top = None, ()
             if self._num_top and output.generation_logits is not None:
-                logits = output.generation_logits[place]
+                logits = output.generation_logits[index]
                 rank, top = 1 + int((logits > logits[token_id]).sum()), best_log_probs(logits, self._num_top)
             tokens.append(AnswerToken(token_id, text, was_drafted, log_prob, rank, top))
-        return tokens
+        if output.finish_reason is None:
+            return AnswerPart(tokens)
+        self.finish_reason, self.error = output.finish_reason, output.error
+        return AnswerPart(tokens, self.finish())
 
     def finish(self) -> str:
-        """Returns the rest: an incomplete character as U+FFFD, and text that never became a stop string."""
+        """Returns the rest: an incomplete character as U+FFFD, and text that did not become a stop string."""
         if self.is_stopped or self._decoder is None:
             return ""
-        text = self._shown(self._decoder.finish())
+        text = self._match(self._decoder.finish())
         return text if self.is_stopped else text + self._stops.finish()
 
-    def _shown(self, text: str) -> str:
+    def _match(self, text: str) -> str:
         if text:
             text, self.is_stopped = self._stops.push(text)
         return text
 
 
 def best_log_probs(logits: np.ndarray, count: int) -> list[tuple[int, float]]:
-    """(token id, log-probability) of the `count` best of logits [vocab_size], best first; of equals the lowest id."""
+    """Returns (token id, log-probability) of the `count` largest logits [vocab_size], best first; ties by lowest id."""
     count = min(count, logits.size)
     best = np.argpartition(-logits, count - 1)[:count]
     shifted = logits.astype(np.float64) - logits.max()

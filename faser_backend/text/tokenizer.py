@@ -141,6 +141,15 @@ class TextTokenizer:
         return table
 
 
+def check_length(name: str, text: object, max_bytes: int) -> None:
+    """Raises RequestError for a text, or its bytes, of more than max_bytes."""
+    if isinstance(text, str | bytes) and len(text) * (4 if isinstance(text, str) else 1) > max_bytes:
+        num_bytes = len(text) if isinstance(text, bytes) else len(text.encode(errors="replace"))
+        if num_bytes > max_bytes:
+            limit = f"must be at most {max_bytes} bytes"
+            raise RequestError(f"{name} length", num_bytes, limit, code=ErrorCode.TOO_LONG)
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """The library's tokenizer. Raises ConfigError naming the file, without its folder: clients may read it."""
     try:

@@ -42,13 +42,18 @@ class Reply:
         self._new: list[AnswerToken] = []
         self._rest = ""  # of the text, behind the last token
         self._sent_text = ""  # of an accumulating stream
-        self._cum_log_prob = 0.0
         self._context_logits: np.ndarray | None = None  # sent with the first response and again with the last
         self._are_context_logits_new = False
         self._context_log_probs: np.ndarray | None = None
         self._generation_logits: list[np.ndarray] = []
-        self.stats: RequestStats | None = None
-        self.finish_reason: FinishReason | None = None
+
+    @property
+    def stats(self) -> RequestStats | None:
+        return self._stream.stats
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._stream.finish_reason
 
     @property
     def matched_stop(self) -> str | None:
@@ -67,21 +72,14 @@ class Reply:
         return bool(self._rest) or any(token.text for token in self._new)
 
     def add(self, output: EngineOutput) -> None:
-        tokens = self._stream.add(output)
+        tokens, self._rest = self._stream.add(output)
         self._new += tokens
-        if output.log_probs is not None:
-            self._cum_log_prob += sum(output.log_probs[: len(tokens)])
         if output.generation_logits is not None and tokens:
             self._generation_logits.append(output.generation_logits[: len(tokens)])
         if output.context_logits is not None:
             self._context_logits, self._are_context_logits_new = output.context_logits, True
         if output.context_log_probs is not None:
             self._context_log_probs = output.context_log_probs
-        if output.stats is not None:
-            self.stats = output.stats
-        if output.is_final:
-            self.finish_reason = output.finish_reason
-            self._rest = self._stream.finish()
 
     def render(self) -> list[NamedArray]:
         """Tensors of the next response. Streaming: what came since the last one; else everything.
@@ -94,7 +92,7 @@ class Reply:
         if "text_output" in self._requested:
             arrays.append(("text_output", np.array([self._next_text().encode()], dtype=object)))
         # Clients of TensorRT-LLM's backends up to v0.13 index these two whatever they have asked for.
-        arrays.append(("cum_log_probs", np.array([[self._cum_log_prob]], np.float32)))
+        arrays.append(("cum_log_probs", np.array([[self._stream.cum_log_prob]], np.float32)))
         arrays.append(("batch_index", _one(parsed.batch_index)))
         if parsed.request.wants_log_probs:
             arrays.append(("output_log_probs", np.array([[[token.log_prob for token in self._new]]], np.float32)))

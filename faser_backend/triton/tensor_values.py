@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.errors import ErrorCode, RequestError
+from faser_backend.core.errors import RequestError
 from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
-from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.text.tokenizer import TextTokenizer, check_length
 from faser_backend.triton.tensors import Tensors
 
 
@@ -60,15 +60,6 @@ def read_text(name: str, value: object, max_bytes: int | None = None) -> str:
         return bytes(value).decode("utf-8")  # pyright: ignore[reportArgumentType]
     except (UnicodeDecodeError, TypeError, ValueError):
         raise RequestError(name, value, "must be UTF-8 text") from None
-
-
-def check_length(name: str, text: object, max_bytes: int) -> None:
-    """Raises RequestError for a text, or bytes of one, of more than max_bytes."""
-    if isinstance(text, str | bytes) and len(text) * (4 if isinstance(text, str) else 1) > max_bytes:
-        num_bytes = len(text) if isinstance(text, bytes) else len(text.encode(errors="replace"))
-        if num_bytes > max_bytes:
-            limit = f"must be at most {max_bytes} bytes"
-            raise RequestError(f"{name} length", num_bytes, limit, code=ErrorCode.TOO_LONG)
 
 
 def read_words(tensors: Tensors, name: str, limit: WordLimit) -> list[str]:

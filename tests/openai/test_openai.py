@@ -22,8 +22,8 @@ from faser_backend.core.errors import ConfigError, ErrorCode
 from faser_backend.core.request import Request
 from faser_backend.lab.bench.servers import free_ports
 from faser_backend.openai.app import PAGE
+from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.errors import ANSWERS, ApiError
-from faser_backend.openai.fields import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.requests import Generation
 from faser_backend.openai.server import check_exposure, check_server, read_keys
 from faser_backend.openai.triton_client import TokenClient
@@ -363,7 +363,7 @@ def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(api: Api, monke
     async def ask_triton(url: str) -> None:
         client = TokenClient(url, 64)
         try:
-            async for _ in client.generate(Generation(Request("", np.array([1]), 1), 1)):
+            async for _ in client.generate(Generation(Request("", np.array([1]), 1), 1), {}):
                 pass
         finally:
             await client.close()

@@ -19,15 +19,15 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import EngineOutput
+from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.lab.abuse.clients import Reply, ask_http
 from faser_backend.lab.abuse.openai_attacks import COMPLETIONS, head_of, send_body
 from faser_backend.lab.bench.servers import free_ports
 from faser_backend.openai import app as app_module
 from faser_backend.openai import bodies, connections
-from faser_backend.openai.callers import Callers, check_origins
-from faser_backend.openai.fields import ChatBody, CompletionBody
-from faser_backend.openai.server import describe
+from faser_backend.openai.app import Callers
+from faser_backend.openai.bodies import ChatBody, CompletionBody
+from faser_backend.openai.server import check_origins, describe
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.parameters import OpenAIOptions
 from tests.support.chat_templates import HERMES
@@ -40,20 +40,18 @@ class FakeClient:
     fails = False
 
     def __init__(self, *_: Any) -> None: ...
-    def carrying(self, _: dict[str, str]) -> FakeClient:
-        return self
-
     async def is_ready(self) -> bool:
         return True
 
     async def close(self) -> None: ...
 
-    async def generate(self, wanted: Any) -> AsyncIterator[tuple[EngineOutput, list[bool]]]:
+    async def generate(self, wanted: Any, _: dict[str, str]) -> AsyncIterator[tuple[EngineOutput, list[bool]]]:
         for token_id in (70, 71, 72):
             logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
             yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
             if FakeClient.fails:
                 raise LookupError("nobody foresaw this")
+        yield EngineOutput("", [], finish_reason=FinishReason.STOPPED), []
 
 
 @pytest.fixture(scope="module")

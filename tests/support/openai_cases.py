@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from faser_backend.openai.fields import REFUSED, ChatBody, CompletionBody, ResponsesBody
+from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
 BEGIN, END = "<!-- fields: written by tests/support/openai_cases.py -->", "<!-- end of fields -->"

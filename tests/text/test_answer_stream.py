@@ -32,7 +32,7 @@ def said(stream: AnswerStream, token_ids: list[int], rng: random.Random | None =
     parts, position = [], 0
     while position < len(token_ids):
         size = rng.randint(1, 6) if rng else len(token_ids)
-        parts += [token.text for token in stream.add(EngineOutput("", token_ids[position : position + size]))]
+        parts.append(stream.add(EngineOutput("", token_ids[position : position + size])).text)
         position += size
     return "".join(parts)
 
@@ -59,7 +59,7 @@ def test_random_tokens_stream_to_the_unary_text(kind, includes_stop):
 @pytest.mark.parametrize("text", ["Größe - naïve café", "東京🙂👍🏽", "  two leading spaces", "\n\ttab", ""])
 def test_text_survives_one_token_at_a_time(text):
     stream = AnswerStream(TOKENIZERS["byte_level"])
-    tokens = stream.add(EngineOutput("", TOKENIZERS["byte_level"].encode(text)))
+    tokens, _ = stream.add(EngineOutput("", TOKENIZERS["byte_level"].encode(text)))
     assert all("\ufffd" not in token.text for token in tokens)
     assert "".join(token.text for token in tokens) + stream.finish() == text
 
@@ -82,7 +82,7 @@ def test_stop_string_across_token_borders():
         AnswerStream(TOKENIZERS["byte_level"], stop_strings=["END"], includes_stop=includes)
         for includes in (True, False)
     )
-    tokens = kept.add(EngineOutput("", byte_ids(b"one END two")))
+    tokens, _ = kept.add(EngineOutput("", byte_ids(b"one END two")))
     assert ("".join(token.text for token in tokens), len(tokens), kept.is_stopped) == ("one END", 7, True)
     assert said(cut, byte_ids(b"one END two")) + cut.finish() == "one "
 

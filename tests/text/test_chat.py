@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits
-from faser_backend.openai.bodies import check_body
-from faser_backend.openai.fields import ChatBody
+from faser_backend.openai.bodies import ChatBody, check_body
 from faser_backend.openai.requests import conversation_ids
 from faser_backend.openai.tools import shows_tools
 from faser_backend.text.chat import ChatRenderer, read_messages

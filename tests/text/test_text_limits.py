@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import QueueFullError, RequestError, UnavailableError
-from faser_backend.openai.fields import ChatBody, CompletionBody
-from faser_backend.openai.requests import ServedModel, completions, conversation_ids
+from faser_backend.openai.bodies import ChatBody, CompletionBody
+from faser_backend.openai.requests import ServedModel, conversation_ids, generations
 from faser_backend.text.guides import MAX_GUIDE_BYTES, read_guide
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
@@ -167,11 +167,11 @@ def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(
     assert separate.encode_prompt("fox") == list(*separate.encode_words("stop", ["fox"])) == here.encode("fox").ids
     for sent in ("", "naïve 🙂 x", "the quick brown fox " * 2000):
         assert separate.encode(sent) == here.encode(sent).ids
-    assert len(children("serving.long_texts")) == 2, "one of them for the long text"
-    kill_children("serving.long_texts")
+    assert len(children("triton.long_texts")) == 2, "one of them for the long text"
+    kill_children("triton.long_texts")
     assert separate.encode("fox") == here.encode("fox").ids, "another process took its place"
     separate.close()
-    assert not children("serving.long_texts")
+    assert not children("triton.long_texts")
 
 
 def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_path: Path):
@@ -196,7 +196,7 @@ def test_the_openai_server_has_the_same_limit():
     tokenizer = NoTokenizer(byte_level_tokenizer())
     model = ServedModel("m", tokenizer, (), HELLO.limits, 16, 1000)
     with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):
-        list(completions(CompletionBody.model_validate({"prompt": ["x", HUGE]}), model))
+        generations(CompletionBody.model_validate({"prompt": ["x", HUGE]}), model)
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})
     with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes"):
         conversation_ids(body, tokenizer, 1000)

@@ -11,8 +11,7 @@ import yaml
 from typer.main import get_command
 
 from faser_backend.cli.main import app
-from faser_backend.openai.app import make_app
-from faser_backend.openai.callers import Callers
+from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.server import DRAIN_S
 from faser_backend.triton import server
 from faser_backend.triton.metrics import FAMILIES
