@@ -47,17 +47,17 @@ class StepLog:
     """Notes of one engine's steps, and the laps of both lanes, in virtual time without them. `start` begins anew."""
 
     def __init__(self, engine: Engine, *, with_laps: bool = True) -> None:
-        self._stepper = engine.stepper
+        self._step_runner = engine.step_runner
         self._with_laps = with_laps
         self.start()
-        engine.stepper.observers.append(self._note)
+        engine.step_runner.observers.append(self._note)
 
     def start(self) -> None:
         self.notes: list[StepNote] = []
         self.target_laps: list[PhaseEvent] = []  # and those of the step itself
         self.draft_laps: list[PhaseEvent] = []
         if self._with_laps:
-            self._stepper.times.events, self._stepper.draft_times.events = self.target_laps, self.draft_laps
+            self._step_runner.times.events, self._step_runner.draft_times.events = self.target_laps, self.draft_laps
 
     def _note(self, record: StepRecord) -> None:
         frontier, verification, acceptance = record.frontier, record.verification, record.acceptance

@@ -199,7 +199,7 @@ def test_a_perfect_draft_is_never_rejected(mode: PipelineMode | str):
     def all_tested_are_accepted(record: StepRecord) -> None:
         assert (record.acceptance.num_accepted == record.num_testable).all()
 
-    fake.stepper.observers.append(all_tested_are_accepted)
+    fake.step_runner.observers.append(all_tested_are_accepted)
     agrees(fake, Case(requests, alone(requests)), 0)
     assert fake.engine.metrics().num_accepted > 50
 
@@ -215,7 +215,7 @@ def test_overlapped_steps_draft_beside_verification(mode: PipelineMode, count: i
         in_both = set(record.plan.drafts) & set(record.plan.decodes)
         assert not in_both if mode is PING_PONG else len(in_both) == len(record.plan.drafts)
 
-    fake.stepper.observers.append(note)
+    fake.step_runner.observers.append(note)
     agrees(fake, Case(requests, alone(requests)), None)
     assert np.mean(shares) > 0.6
 

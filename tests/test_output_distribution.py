@@ -26,6 +26,7 @@ from faser_backend.policy import acceptance, trim
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import random_requests
+from tests.support.distribution import exact_distribution, observed, p_value
 from tests.support.fakes import SequentialLanes
 from tests.support.forcing import (
     Change,
@@ -41,7 +42,6 @@ from tests.support.forcing import (
     rule,
 )
 from tests.support.harness import FakeEngine, drive, guessed, open_fake
-from tests.support.law import exact_law, observed, p_value
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 VOCAB, LENGTH, COUNT = 4, 3, 1500
@@ -91,7 +91,7 @@ class World:
             seen["ahead"] += len(set(record.plan.decodes) & set(record.plan.drafts))
             seen["mixed"] += record.has_clients and bool(record.frontier.num_drafted[record.server_rows].any())
 
-        fake.stepper.observers.append(note)
+        fake.step_runner.observers.append(note)
         # Running ahead of two draft tokens takes room for a third, and for the token that ends its round.
         length = LENGTH + (RUN_AHEAD in self.modes and not self.has_clients)
         options = {"draft_of": guess} if self.has_clients else {}
@@ -99,7 +99,7 @@ class World:
         if self.modes == {RUN_AHEAD} and not self.has_clients:
             assert seen["ahead"] > self.count // 20, "nothing ran ahead"
         assert (seen["mixed"] > 10) == (self.has_clients and self.policy != "none")
-        return p_value(counts, exact_law(VOCAB, length)), fake
+        return p_value(counts, exact_distribution(VOCAB, length)), fake
 
 
 EXITS: dict[str, Callable[[], Pruner]] = {
@@ -157,11 +157,11 @@ def test_no_two_draws_share_their_noise(seed: int):
         num_blocks=26,
         uses_rejection=True,
     )
-    sampler, drawn = fake.stepper.sampler, Counter()
+    sampler, drawn = fake.step_runner.sampler, Counter()
     real = sampler.uniforms
 
     def noting(rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
-        request_of = {sequence.slot: sequence.request.request_id for sequence in fake.stepper.scheduler.running}
+        request_of = {sequence.slot: sequence.request.request_id for sequence in fake.step_runner.scheduler.running}
         for slot, position, number in zip(rows.slots.tolist(), rows.positions.tolist(), num_steps, strict=True):
             drawn[request_of[slot], position, purpose, int(number)] += 1
         return real(rows, purpose, num_steps)

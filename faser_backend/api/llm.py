@@ -68,7 +68,7 @@ class LLM:
         tokenizer = TextTokenizer.from_file(tokenizer_file, prompts)
         engine, prepare = open_engine(self.engine_dir, config)
         if on_step is not None:
-            engine.stepper.observers.append(on_step)
+            engine.step_runner.observers.append(on_step)
         guides = GuideCompiler(tokenizer_file, engine.limits.vocab_size, self.manifest.end_ids)
         self._loop = EngineLoop(engine, prepare=prepare, guides=guides)
         self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the end of the process at the latest

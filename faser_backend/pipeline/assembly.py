@@ -18,7 +18,7 @@ from faser_backend.core.request import Limits
 from faser_backend.core.tree import MAX_TREE_ROWS
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.scheduler import Scheduler
@@ -68,10 +68,10 @@ def assemble(
         never_evicts=config.admission == "guaranteed_no_evict",
         max_draft_lag=max_draft_lag,
     )
-    stepper = Stepper(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
-    stepper.observers.extend(observers)
+    step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
+    step_runner.observers.extend(observers)
     return Engine(
-        stepper,
+        step_runner,
         ports.limits,
         ports.clock,
         max_queue_size=config.max_queue_size,

@@ -23,7 +23,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import final_output
-from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.step import StepRunner
 
 _log = logging.getLogger(__name__)
 SOURCES = ("model", "ngram", "client")  # of draft tokens, by number of the source
@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        stepper: Stepper,
+        step_runner: StepRunner,
         limits: Limits,
         clock: Clock,
         *,
@@ -87,8 +87,8 @@ class Engine:
         """bind_thread: called first in every step, on the thread that steps. is_fatal: whether no further step can
         succeed after this error. graph_counts: of the device, for the metrics."""
         self.limits = limits
-        self.stepper = stepper  # for those who listen to steps, or try a policy of their own
-        self._scheduler = stepper.scheduler
+        self.step_runner = step_runner  # for those who listen to steps, or try a policy of their own
+        self._scheduler = step_runner.scheduler
         self._clock = clock
         self._max_queue_size = max_queue_size
         self.bind_thread = bind_thread
@@ -103,7 +103,7 @@ class Engine:
         self._in_flight = InFlight.empty()  # what a step left for the next one
         self._metrics = EngineMetrics()
         self._num_failed_in_a_row = 0  # steps
-        stepper.observers.append(self._count_round)
+        step_runner.observers.append(self._count_round)
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -157,14 +157,14 @@ class Engine:
         is raised, and so is that of the last of MOST_FAILED_STEPS in a row."""
         self.bind_thread()
         outputs = self._take_commands()
-        plan = self.stepper.plan(self._in_flight)
+        plan = self.step_runner.plan(self._in_flight)
         self._in_flight = plan.in_flight
         self._metrics.num_preemptions += len(plan.preempted)
         self._metrics.num_reused_blocks += plan.num_reused_blocks
         if plan.is_empty:
             return outputs
         try:
-            stepped, self._in_flight = self.stepper.run(plan)
+            stepped, self._in_flight = self.step_runner.run(plan)
         except Exception as error:
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= MOST_FAILED_STEPS or self._is_fatal(error):
@@ -191,7 +191,7 @@ class Engine:
         for request_id, reason in endings:
             sequence = self._sequences.get(request_id)
             if sequence is not None:  # it may have finished in between
-                self.stepper.release(sequence)
+                self.step_runner.release(sequence)
                 outputs.append(final_output(sequence, reason))
                 self._forget([request_id])
         return outputs
@@ -203,7 +203,7 @@ class Engine:
             request_id = sequence.request.request_id
             if request_id in self._sequences:
                 if sequence.slot >= 0:  # not if commit had already released it
-                    self.stepper.release(sequence)
+                    self.step_runner.release(sequence)
                 message = f"the step of this request failed: {type(error).__name__}: {error}"
                 outputs.append(final_output(sequence, FinishReason.ERROR, error=Failure(ErrorCode.INTERNAL, message)))
                 self._forget([request_id])
@@ -243,7 +243,7 @@ class Engine:
 
     def _count_sources(self, record: StepRecord) -> None:
         """By who drafted: the engine's drafter, n-grams beside it, the client."""
-        proposer, frontier = self.stepper.proposer, record.frontier
+        proposer, frontier = self.step_runner.proposer, record.frontier
         main = "model" if proposer is None else proposer.main_source
         metrics = self._metrics
         for source, name in enumerate((main, *SOURCES[1:])):
@@ -264,7 +264,7 @@ class Engine:
         metrics.kv_block_size = blocks.block_size
         metrics.num_graphs = self._graph_counts.num_graphs
         metrics.num_failed_captures = self._graph_counts.num_failed_captures
-        metrics.phase_times_ns = self.stepper.phase_times_ns
+        metrics.phase_times_ns = self.step_runner.phase_times_ns
         return metrics
 
     def reset_metrics(self) -> None:

@@ -60,7 +60,7 @@ class StepPhases(NamedTuple):
     verifying: Span = Span()
 
 
-class Stepper:
+class StepRunner:
     """Runs plans on the partitions of a device. Not thread-safe: one step at a time."""
 
     def __init__(

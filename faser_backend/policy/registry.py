@@ -18,7 +18,6 @@ from faser_backend.policy.baselines import FixedLength, Goodput
 from faser_backend.policy.calibration import AcceptanceModel, sampled_share
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
-from faser_backend.policy.price_rule import PriceRule
 from faser_backend.policy.speculation import (
     MAX_ADAPTIVE_TOKENS,
     MAX_DRAFT_TOKENS,
@@ -26,6 +25,7 @@ from faser_backend.policy.speculation import (
     SpeculationPolicy,
     drafts_trees,
 )
+from faser_backend.policy.throughput_policy import ThroughputPolicy
 
 LoadKnowledge = Callable[[], Knowledge]
 FILE = "file"  # file:PATH is a policy of the user's own
@@ -45,9 +45,9 @@ POLICIES = {
     "fixed": NamedPolicy("fixed:K", FixedLength, MAX_DRAFT_TOKENS),
     "tree": NamedPolicy("tree:N", partial(FixedLength, trees=True), MAX_TREE_TOKENS),
     "goodput": NamedPolicy("goodput", lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS)),
-    "survival": NamedPolicy("survival", lambda load: PriceRule(load(), MAX_ADAPTIVE_TOKENS, with_modes=False)),
+    "survival": NamedPolicy("survival", lambda load: ThroughputPolicy(load(), MAX_ADAPTIVE_TOKENS, with_modes=False)),
     "gp-lcb": NamedPolicy("gp-lcb", lambda load: GpLcb(load())),
-    "faser": NamedPolicy("faser", lambda load: PriceRule(load(), MAX_ADAPTIVE_TOKENS, with_modes=True)),
+    "faser": NamedPolicy("faser", lambda load: ThroughputPolicy(load(), MAX_ADAPTIVE_TOKENS, with_modes=True)),
 }
 
 

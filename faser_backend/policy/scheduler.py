@@ -14,7 +14,7 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import NO_MATCH, BlockManager
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
-COMING_STEPS = 32  # ahead, that policies hear of growing batches; an answer of 100 tokens takes 25 to 100 steps
+PREFILL_HORIZON_STEPS = 32  # that policies plan for a growing batch; an answer of 100 tokens takes 25 to 100 steps
 
 
 class Scheduler:
@@ -78,8 +78,8 @@ class Scheduler:
         return blocks.grow(sequence.slot, num_tokens)
 
     def _num_prefilling(self) -> int:
-        """Sequences whose prompts will have been read within COMING_STEPS."""
-        num_prefilling, budget = 0, COMING_STEPS * self.max_prefill_tokens
+        """Sequences whose prompts will have been read within PREFILL_HORIZON_STEPS."""
+        num_prefilling, budget = 0, PREFILL_HORIZON_STEPS * self.max_prefill_tokens
         for sequence in self.running:
             missing = sequence.num_prefill_tokens
             budget -= missing

@@ -164,8 +164,8 @@ def record_chains(
                 engine.stop(request.request_id)
 
     try:
-        engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, listener if exits else None)
-        engine.stepper.observers.append(listener.observe)
+        engine.step_runner.scheduler.policy = ProbePolicy(num_draft_tokens, listener if exits else None)
+        engine.step_runner.observers.append(listener.observe)
         write_all(engine, [request for _, request in requests], tell)
     finally:
         engine.close()

@@ -196,7 +196,7 @@ class StepMeter:
             for size in LOADS:
                 medians = []
                 for tried in (None, pruner):
-                    engine.stepper.scheduler.policy = ProbePolicy(EXIT_LENGTH, tried)
+                    engine.step_runner.scheduler.policy = ProbePolicy(EXIT_LENGTH, tried)
                     steps = phases_of_steps(engine, size, EXIT_LENGTH, self._effort.num_exit_repeats, self._rng)
                     spent = [sum(step.get(name, 0) for name in EXIT_PHASES) for step in steps]
                     medians.append(float(np.median(spent)) / 1e3)
@@ -211,12 +211,12 @@ def records_of_steps(
 ) -> list[StepRecord]:
     """Records of steps, trimmed and untrimmed in turn, in which all sequences decode and draft the full length."""
     records: list[StepRecord] = []
-    engine.stepper.scheduler.policy = ProbePolicy(num_draft_tokens, trims=(STOPS_NOTHING, None))
-    engine.stepper.observers.append(records.append)
+    engine.step_runner.scheduler.policy = ProbePolicy(num_draft_tokens, trims=(STOPS_NOTHING, None))
+    engine.step_runner.observers.append(records.append)
     try:
         phases_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng)
     finally:
-        engine.stepper.observers.remove(records.append)
+        engine.step_runner.observers.remove(records.append)
     return [
         record
         for record in records
@@ -228,13 +228,13 @@ def records_of_steps(
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
     """From now on the phases of model calls end when the device is done with them."""
-    engine.stepper.partitions = {
+    engine.step_runner.partitions = {
         name: replace(
             partition,
             target=WaitingRunner(partition.target, runtime),
             draft=None if partition.draft is None else WaitingRunner(partition.draft, runtime),
         )
-        for name, partition in engine.stepper.partitions.items()
+        for name, partition in engine.step_runner.partitions.items()
     }
 
 

@@ -31,10 +31,10 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     error."""
     start = time.perf_counter()
     engine.bind_thread()
-    capture_menus(engine.stepper.partitions.values(), max_num_seqs)
+    capture_menus(engine.step_runner.partitions.values(), max_num_seqs)
     captured_s = time.perf_counter() - start
-    observers = engine.stepper.observers[:]
-    engine.stepper.observers.clear()
+    observers = engine.step_runner.observers[:]
+    engine.step_runner.observers.clear()
     num_batches = 0
     try:
         for batch in warm_up_batches(engine.limits, max_num_seqs, max_prefill_tokens):
@@ -46,7 +46,7 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
                     if output.finish_reason is FinishReason.ERROR:
                         raise FaserError(f"warm-up with {len(batch)} requests: {output.error}")
     finally:
-        engine.stepper.observers[:] = observers
+        engine.step_runner.observers[:] = observers
     engine.reset_metrics()
     metrics, num_s = engine.metrics(), time.perf_counter() - start
     num_graphs, num_failed = metrics.num_graphs, metrics.num_failed_captures

@@ -60,7 +60,7 @@ class SimEngine:
 
     @property
     def observers(self) -> list[Callable[[StepRecord], None]]:
-        return self.engine.stepper.observers
+        return self.engine.step_runner.observers
 
 
 @dataclass(frozen=True, slots=True)

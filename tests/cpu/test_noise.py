@@ -1,4 +1,4 @@
-"""Noise: pure function of (seed, position), the right law, and independence where it is promised."""
+"""Noise: pure function of (seed, position), the right distribution, and independence where it is promised."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TestLaw:
         assert p_value(token_ids, probs) > 1e-3
         assert p_value(token_ids, 0.99 * probs + 0.01 * np.roll(probs, 1)) < 1e-3
 
-    def test_flat_law_over_many_tokens_and_why_windows_are_added(self) -> None:
+    def test_flat_distribution_over_many_tokens_and_why_windows_are_added(self) -> None:
         probs = np.full(2048, 1 / 2048)
         source = GumbelNoise(2048)
         assert p_value(draws(source, probs, np.arange(NUM_DRAWS), 0), probs) > 1e-3

@@ -56,7 +56,7 @@ class TestEdges:
         np.testing.assert_allclose(probs, [expected], atol=1e-6)
 
     def test_wide_nuclei(self) -> None:
-        """A flat law keeps ceil(p V) tokens, far more than a nucleus usually holds."""
+        """A flat distribution keeps ceil(p V) tokens, far more than a nucleus usually holds."""
         sampler = single_slot(Sampling(temperature=1.0, top_p=0.8), vocab_size=1000)
         logits = np.linspace(0.0, 1e-3, 1000, dtype=np.float32)[None]
         probs = sampler.probabilities(logits, one_row_each(np.array([1])))

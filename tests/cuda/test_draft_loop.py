@@ -14,7 +14,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.pipeline.model_call import run_model
-from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.step import StepRunner
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, SequentialLanes
 from tests.support.forced_engine import LANES, POLICIES, Case, agrees, open_forced
@@ -73,16 +73,16 @@ class FakeLoop:
 
 def add_loops(fake: FakeEngine) -> list[FakeLoop]:
     """Gives every partition a loop over its draft."""
-    partitions, loops = fake.stepper.partitions, []
-    assert isinstance(partitions, dict) and isinstance(fake.stepper.sampler, NumpySampler)
+    partitions, loops = fake.step_runner.partitions, []
+    assert isinstance(partitions, dict) and isinstance(fake.step_runner.sampler, NumpySampler)
     for name, partition in partitions.items():
         if partition.draft is not None:
-            loops.append(FakeLoop(partition.draft, fake.stepper.sampler))
+            loops.append(FakeLoop(partition.draft, fake.step_runner.sampler))
             partitions[name] = replace(partition, draft_loop=loops[-1])
     return loops
 
 
-def recorded_frontiers(stepper: Stepper) -> list[tuple]:
+def recorded_frontiers(step_runner: StepRunner) -> list[tuple]:
     """Filled step by step with all that a frontier tells. The engine's clock is not read for phase times any more:
     laps differ in number, and policies may look at the clock."""
     frontiers: list[tuple] = []
@@ -92,8 +92,8 @@ def recorded_frontiers(stepper: Stepper) -> list[tuple]:
         arrays = (frontier.drafted, frontier.num_drafted, frontier.num_rows, frontier.margins, frontier.candidates)
         frontiers.append(tuple(None if array is None else array.copy() for array in arrays))
 
-    stepper.observers.append(note)
-    stepper.times._clock = stepper.draft_times._clock = CountingClock()
+    step_runner.observers.append(note)
+    step_runner.times._clock = step_runner.draft_times._clock = CountingClock()
     return frontiers
 
 
@@ -123,7 +123,7 @@ def compare(case: Case, policy: str, change: Change, other_change: Change, lanes
     for with_loop, changed in ((False, change), (True, other_change)):
         fake = open_forced(policy, changed, lanes, **options)
         loops = add_loops(fake) if with_loop else []
-        seen.append(recorded_frontiers(fake.stepper))
+        seen.append(recorded_frontiers(fake.step_runner))
         agrees(fake, case, 0)
         num_loops += sum(loop.num_calls for loop in loops)
     assert_equal_frontiers(*seen)
@@ -177,7 +177,7 @@ def test_a_perfect_draft_is_never_rejected(case: Case) -> None:
         def all_tested_are_accepted(record: StepRecord) -> None:
             assert (record.acceptance.num_accepted == record.num_testable).all()
 
-        fake.stepper.observers.append(all_tested_are_accepted)
+        fake.step_runner.observers.append(all_tested_are_accepted)
         agrees(fake, case, 0)
 
 

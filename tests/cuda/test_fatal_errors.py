@@ -71,7 +71,7 @@ def test_what_the_next_step_survives_is_not(error: Exception) -> None:
 def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, FakeEngine]:
     """Serves two requests, one after the other, where a step raises `error`; returns how each ended, first of all."""
     fake, stopped = open_fake("none", is_fatal=is_fatal), threading.Event()
-    run = fake.stepper.run
+    run = fake.step_runner.run
     raised: list[int] = []
 
     def fails_once(plan):
@@ -80,7 +80,7 @@ def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, Fa
             raise error
         return run(plan)
 
-    fake.stepper.run = fails_once  # type: ignore[method-assign]
+    fake.step_runner.run = fails_once  # type: ignore[method-assign]
     loop = EngineLoop(fake.engine, on_stopped=stopped.set)
     hub, told = Subscription(loop), []
     for name in ("a", "b"):

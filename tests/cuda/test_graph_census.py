@@ -63,7 +63,7 @@ def mixed_requests(seed: int, count: int = 6) -> list[Request]:
 
 
 def runners_of(each: Opened) -> Iterator[tuple[str, CudaRunner]]:
-    for name, partition in each.engine.stepper.partitions.items():
+    for name, partition in each.engine.step_runner.partitions.items():
         for role in ("target", "draft"):
             yield f"{name} {role}", getattr(partition, role)
 
@@ -89,13 +89,13 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
     with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(1), config=CONFIG) as each:
         capture_all(each)
         before = each.counts.num_graphs
-        forced: Any = each.engine.stepper.scheduler.policy
+        forced: Any = each.engine.step_runner.scheduler.policy
         for seed, policy in enumerate(POLICIES):
             forced.inner = parse_policy(policy, guessed)
             drive(each.engine, mixed_requests(seed), seed=seed)
             assert each.counts.num_graphs == before and each.counts.num_failed_captures == 0, policy
         assert not each.machine.broken and each.machine.num_first_under_capture == 0
-        for name, partition in each.engine.stepper.partitions.items():
+        for name, partition in each.engine.step_runner.partitions.items():
             runner, loop = cast(Any, partition.target), cast(Any, partition.draft_loop)
             for index, calls in enumerate(runner._calls):
                 has_scores = index in runner.exits
@@ -121,7 +121,7 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
         drive(each.engine, mixed_requests(0), seed=0)
         assert (each.counts.num_graphs == before) == is_known and each.counts.num_failed_captures == 0
         assert not each.machine.broken
-        (partition,) = each.engine.stepper.partitions.values()
+        (partition,) = each.engine.step_runner.partitions.values()
         runner, loop = cast(Any, partition.draft), cast(Any, partition.draft_loop)
         assert isinstance(runner, CudaHeadRunner)
         if is_known:
@@ -133,7 +133,7 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
 
 def capture_all(each: Opened) -> None:
     each.engine.bind_thread()
-    capture_menus(each.engine.stepper.partitions.values(), CONFIG.max_num_seqs)
+    capture_menus(each.engine.step_runner.partitions.values(), CONFIG.max_num_seqs)
 
 
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:

@@ -101,7 +101,7 @@ class TestOnTheCpu:
         engine = build_engine(torch_engine, EngineConfig.from_options(**options, **CONFIG))
         assert "no CUDA device; everything is computed on the CPU" in caplog.text
         assert drive(engine, requests).tokens == expected
-        draft = engine.stepper.partitions[WHOLE].draft_loop
+        draft = engine.step_runner.partitions[WHOLE].draft_loop
         assert (draft is None) == (options["policy"] == "none")
         engine.close()
         engine.close()
@@ -172,7 +172,7 @@ class TestOnSharesOfAFakedGpu:
         policy = Forced(parse_policy("fixed:4", guessed), change)
         policy.partitions = (WHOLE, split)
         engine = assemble_on(runtime, models, policy, EngineConfig.from_options(**CONFIG), on_close=runtime.close)
-        assert set(engine.stepper.partitions) == {WHOLE, split}, "only what the policy may use is opened"
+        assert set(engine.step_runner.partitions) == {WHOLE, split}, "only what the policy may use is opened"
         drive_from_two_threads(engine, requests, expected)
         cuda.check_order()
         streams = {use.stream for uses in cuda.uses.values() for use in uses}

@@ -109,7 +109,7 @@ def test_half_precision_heads_run(tmp_path: Path) -> None:
 def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, plain: dict[str, list[int]]) -> None:
     """In one full context, so that sequences are preempted."""
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False, num_kv_blocks=32), ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert engine.metrics().num_preemptions > 0
     engine.close()
@@ -124,7 +124,7 @@ def test_calls_too_large_for_graphs_are_no_different(
     for module in ("tensorrt_segment", "runner"):
         monkeypatch.setattr(f"faser_backend.cuda.{module}.MAX_GRAPH_ROWS", 4)
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     assert drive(engine, make_requests(5, is_greedy=True)).tokens == plain
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
@@ -137,7 +137,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
     config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
     engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
     checker = ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert engine.metrics().num_pruned > 0
     engine.close()
@@ -151,7 +151,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
 def test_features_of_other_positions_are_noticed(built: Built) -> None:
     """A head that reads what lies one place further on drafts other chains."""
     engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
-    head: Any = engine.stepper.partitions[WHOLE].draft
+    head: Any = engine.step_runner.partitions[WHOLE].draft
     run, features = head.run_segment, head.pool.features
 
     def run_on_others(segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
         return found
 
     head.run_segment = run_on_others
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     drive(engine, make_requests(5, is_greedy=True))
     engine.close()
     assert checker.num_equal < 0.5 * checker.num_chains

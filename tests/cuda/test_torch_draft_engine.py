@@ -89,13 +89,13 @@ def run(
     forced = Forced(parse_policy(policy, both_partitions), change)
     forced.partitions = ("whole", split)
     engine = assemble_on(runtime, models, forced, CONFIG)
-    stepper = engine.stepper
-    stepper.clock = CountingClock()
-    assert isinstance(stepper.partitions, dict)
-    if split in stepper.partitions:
+    step_runner = engine.step_runner
+    step_runner.clock = CountingClock()
+    assert isinstance(step_runner.partitions, dict)
+    if split in step_runner.partitions:
         lanes = SequentialLanes(verifies_first=True)
-        stepper.partitions[split] = replace(stepper.partitions[split], lanes=lanes)
-    frontiers = recorded_frontiers(stepper)
+        step_runner.partitions[split] = replace(step_runner.partitions[split], lanes=lanes)
+    frontiers = recorded_frontiers(step_runner)
     tokens = drive(engine, requests).tokens
     assert engine.metrics().num_pruned > 0 or not has_exits
     engine.close()

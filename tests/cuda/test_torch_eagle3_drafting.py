@@ -70,7 +70,7 @@ def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
     engine, checker = open_engine(built, policy, enable_prefix_reuse=False, **options), ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     return engine, checker
 
 
@@ -90,9 +90,9 @@ def test_every_chain_is_the_reference_s(
     random: Built, lengths: tuple[int, ...], options: dict[str, object], has_loops: bool
 ) -> None:
     engine, checker = checked(random, "fixed:4", **options)
-    scheduler = engine.stepper.scheduler
+    scheduler = engine.step_runner.scheduler
     scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-    assert isinstance(engine.stepper.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
+    assert isinstance(engine.step_runner.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert (engine.metrics().num_preemptions > 0) == bool(options)
     engine.close()
@@ -113,7 +113,7 @@ def test_a_loop_drafts_what_the_host_drafts_call_by_call(
         config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16)
         models = ModelPair(built.manifest.target, built.manifest.draft)
         engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
-        frontiers = recorded_frontiers(engine.stepper)
+        frontiers = recorded_frontiers(engine.step_runner)
         seen.append((drive(engine, mixed_requests()).tokens, frontiers))
         engine.close()
         without_loops(monkeypatch)
@@ -178,7 +178,7 @@ def test_mistakes_of_a_loop_are_noticed(
         for change in (mistake, without_loops):
             change(patched)
             engine = open_engine(random, "fixed:4", enable_prefix_reuse=False)
-            drafted = recorded_frontiers(engine.stepper)
+            drafted = recorded_frontiers(engine.step_runner)
             tokens = drive(engine, make_requests(4)).tokens
             found.append((tokens, [frontier[0].tolist() for frontier in drafted]))
             engine.close()

@@ -61,7 +61,7 @@ def test_a_head_reads_what_the_target_made_of_the_guess(tmp_path: Path):
     plain.close()
     case = guessing(requests, expected, 1, VOCAB_SIZE)
     engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), OwnChains(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     assert drive(engine, case.requests, seed=1).tokens == expected
     assert engine.metrics().num_accepted > 10
     engine.close()

@@ -13,8 +13,8 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Request, Sampling
 from faser_backend.policy.acceptance import accept_by_rejection
 from faser_backend.policy.gp_lcb import GpLcb
-from faser_backend.policy.price_rule import PriceRule
 from faser_backend.policy.registry import parse_policy
+from faser_backend.policy.throughput_policy import ThroughputPolicy
 from tests.pipeline.test_engine import alone
 from tests.support.forced_engine import Case, agrees, both_partitions, open_forced
 from tests.support.forcing import Change, Forced, always, forced
@@ -116,7 +116,7 @@ def test_a_guess_makes_nobody_go():
         if record.has_clients:
             preempted.extend(record.plan.preempted)
 
-    fake.stepper.observers.append(note)
+    fake.step_runner.observers.append(note)
     result = drive(fake.engine, drafted)
     assert result.tokens == expected and not preempted
     counts = [output.stats.num_drafted for output in result.final.values() if output.stats]
@@ -180,7 +180,7 @@ def learn(policy: str, change: Change | None = None) -> FakeEngine:
             accepted, tested = sequence.server_acceptance
             assert accepted == tested
 
-    fake.stepper.observers.append(note)
+    fake.step_runner.observers.append(note)
     metrics = fake.engine.metrics()
     drive(fake.engine, misled_requests(), seed=4)
     assert num_given > 4 and metrics.num_failed_steps == 0 and metrics.num_drafted > metrics.num_accepted + 100
@@ -188,7 +188,7 @@ def learn(policy: str, change: Change | None = None) -> FakeEngine:
 
 
 def inner_policy(fake: FakeEngine):
-    policy = fake.stepper.scheduler.policy
+    policy = fake.step_runner.scheduler.policy
     assert isinstance(policy, Forced)
     return policy.inner
 
@@ -214,7 +214,7 @@ def test_a_record_that_tells_nobody_apart_fails_the_same_checks(monkeypatch: pyt
 def offsets_of(fake: FakeEngine) -> list[float]:
     """Offsets that the policy learned, one of each request."""
     policy = inner_policy(fake)
-    assert isinstance(policy, PriceRule | GpLcb)
+    assert isinstance(policy, ThroughputPolicy | GpLcb)
     return [offset for offset, _ in policy._acceptance._requests.values()]
 
 
@@ -234,8 +234,8 @@ def test_times_of_steps_with_guesses_are_nobodys(name: str, monkeypatch: pytest.
     def lesson(*args: object, **options: object) -> None:
         steps.append(current[0].has_clients)
 
-    fake.stepper.observers[0] = watched
-    if isinstance(policy, PriceRule):
+    fake.step_runner.observers[0] = watched
+    if isinstance(policy, ThroughputPolicy):
         monkeypatch.setattr(policy._errors, "observe", lesson)
         monkeypatch.setattr(policy._yield, "observe", lesson)
     else:

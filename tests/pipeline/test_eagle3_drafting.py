@@ -102,10 +102,10 @@ class ChainChecker:
 )
 def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], options: dict[str, object]) -> None:
     engine = open_engine(built, "fixed:4", enable_prefix_reuse=False, **options)
-    scheduler = engine.stepper.scheduler
+    scheduler = engine.step_runner.scheduler
     scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
     checker = ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     requests = make_requests(is_greedy=True)
     drive(engine, requests)
     assert (engine.metrics().num_preemptions > 0) == bool(options)
@@ -120,7 +120,7 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
     requests = make_requests(is_greedy=True)
     engine = open_engine(built, "fixed:3", draft="model+ngram", enable_prefix_reuse=False)
     checker = ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     tokens = drive(engine, requests).tokens
     engine.close()
     assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
@@ -130,9 +130,9 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
 def test_features_of_other_positions_are_noticed(built: Built) -> None:
     """Negative control: a head whose features lie one place further on drafts other chains."""
     engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
-    head = engine.stepper.partitions[WHOLE].draft
+    head = engine.step_runner.partitions[WHOLE].draft
     assert isinstance(head, LlvmHeadRunner)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     target_features, run = head.pool.features, head.run_segment
 
     def run_on_others(segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -149,7 +149,7 @@ def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
     """A reused row may hold another sequence's next token, so that a few chains differ; features are never missing."""
     requests = make_requests(12, is_greedy=True, num_shared=20)
     engine, checker = open_engine(built, "fixed:3"), ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     tokens = drive(engine, requests).tokens
     assert engine.metrics().num_reused_blocks > 0
     engine.close()
@@ -167,7 +167,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: 
     config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
     engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
     checker = ChainChecker(built)
-    engine.stepper.observers.append(checker.observe)
+    engine.step_runner.observers.append(checker.observe)
     tokens = drive(engine, requests).tokens
     assert engine.metrics().num_pruned > 0
     engine.close()
@@ -193,12 +193,12 @@ def test_tokens_equal_plain_decoding_in_other_formats(options: dict[str, str], t
 
 def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:
     engine = open_engine(built, "fixed:2", pipeline="ping_pong")
-    assert list(engine.stepper.partitions) == [WHOLE]
+    assert list(engine.step_runner.partitions) == [WHOLE]
     engine.close()
     assert "pipeline = ping_pong" in caplog.text and "EAGLE-3 head" in caplog.text
 
 
-def test_rejection_sampling_takes_a_head_s_law(built: Built) -> None:
+def test_rejection_sampling_takes_a_head_s_distribution(built: Built) -> None:
     requests = make_requests(is_greedy=True)
     plain = tokens_of(built, "none", requests)
     assert tokens_of(built, "fixed:4", requests, acceptance="rejection") == plain

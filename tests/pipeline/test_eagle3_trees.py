@@ -107,7 +107,7 @@ def test_trees_of_a_head_that_knows_some_tokens_are_the_reference_s(random: Buil
 def test_a_head_that_lags_reads_what_it_has_missed(built: Built, change: Change, reads_first: bool) -> None:
     engine, checker = checked_as_forced(built, "tree:12", change)
     num_read: list[int] = []
-    engine.stepper.observers.append(lambda record: num_read.append(len(record.plan.draft_prefills)))
+    engine.step_runner.observers.append(lambda record: num_read.append(len(record.plan.draft_prefills)))
     tokens = drive(engine, make_requests(is_greedy=True)).tokens
     engine.close()
     assert any(num_read) == reads_first
@@ -183,7 +183,7 @@ def test_a_sequence_of_one_token_gets_no_tree(built: Built) -> None:
     def observe(record: StepRecord) -> None:
         first.update(zip(record.num_tokens.tolist(), record.frontier.num_drafted.tolist(), strict=True))
 
-    engine.stepper.observers.append(observe)
+    engine.step_runner.observers.append(observe)
     requests = [request for request in make_requests() if request.prompt_ids.size == 1]
     drive(engine, requests)
     engine.close()
@@ -200,7 +200,7 @@ def test_a_tree_of_one_node_is_a_chain_of_one_token(built: Built) -> None:
                 tokens = record.frontier.drafted[row, : record.frontier.num_drafted[row]].tolist()
                 found.append((sequence.request.request_id, int(record.num_tokens[row]), tokens))
 
-        engine.stepper.observers.append(observe)
+        engine.step_runner.observers.append(observe)
         drive(engine, make_requests())
         engine.close()
         drafted.append(found)

@@ -153,7 +153,7 @@ def clients(rng: np.random.Generator, counts: list[int]) -> Frontier:
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_laws_of_drawn_chains_survive_beside_those_of_clients(is_first: bool):
+def test_distributions_of_drawn_chains_survive_beside_clients_chains(is_first: bool):
     rng = np.random.default_rng(0)
     own, given = random_frontier(rng, 2, shortest=1), clients(rng, [7, 1, 4])
     both = stack(given, own) if is_first else stack(own, given)

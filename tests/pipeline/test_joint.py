@@ -1,4 +1,4 @@
-"""Drafting by look-ups and a draft model: tokens of plain decoding, laws, what either source is worth."""
+"""Drafting by look-ups and a draft model: tokens of plain decoding, distributions, what either source is worth."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def run(case: Case, policy: str, change: Change, **options) -> FakeEngine:
     fake = open_forced(policy, change, has_both=True, **options)
     agrees(fake, case, 0)
-    if isinstance(proposer := fake.stepper.proposer, JointProposer):
+    if isinstance(proposer := fake.step_runner.proposer, JointProposer):
         assert not proposer._guesses and not proposer.look_ups._indexes, "a sequence left and is remembered"
     return fake
 
@@ -85,7 +85,7 @@ def test_what_a_tree_guessed_is_held_against_what_came():
 def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):
     fake = open_forced("fixed:3", forced(SERIAL), has_both=True)
     seen: list[StepRecord] = []
-    fake.stepper.observers.append(seen.append)
+    fake.step_runner.observers.append(seen.append)
     agrees(fake, case, None)
     metrics = fake.engine.metrics()
     drafted, accepted = metrics.num_drafted_by_source, metrics.num_accepted_by_source
@@ -110,9 +110,9 @@ def test_the_draft_makes_no_call_where_look_ups_stand_in(monkeypatch: pytest.Mon
     assert calls["look-ups"] < 0.3 * calls["model"]
 
 
-# -- laws ------------------------------------------------------------------------------------------------
+# -- distributions -----------------------------------------------------------------------------------
 
-LAW = {"vocab_size": 5, "has_both": True, "draft_noise": 16.0}  # a draft that is often wrong, so that steps begin anew
+BAD_DRAFT = {"vocab_size": 5, "has_both": True, "draft_noise": 16.0}  # often wrong, so that steps begin anew
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def case() -> Case:
 def test_rows_that_are_not_worth_it_are_left_out(case: Case):
     fake = open_forced("fixed:4", forced(SERIAL, trim=ADMITS_NOTHING), has_ngrams=True)
     seen: list[StepRecord] = []
-    fake.stepper.observers.append(seen.append)
+    fake.step_runner.observers.append(seen.append)
     agrees(fake, case, None)
     drafting = [record for record in seen if record.frontier.num_drafted.any()]
     assert drafting and all((record.frontier.num_rows == 1).all() for record in drafting)
@@ -172,4 +172,4 @@ def test_a_periodic_text_is_drafted_right(mode: PipelineMode):
 
 def test_partition_needs_no_draft(case: Case):
     fake = open_forced("fixed:4", forced(SERIAL), has_ngrams=True)
-    assert fake.stepper.partitions[WHOLE].draft is None
+    assert fake.step_runner.partitions[WHOLE].draft is None

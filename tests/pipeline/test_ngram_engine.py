@@ -89,13 +89,13 @@ def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path)
         (pair, "model+ngram", JointProposer),
     ):
         engine = build_engine(directory, config(draft=draft, pipeline="run_ahead"))
-        assert type(engine.stepper.proposer) is expected
+        assert type(engine.step_runner.proposer) is expected
         has_model = expected is not NgramProposer
-        assert (engine.stepper.partitions[WHOLE].draft is not None) == has_model
-        assert has_model or set(engine.stepper.partitions) == {WHOLE}, "there is nothing to overlap"
+        assert (engine.step_runner.partitions[WHOLE].draft is not None) == has_model
+        assert has_model or set(engine.step_runner.partitions) == {WHOLE}, "there is nothing to overlap"
         engine.close()
     plain = build_engine(alone, config("none"))
-    assert plain.stepper.proposer is None
+    assert plain.step_runner.proposer is None
     plain.close()
 
 

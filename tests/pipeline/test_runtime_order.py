@@ -94,13 +94,13 @@ def open_recorded(
     draft, target = menu.splits[0]
     lanes = make_lanes(draft, target)
     fake = open_forced("fixed:4", random_everything(seed), lanes)
-    record_sampler(fake.stepper.sampler, cuda)
+    record_sampler(fake.step_runner.sampler, cuda)
 
     def on(share: SmPartition, runner: HashRunner, model: str, name: str) -> Any:
         return Recorded(runner, cuda, model, name, share if hops else None)
 
     for index, (name, shares) in enumerate({WHOLE: (menu.whole, menu.whole), SPLIT: (draft, target)}.items()):
-        fake.stepper.partitions[name] = Partition(  # type: ignore[index]
+        fake.step_runner.partitions[name] = Partition(  # type: ignore[index]
             on(shares[1], fake.targets[index], "target", name),
             on(shares[0], fake.drafts[index], "draft", name),
             lanes if name == SPLIT else None,
@@ -120,7 +120,7 @@ def test_every_use_of_pools_and_results_is_ordered(seed: int) -> None:
     assert streams["1/1 target runner"] == {target.stream.cuda_stream}
     assert streams["1/1 draft runner"] == {draft.stream.cuda_stream}
     assert streams["whole target runner"] == {whole.stream.cuda_stream}
-    fake.stepper.partitions[SPLIT].lanes.close()  # type: ignore[union-attr]
+    fake.step_runner.partitions[SPLIT].lanes.close()  # type: ignore[union-attr]
 
 
 def test_without_a_fork_and_a_join_nothing_is_ordered() -> None:
@@ -128,7 +128,7 @@ def test_without_a_fork_and_a_join_nothing_is_ordered() -> None:
     drive(fake.engine, random_requests(0, 6), seed=0)
     with pytest.raises(AssertionError, match="does not wait"):
         cuda.check_order()
-    fake.stepper.partitions[SPLIT].lanes.close()  # type: ignore[union-attr]
+    fake.step_runner.partitions[SPLIT].lanes.close()  # type: ignore[union-attr]
 
 
 def test_a_split_that_runs_in_turn_would_leave_its_share() -> None:
@@ -136,7 +136,7 @@ def test_a_split_that_runs_in_turn_would_leave_its_share() -> None:
     drive(fake.engine, random_requests(0, 6), seed=0)
     cuda.check_order()
     assert menu.whole.stream.cuda_stream in {use.stream for use in cuda.uses["1/1 target runner"]}
-    fake.stepper.partitions[SPLIT].lanes.close()  # type: ignore[union-attr]
+    fake.step_runner.partitions[SPLIT].lanes.close()  # type: ignore[union-attr]
 
 
 class TestLanes:

@@ -1,4 +1,4 @@
-"""Acceptance against slow references that follow the rule row by row. Its law: test_acceptance_law.py."""
+"""Acceptance against slow references that follow the rule row by row."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_draw_never_returns_a_token_without_weight() -> None:
     assert draw(weights, extremes).tolist() == [1, 1, 3, 3]
 
 
-def test_identical_laws_always_accept() -> None:
+def test_identical_distributions_always_accept() -> None:
     rng = np.random.default_rng(0)
     probs = rng.dirichlet(np.ones(9), 500).astype(np.float32)
     drafted = draw(probs, rng.random(500))[:, None]

@@ -148,7 +148,7 @@ def test_curves_that_fall_and_coefficients_below_zero_are_refused() -> None:
             OverheadCost(bad, 0.0, 0.0, 0.0, 0.0)
 
 
-def hidden_law(shapes: CallShapes) -> np.ndarray:
+def hidden_cost(shapes: CallShapes) -> np.ndarray:
     """A machine: a fixed cost, cheap first rows, gathering that leaves the cache, attention, a head."""
     keys = shapes.num_sequences * shapes.columns
     cells = shapes.num_sequences * shapes.max_rows
@@ -166,18 +166,18 @@ def hidden_law(shapes: CallShapes) -> np.ndarray:
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_the_fit_predicts_calls_that_it_never_saw(noise: float) -> None:
     shapes, held_out = random_shapes(80, 1), random_shapes(40, 2)
-    measured = hidden_law(shapes) * np.random.default_rng(3).lognormal(0.0, noise, 80)
+    measured = hidden_cost(shapes) * np.random.default_rng(3).lognormal(0.0, noise, 80)
     model = model_of(fit_call_cost(shapes, measured))
     predicted = predict(model, held_out)
-    assert mean_absolute_percentage_error(predicted, hidden_law(held_out)) < (0.5 if noise == 0.0 else 5.0)
+    assert mean_absolute_percentage_error(predicted, hidden_cost(held_out)) < (0.5 if noise == 0.0 else 5.0)
 
 
 def test_disturbed_measurements_do_not_pull_the_fit_away() -> None:
     shapes, held_out = random_shapes(80, 1), random_shapes(40, 2)
-    measured = hidden_law(shapes)
+    measured = hidden_cost(shapes)
     measured[::10] *= 4.0
     predicted = predict(model_of(fit_call_cost(shapes, measured)), held_out)
-    assert mean_absolute_percentage_error(predicted, hidden_law(held_out)) < 5.0
+    assert mean_absolute_percentage_error(predicted, hidden_cost(held_out)) < 5.0
 
 
 def test_one_measured_call_is_enough_for_a_fit_of_one_number() -> None:

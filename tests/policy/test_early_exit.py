@@ -149,7 +149,7 @@ def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, t
     def tokens_of(policy: str, pruner: Pruner | None) -> tuple[dict[str, list[int]], int]:
         engine = build_engine(tmp_path / "engine", EngineConfig.from_options(policy=policy, num_threads=1))
         if pruner is not None:
-            engine.stepper.scheduler.policy = ProbePolicy(4, pruner)
+            engine.step_runner.scheduler.policy = ProbePolicy(4, pruner)
         rng = np.random.default_rng(0)
         for index in range(6):
             sampling = Sampling(temperature=temperature, seed=index)

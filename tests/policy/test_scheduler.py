@@ -10,7 +10,7 @@ from faser_backend.core.plan import InFlight
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.registry import parse_policy
-from faser_backend.policy.scheduler import COMING_STEPS, Scheduler
+from faser_backend.policy.scheduler import PREFILL_HORIZON_STEPS, Scheduler
 from tests.support.harness import guessed, request
 
 
@@ -89,7 +89,7 @@ def test_policies_hear_of_sequences_whose_prompts_are_nearly_read():
         return decide(sequences, num_prefilling)
 
     scheduled.policy.decide = listen  # type: ignore[method-assign]
-    for name, num_prompt in (("first", 2), ("near", 20), ("far", COMING_STEPS - 17)):
+    for name, num_prompt in (("first", 2), ("near", 20), ("far", PREFILL_HORIZON_STEPS - 17)):
         scheduled.add(sequence(name, num_prompt))
     run(scheduled.schedule(InFlight.empty()))  # reads the first prompt
     run(scheduled.schedule(InFlight.empty()))

@@ -1,7 +1,7 @@
 """Sample-and-match in trees, by enumeration: every tree of up to three nodes, cut at every row, under every draw.
 
-Models have three tokens and laws in quarters, so four values of a position's noise give every law exactly. The noise
-belongs to a position: all rows that draw it use the same value, whatever tokens lead to them.
+Models have three tokens and distributions in quarters, so four values of a position's noise give every distribution
+exactly. The noise belongs to a position: all rows that draw it use the same value, whatever tokens lead to them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ Draws = dict[tuple[int, ...], int]  # by prefix
 
 
 class TinyTarget:
-    """Laws in quarters after every prefix of up to HORIZON - 1 tokens."""
+    """Distributions in quarters after every prefix of up to HORIZON - 1 tokens."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         prefixes = itertools.chain.from_iterable(itertools.product(range(3), repeat=n) for n in range(HORIZON))
-        self.laws = {prefix: rng.multinomial(4, rng.dirichlet(np.ones(NUM_TOKENS))) for prefix in prefixes}
+        self.quarters = {prefix: rng.multinomial(4, rng.dirichlet(np.ones(NUM_TOKENS))) for prefix in prefixes}
 
     def draws(self, noise: np.ndarray) -> Draws:
         """The token that noise [HORIZON] draws behind every prefix."""
-        return {
-            prefix: int(np.count_nonzero(np.cumsum(law) / 4 <= noise[len(prefix)])) for prefix, law in self.laws.items()
-        }
+        return {prefix: int((np.cumsum(p) / 4 <= noise[len(prefix)]).sum()) for prefix, p in self.quarters.items()}
 
 
 def plain(draws: Draws, prefix: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -69,14 +67,15 @@ def emitted(accept: Accept, draws: Draws) -> list[tuple[int, ...]]:
 
 
 def test_every_tree_gives_the_tokens_of_plain_decoding() -> None:
-    """So the law of what is emitted is the target's: that of plain decoding over the noise."""
+    """So the distribution of what is emitted is the target's: that of plain decoding over the noise."""
     target = TinyTarget(0)
     counts: dict[tuple[int, ...], int] = {}
     for noise in NOISE:
         draws = target.draws(noise)
         assert set(emitted(accept_matches, draws)) == {plain(draws)}
         counts[plain(draws)] = counts.get(plain(draws), 0) + 1
-    exact = {output: math.prod(target.laws[output[:n]][output[n]] for n in range(HORIZON)) for output in counts}
+    p = target.quarters
+    exact = {output: math.prod(p[output[:n]][output[n]] for n in range(HORIZON)) for output in counts}
     assert counts == exact and sum(counts.values()) == 4**HORIZON
 
 
@@ -112,10 +111,10 @@ def test_the_enumeration_catches_wrong_rules(wrong: Accept) -> None:
     assert any(set(emitted(wrong, draws)) != {plain(draws)} for draws in map(target.draws, NOISE[::16]))
 
 
-def test_the_law_is_the_targets_and_siblings_with_noise_of_their_own_would_bend_it() -> None:
-    """One position, two siblings. Each tested by a draw of its own, the law is not the target's."""
-    law = np.array([1, 1, 2])
-    draws = np.repeat(np.arange(3), law)  # of four equally likely values of the noise
+def test_the_distribution_is_the_targets_and_siblings_with_noise_of_their_own_would_bend_it() -> None:
+    """One position, two siblings. Each tested by a draw of its own, the distribution is not the target's."""
+    quarters = np.array([1, 1, 2])
+    draws = np.repeat(np.arange(3), quarters)  # of four equally likely values of the noise
     shared, own = np.zeros(3), np.zeros(3)
     for first, second in itertools.product(draws, draws):
         frontier = Frontier.whole(np.array([[0, 1]]), np.array([2]))
@@ -123,8 +122,8 @@ def test_the_law_is_the_targets_and_siblings_with_noise_of_their_own_would_bend_
         found = accept_matches(frontier, np.array([first, 0, 0]), np.array([0, 3]))
         shared[found.tokens[0, 0]] += 1
         own[0 if first == 0 else 1 if second == 1 else second] += 1
-    assert (shared == 4 * law).all()
-    assert np.abs(own - 4 * law).sum() / 2 / 16 > 0.05
+    assert (shared == 4 * quarters).all()
+    assert np.abs(own - 4 * quarters).sum() / 2 / 16 > 0.05
 
 
 def test_random_trees_against_a_walk_one_by_one() -> None:

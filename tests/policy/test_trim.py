@@ -182,7 +182,7 @@ def test_running_ahead_keeps_rows_trimmed():
         kept.append(int(record.verification.num_kept.max()))
         kept_ahead.append(bool(record.plan.drafts))
 
-    fake.stepper.observers.append(note)
+    fake.step_runner.observers.append(note)
     requests = [request("r", [1, 2, 3], 30)]
     assert drive(fake.engine, requests).tokens == alone(requests)
     assert max(kept) == 2 and any(kept_ahead)
@@ -197,9 +197,9 @@ def test_blocks_are_held_as_planned_not_as_drafted():
         draft_noise=0.0,
         draft_memory=10**6,
     )
-    blocks, num_seen = fake.stepper.scheduler.blocks, 0
+    blocks, num_seen = fake.step_runner.scheduler.blocks, 0
     fake.engine.submit(request("r", [1, 2, 3], 60))
-    run = fake.stepper.run
+    run = fake.step_runner.run
 
     def checked(plan):
         nonlocal num_seen
@@ -212,7 +212,7 @@ def test_blocks_are_held_as_planned_not_as_drafted():
             num_seen += 1
         return outputs, in_flight
 
-    fake.stepper.run = checked  # type: ignore[method-assign]
+    fake.step_runner.run = checked  # type: ignore[method-assign]
     while fake.engine.has_work:
         fake.engine.step()
         fake.engine.check_integrity()

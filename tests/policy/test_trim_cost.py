@@ -63,7 +63,7 @@ def test_steps_draft_the_full_length_every_second_one_trimmed(engine_dir: Path) 
     engine = build_engine(engine_dir, EngineConfig.from_options(policy="fixed:6"))
     try:
         records = records_of_steps(engine, 5, 6, 10, np.random.default_rng(0))
-        assert len(engine.stepper.observers) == 2, "the policy and the metrics"
+        assert len(engine.step_runner.observers) == 2, "the policy and the metrics"
     finally:
         engine.close()
     assert len(records) >= 10

@@ -131,12 +131,12 @@ def test_model_calls_of_a_profiled_step_are_waited_for(engine: Path, runtime: An
 
     built = build_engine(engine, EngineConfig.from_options(policy="none", num_kv_blocks=64))
     runner: Any = Runner()
-    built.stepper.partitions = {WHOLE: replace(built.stepper.partitions[WHOLE], target=runner)}
+    built.step_runner.partitions = {WHOLE: replace(built.step_runner.partitions[WHOLE], target=runner)}
     runtime.synchronize = lambda: order.append("done")  # type: ignore[method-assign]
     wait_for_calls(built, runtime)
     rows: Any = None
-    assert built.stepper.partitions[WHOLE].target.run_segment(0, rows, None) == "logits"
-    assert order == ["queued", "done"] and built.stepper.partitions[WHOLE].draft is None
+    assert built.step_runner.partitions[WHOLE].target.run_segment(0, rows, None) == "logits"
+    assert order == ["queued", "done"] and built.step_runner.partitions[WHOLE].draft is None
 
 
 def test_columns_of_keys_by_runtime(engine: Path) -> None:

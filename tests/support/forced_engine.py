@@ -52,11 +52,11 @@ def open_forced(policy: str, change: Change, lanes: Lanes | None = None, **optio
 
 def check_what_is_in_flight(fake: FakeEngine) -> None:
     """Every step is given chains of running sequences alone, each once, within the blocks that they hold."""
-    run, blocks = fake.stepper.run, fake.stepper.scheduler.blocks
+    run, blocks = fake.step_runner.run, fake.step_runner.scheduler.blocks
 
     def checked(plan):
         in_flight = plan.in_flight
-        running = set(fake.stepper.scheduler.running)
+        running = set(fake.step_runner.scheduler.running)
         assert set(in_flight.sequences) <= running, "a chain outlived its sequence"
         assert len(set(in_flight.sequences)) == len(in_flight.sequences)
         frontier = in_flight.frontier
@@ -64,19 +64,19 @@ def check_what_is_in_flight(fake: FakeEngine) -> None:
         for sequence, num_drafted in zip(in_flight.sequences, frontier.num_drafted.tolist(), strict=True):
             held = blocks.num_blocks_of(sequence.slot) * blocks.block_size
             # N-grams may have no idea, and a model beside them too much to catch up with.
-            assert sequence.is_ready and num_drafted >= isinstance(fake.stepper.proposer, ModelProposer)
+            assert sequence.is_ready and num_drafted >= isinstance(fake.step_runner.proposer, ModelProposer)
             assert sequence.num_tokens + num_drafted <= held, "a chain past its blocks"
         result = run(plan)
         check_kv(fake)
         return result
 
-    fake.stepper.run = checked  # type: ignore[method-assign]
+    fake.step_runner.run = checked  # type: ignore[method-assign]
 
 
 def check_kv(fake: FakeEngine) -> None:
     """Checks that the pools hold what each sequence says, in every segment of both models."""
-    blocks = fake.stepper.scheduler.blocks
-    for sequence in fake.stepper.scheduler.running:
+    blocks = fake.step_runner.scheduler.blocks
+    for sequence in fake.step_runner.scheduler.running:
         table = blocks.block_tables[sequence.slot]
         for runners, num_known in ((fake.targets, sequence.target_len), (fake.drafts, sequence.draft_len)):
             at = np.arange(num_known)
@@ -128,7 +128,7 @@ class GuessWatcher:
     def __init__(self, fake: FakeEngine) -> None:
         self.num_chains = self.num_mixed = 0
         self._seen: set[Sequence] = set()
-        fake.stepper.observers.append(self.observe)
+        fake.step_runner.observers.append(self.observe)
 
     def observe(self, record: StepRecord) -> None:
         frontier = record.frontier

@@ -17,7 +17,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.step import Stepper
+from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import ModelSize, default_cost_model
 from faser_backend.policy.registry import parse_policy
@@ -42,7 +42,7 @@ class FakeEngine:
     engine: Engine
     targets: list[HashRunner]  # of WHOLE, and of SPLIT if there are lanes
     drafts: list[HashRunner]
-    stepper: Stepper
+    step_runner: StepRunner
 
 
 def fake_engine(policy: str | SpeculationPolicy = "none", **options) -> tuple[Engine, HashRunner]:
@@ -107,7 +107,7 @@ def open_fake(
         admission="guaranteed_no_evict" if never_evicts else "max_utilization",
     )
     engine = assemble(given, policy, config)
-    return FakeEngine(engine, targets, drafts, engine.stepper)
+    return FakeEngine(engine, targets, drafts, engine.step_runner)
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options) -> Request:

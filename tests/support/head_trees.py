@@ -89,7 +89,7 @@ class TreeChecker:
         self._built = built
         self.num_equal = self.num_parents = self.num_siblings = self.num_deep = 0  # nodes with children
         self.num_moved = 0  # accepted tokens of other rows than a chain's
-        engine.stepper.observers.append(self.observe)
+        engine.step_runner.observers.append(self.observe)
 
     def observe(self, record: StepRecord) -> None:
         frontier, path = record.frontier, record.acceptance.path

@@ -64,9 +64,9 @@ class SpoiltTrees:
 
 
 def spoil_trees(fake: FakeEngine, spoil: Spoil, truth: dict[str, list[int]], seed: int, *, is_cut: bool) -> None:
-    proposer = fake.stepper.proposer
+    proposer = fake.step_runner.proposer
     assert proposer is not None
-    fake.stepper.proposer = SpoiltTrees(proposer, spoil, truth, seed, is_cut=is_cut)
+    fake.step_runner.proposer = SpoiltTrees(proposer, spoil, truth, seed, is_cut=is_cut)
 
 
 def shuffled(rng: np.random.Generator, nodes: Nodes, coming: list[int], most: int) -> Nodes:

@@ -22,11 +22,11 @@ def test_batches_grow_to_the_most_that_may_run_and_fit_the_context():
 def test_leaves_an_engine_as_it_was():
     engine = open_fake("fixed:2").engine
     seen = []
-    engine.stepper.observers.append(seen.append)
-    observers = engine.stepper.observers[:]
+    engine.step_runner.observers.append(seen.append)
+    observers = engine.step_runner.observers[:]
     warm_up(engine, max_num_seqs=4, max_prefill_tokens=8)
     assert not seen, "policies and listeners hear nothing of it"
-    assert engine.stepper.observers == observers
+    assert engine.step_runner.observers == observers
     metrics = engine.metrics()
     assert (metrics.num_requests, metrics.num_steps, metrics.num_emitted) == (0, 0, 0)
     assert not engine.has_work

@@ -1,4 +1,4 @@
-"""The law of what leaves an engine: joint counts of the first tokens against exact probabilities.
+"""The distribution of what leaves an engine: joint counts of the first tokens against exact probabilities.
 
 Requests run through the real scheduler, pipeline, sampler and acceptance on a tiny random model.
 """
@@ -22,18 +22,18 @@ TEMPERATURE = 4.0  # flattens the fakes' logits to a standard deviation of about
 
 
 @lru_cache
-def exact_law(vocab_size: int, length: int) -> np.ndarray:
+def exact_distribution(vocab_size: int, length: int) -> np.ndarray:
     """[V ** length] probabilities of the first `length` tokens."""
     model = HashRunner(8, BLOCK, vocab_size)
-    law = []
+    distribution = []
     for tokens in itertools.product(range(vocab_size), repeat=length):
         probability = 1.0
         for position in range(length):
             logits = model.logits_after(np.array(PROMPT + list(tokens[:position]))).astype(np.float64) / TEMPERATURE
             weights = np.exp(logits - logits.max())
             probability *= weights[tokens[position]] / weights.sum()
-        law.append(probability)
-    return np.array(law)
+        distribution.append(probability)
+    return np.array(distribution)
 
 
 def observed(
@@ -70,9 +70,9 @@ def observed(
     return np.bincount(index, minlength=vocab_size**length)
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     """Chi-square; cells that expect fewer than 5 are pooled."""
-    expected = law * counts.sum()
+    expected = distribution * counts.sum()
     rare = expected < 5
     pooled_counts = np.append(counts[~rare], counts[rare].sum())
     pooled_expected = np.append(expected[~rare], expected[rare].sum())

@@ -121,7 +121,7 @@ class PromptTokens:
         return self._num_read / self._num_emitted
 
 
-class PriceRule:
+class ThroughputPolicy:
     """Chooses among plain, serial and, with_modes, overlapped rounds and early exits."""
 
     is_drafting = True

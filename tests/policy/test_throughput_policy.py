@@ -17,9 +17,9 @@ from faser_backend.lab.control_worlds import ControlWorld, all_worlds, costs, ru
 from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
 from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, round_score
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from faser_backend.policy.price_rule import PriceRule
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
+from faser_backend.policy.throughput_policy import ThroughputPolicy
 from faser_backend.policy.times import BatchTimes, TimeErrors
 from tests.support.harness import guessed, request
 
@@ -124,7 +124,7 @@ def test_a_decision_is_data_that_explains_itself():
 
 def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
     compute_bound = Knowledge(costs(300.0, 500.0, 200.0))
-    alone, joined = (PriceRule(compute_bound, MAX_ADAPTIVE_TOKENS, with_modes=True) for _ in range(2))
+    alone, joined = (ThroughputPolicy(compute_bound, MAX_ADAPTIVE_TOKENS, with_modes=True) for _ in range(2))
     alone.decide(sequences(1))
     decision = joined.decide(sequences(1), num_prefilling=31)
     assert len(decision.num_draft_tokens) == 1
@@ -138,7 +138,7 @@ def test_does_not_catch_up_for_answers_that_are_nearly_over():
     slow_to_read.segments[DRAFT, WHOLE] = (control_worlds.call(300.0, 50.0),)  # type: ignore[index]
     chosen = []
     for num_left in (2, 1000):
-        policy = PriceRule(Knowledge(slow_to_read), MAX_ADAPTIVE_TOKENS, with_modes=False)
+        policy = ThroughputPolicy(Knowledge(slow_to_read), MAX_ADAPTIVE_TOKENS, with_modes=False)
         policy.decide(sequences(1))
         assert policy.chosen is not None
         policy.chosen = plain_score(policy._corrected(1, 32, WHOLE))

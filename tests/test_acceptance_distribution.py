@@ -1,8 +1,7 @@
-"""The law of accepted tokens: by exact enumeration, and by chi-square on tiny random models.
+"""The distribution of accepted tokens: by exact enumeration, and by chi-square on tiny random models.
 
-The enumeration follows one round of speculation with every possible draft and every possible coin, completes
-each outcome with exact decoding and compares with the target's law in integers, so the distance is exactly 0.
-Each test of a law also runs planted biases that it has to catch.
+The enumeration runs one round for every draft and coin, completes each outcome by exact decoding and compares it in
+integers: the distance is exactly 0. Every test also has to catch planted biases.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ def peeking(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 class TinyModels:
-    """Target and draft laws of three positions over three tokens, in quarters, for every prefix."""
+    """Target and draft distributions of three positions over three tokens, in quarters, for every prefix."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
 
-        def law(*prefix_shape: int) -> np.ndarray:
+        def distribution(*prefix_shape: int) -> np.ndarray:
             return rng.multinomial(4, rng.dirichlet(np.ones(NUM_TOKENS)), prefix_shape or None)
 
-        self.target = [law(), law(3), law(3, 3)]
-        self.draft = [law(), law(3)]
+        self.target = [distribution(), distribution(3), distribution(3, 3)]
+        self.draft = [distribution(), distribution(3)]
 
-    def exact_law(self) -> np.ndarray:
+    def exact_distribution(self) -> np.ndarray:
         """[3, 3, 3] int64: 4^3 times the probability of each output."""
         p1, p2, p3 = self.target
         return p1[:, None, None] * p2[:, :, None] * p3
 
 
 def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray:
-    """[3, 3, 3] int64: the law after one round and exact completion, times 4^2 * 12^3 * 4^3."""
+    """[3, 3, 3] int64: the distribution after one round and exact completion, times 4^2 * 12^3 * 4^3."""
     axes = np.meshgrid(np.arange(3), np.arange(3), *[np.arange(12)] * 3, indexing="ij")
     first, second, coin1, coin2, coin3 = (axis.ravel() for axis in axes)
     q1, q2 = models.draft
@@ -92,23 +91,23 @@ def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray
         residual[is_empty] = p[is_empty]
         tokens[reached, n - 1] = draw(p if rule == "sampled afresh" else residual, COINS[coin3[reached]])
         num_emitted[reached] = n
-    law = np.zeros((3, 3, 3), np.int64)
+    distribution = np.zeros((3, 3, 3), np.int64)
     for output in itertools.product(range(3), repeat=HORIZON):
         completions = np.array([p1[output[0]], p2[output[0], output[1]], p3[output]])
         agrees = ((tokens == output) | (np.arange(3) >= num_emitted[:, None])).all(axis=1)
         factors = np.where(np.arange(3) < num_emitted[agrees, None], 4, completions)
-        law[output] = (weight[agrees] * factors.prod(axis=1)).sum()
-    return law
+        distribution[output] = (weight[agrees] * factors.prod(axis=1)).sum()
+    return distribution
 
 
 def distance(models: TinyModels, prune: Pruning, rule: str = "tested") -> float:
     """Total variation between one round with completion and plain decoding."""
-    exact = models.exact_law() * 4**2 * 12**3
+    exact = models.exact_distribution() * 4**2 * 12**3
     return float(np.abs(enumerate_round(models, prune, rule) - exact).sum() / 2 / exact.sum())
 
 
 @pytest.mark.parametrize("prune", [never, causal])
-def test_enumerated_law_is_exact(prune: Pruning) -> None:
+def test_enumerated_distribution_is_exact(prune: Pruning) -> None:
     assert [distance(TinyModels(seed), prune) for seed in range(12)] == [0.0] * 12
 
 
@@ -233,7 +232,7 @@ def pair() -> MarkovPair:
     return MarkovPair()
 
 
-def test_rejection_has_the_targets_law(pair: MarkovPair) -> None:
+def test_rejection_has_the_targets_distribution(pair: MarkovPair) -> None:
     assert pair.joint_p_value(run_rejection(pair)) > ALPHA
 
 
@@ -244,12 +243,14 @@ def test_chi_square_catches_biased_rejection(pair: MarkovPair, bias: dict) -> No
     assert pair.joint_p_value(run_rejection(pair, **bias)) < ALPHA
 
 
-def test_chi_square_catches_recovery_from_the_wrong_law(pair: MarkovPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chi_square_catches_recovery_from_the_wrong_distribution(
+    pair: MarkovPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acceptance, "_residual", lambda p, q: p)
     assert pair.joint_p_value(run_rejection(pair)) < ALPHA
 
 
-def test_matching_has_the_targets_law(pair: MarkovPair) -> None:
+def test_matching_has_the_targets_distribution(pair: MarkovPair) -> None:
     assert pair.joint_p_value(run_matching(pair)) > ALPHA
 
 
