@@ -97,15 +97,15 @@ def _host_kernels() -> str:
     import llvmlite
     import numba
 
-    from faser_backend.cpu.kernels import attention as host_attention
+    from faser_backend.cpu.kernels import attention
 
     try:
-        keeping = f"kernels are kept in {host_attention.kernel_directory()}"
+        keeping = f"kernels are kept in {attention.kernel_directory()}"
     except RuntimeError:
         keeping = "kernels are compiled anew in every process: set NUMBA_CACHE_DIR to where they can be kept"
     halves = (
         "fp16 KV caches are converted by instructions"
-        if host_attention.has_halves()
+        if attention.has_halves()
         else "this CPU cannot convert fp16 KV caches: build engines with --kv-cache-dtype fp32"
     )
     compiler = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}"

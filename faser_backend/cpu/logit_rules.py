@@ -1,24 +1,101 @@
 """Per-slot rules that change logits before the temperature: penalties, bias, min_tokens, bad words, a grammar.
 
-All act on a row's own prefix: the slot's committed tokens followed by the row's drafted tokens. Token
-counts exist only for slots with penalties; other slots cost nothing. Order: penalties, logit bias,
-min_tokens, bad words, grammar; a row that ends up with every token forbidden keeps its raw logits, of
-which the grammar alone still forbids some.
+Each rule reads a row's own prefix: the slot's committed tokens, then the row's drafted tokens. Token counts exist only
+for slots with penalties. The order is penalties, logit bias, min_tokens, bad words, grammar. A row whose tokens are all
+forbidden keeps its raw logits, except those that the grammar forbids.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from faser_backend.core.batch import SamplingRows
-from faser_backend.core.errors import blaming
-from faser_backend.core.grammar import GUIDE
+from faser_backend.core.errors import FaserError, blaming
+from faser_backend.core.grammar import GUIDE, Grammar
 from faser_backend.core.request import Sampling
-from faser_backend.cpu.grammar_rule import GrammarRule
 from faser_backend.cpu.logits import penalize
+
+
+class GrammarRule:
+    """The grammar of one slot, as masks over the tokens that may follow a path.
+
+    The grammar's state is a single walker that moves along a drafted path and back. Masks are kept until tokens are
+    committed, because verification asks for the paths that drafting asked for. Thread-safe. A limit of the grammar that
+    a drafted path exceeds fails the slot only once that path is committed, as in plain decoding.
+    """
+
+    def __init__(self, grammar: Grammar, output: list[int]) -> None:
+        """output: tokens committed before, for instance before a preemption."""
+        self._grammar = grammar
+        self._state = grammar.start()
+        self._lock = threading.Lock()
+        self._committed: list[int] = []
+        self._path: list[int] = []  # the walker's position after the committed tokens
+        self._masks: dict[tuple[int, ...], np.ndarray | None] = {}
+        self._failed: dict[tuple[int, ...], FaserError] = {}  # drafted paths whose mask exceeded a limit
+        self.append(output)
+
+    def append(self, tokens: list[int]) -> None:
+        """Commits tokens. Raises FaserError if the grammar forbids one or GrammarState exceeds a limit."""
+        with self._lock:
+            for path, error in self._failed.items():
+                if len(path) < len(tokens) and tuple(tokens[: len(path)]) == path:
+                    raise error
+            self._failed.clear()
+            self._masks.clear()
+            if self._walk(tokens) < len(tokens):
+                raise FaserError(f"token ids {tokens}: the grammar of this request forbids them")
+            self._committed += tokens
+            self._path = []
+
+    def allowed(self, path: list[int]) -> np.ndarray | None:
+        """Returns [V] bool, the tokens that may follow the committed tokens and `path`.
+
+        Returns None if the path is forbidden, so that no token after it will be kept, or if its mask exceeds a limit.
+        Raises FaserError for a limit if path is empty.
+        """
+        key = tuple(path)
+        with self._lock:
+            if key not in self._masks:
+                try:
+                    is_legal = self._walk(path) == len(path)
+                    self._masks[key] = self._state.allowed() if is_legal else None
+                except FaserError as error:
+                    self._restart()
+                    if not path:
+                        raise
+                    self._failed[key], self._masks[key] = error, None
+            return self._masks[key]
+
+    def forced(self) -> list[int]:
+        """Returns GrammarState.forced after the committed tokens, or [] if it exceeds a limit."""
+        with self._lock:
+            self._walk([])
+            try:
+                return self._state.forced()
+            except FaserError:
+                self._restart()
+                return []
+
+    def _restart(self) -> None:
+        """Replaces a state that has exceeded a limit, which cannot be used any more."""
+        self._state, self._path = self._grammar.start(), []
+        self._state.advance(self._committed)
+
+    def _walk(self, path: list[int]) -> int:
+        """Moves the walker along the legal part of `path` and returns that part's length."""
+        common = 0
+        while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
+            common += 1
+        self._state.rollback(len(self._path) - common)
+        reached = common + self._state.advance(path[common:])
+        self._path = path[:reached]
+        return reached
+
 
 _MAX_BIAS = 1e30  # keeps biased logits finite in float32, after any temperature as well
 _MIN_REPETITION = 1e-6
@@ -26,10 +103,9 @@ _PENALTIES = "repetition_penalty"  # the field to blame; presence and frequency 
 
 
 class _BadWords:
-    """The bad words of one slot: the last token of a word is forbidden where the tokens before it have come.
+    """The bad words of one slot: a word's last token is forbidden after its other tokens.
 
-    The words are taken apart once, into arrays of all tokens that are not last; a batch of rows is then compared with
-    all of them at once.
+    Arrays hold the tokens of all words, so that a row is compared with all words at once.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], committed: np.ndarray) -> None:
@@ -40,9 +116,9 @@ class _BadWords:
         self._last = np.array([word[-1] for word in longer], np.int64)  # [num_longer]
         self._before = np.array([token for word in longer for token in word[:-1]], np.int64)  # [num_before]
         self._starts = np.cumsum(sizes) - sizes  # [num_longer], of a word in _before
-        self.tail = np.full(sizes.max(initial=0), -1, np.int64)  # the last committed tokens, as many as words can need
-        # Where in a tail each token of _before has to stand: the last one of its word at the tail's end.
-        self._place = self.tail.size + np.arange(self._before.size) - np.repeat(self._starts + sizes, sizes)
+        self.tail = np.full(sizes.max(initial=0), -1, np.int64)  # the last committed tokens, enough for every word
+        # The index in a tail at which each token of _before must be found: a word ends where the tail ends.
+        self._index = self.tail.size + np.arange(self._before.size) - np.repeat(self._starts + sizes, sizes)
         self.append(committed)
 
     def append(self, tokens: np.ndarray) -> None:
@@ -50,20 +126,19 @@ class _BadWords:
             self.tail = np.concatenate((self.tail, tokens))[-self.tail.size :]
 
     def forbid(self, logits: np.ndarray, where: np.ndarray, drafted: np.ndarray, num_drafted: np.ndarray) -> None:
-        """In place on rows `where` [n] of logits; drafted [n, K] are their tokens behind the committed ones, of which
-        num_drafted [n] count."""
+        """Forbids tokens in place in rows `where` [n] of logits, after drafted [n, K][:, :num_drafted [n]]."""
         logits[where[:, None], self._single] = -np.inf
         if not self._last.size:
             return
         for row, path, num_tokens in zip(where, drafted, num_drafted, strict=True):
             tail = np.concatenate((self.tail, path[:num_tokens]))[num_tokens:]
-            has_come = np.logical_and.reduceat(tail.take(self._place) == self._before, self._starts)
-            logits[row, self._last[has_come]] = -np.inf
+            is_matched = np.logical_and.reduceat(tail.take(self._index) == self._before, self._starts)
+            logits[row, self._last[is_matched]] = -np.inf
 
 
 @dataclass(slots=True, eq=False)
 class _SlotRules:
-    """Rules of one slot on single tokens."""
+    """The bias and min_tokens of one slot."""
 
     bias_ids: np.ndarray  # [num_biased] int64
     bias_values: np.ndarray  # [num_biased] float32
@@ -73,7 +148,7 @@ class _SlotRules:
 
 @dataclass(slots=True, eq=False)
 class _Penalties:
-    """Penalties of one slot and the counts that they act on."""
+    """Penalties of one slot and the token counts that they read."""
 
     repetition: float
     presence: float
@@ -86,7 +161,7 @@ class _Penalties:
 
 
 class LogitRules:
-    """Owns the rules of all slots. Rules of a slot live from `add` to `remove`."""
+    """The rules of all slots; a slot's rules live from `add` to `remove`."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -104,9 +179,10 @@ class LogitRules:
         num_prompt_tokens: int,
         end_ids: tuple[int, ...],
     ) -> bool:
-        """Starts a slot; arguments as in core.ports.Sampler.add. Returns whether it has any rule.
+        """Starts a slot, with the arguments of core.ports.Sampler.add, and returns whether it has any rule.
 
-        Here as in `append`, `forced` and `apply`, what goes wrong is raised as FailedError that names the field."""
+        Like `append`, `forced` and `apply`, it raises FailedError with the field of the rule that failed.
+        """
         output = token_ids[num_prompt_tokens:]
         blaming("logit_bias", self._add_bias, slot, sampling, num_prompt_tokens, end_ids)
         if sampling.bad_words:
@@ -158,7 +234,7 @@ class LogitRules:
         return [] if grammar is None else blaming(GUIDE, grammar.forced)
 
     def apply(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
-        """In place on logits [n, V], the logits of rows.slots[index]; index [n] int64."""
+        """Applies all rules in place to logits [n, V] of rows `index` [n] int64."""
         slots = rows.slots[index].tolist()
         forbidden = blaming(GUIDE, self._forbidden_by_grammars, rows, index, slots)
         raw = {row: logits[row].copy() for row in forbidden}
@@ -167,11 +243,11 @@ class LogitRules:
         blaming("bad_words", self._forbid_words, logits, rows, index, slots)
         for row, mask in forbidden.items():
             logits[row, mask] = -np.inf
-            if logits[row].max() == -np.inf:  # the other rules leave nothing of what is legal
+            if logits[row].max() == -np.inf:  # other rules forbid everything that the grammar allows
                 logits[row] = np.where(mask, -np.inf, raw[row])
 
     def _forbidden_by_grammars(self, rows: SamplingRows, index: np.ndarray, slots: list[int]) -> dict[int, np.ndarray]:
-        """[V] bool of each row whose slot has a grammar and whose drafted prefix is legal."""
+        """Returns, by row with a grammar and a legal drafted prefix, its forbidden tokens [V] bool."""
         forbidden = {}
         for row, slot in enumerate(slots):
             if (grammar := self._grammars.get(slot)) is not None:

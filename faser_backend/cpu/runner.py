@@ -1,7 +1,9 @@
-"""`LlvmRunner`: a model whose layers are kernels of ours, with its KV pool; implements core.ports.ModelRunner.
+"""`LlvmRunner` runs a model, and `LlvmHeadRunner` an EAGLE-3 head, by the CPU's kernels over a KV pool.
 
-A call is one compiled function on each of its threads (cpu/kernels/segment.py), which share the work and meet at
-barriers; between calls the helpers sleep. The weight file is mapped and read in place.
+They implement core.ports.ModelRunner and TreeHeadRunner. A call runs one compiled function (cpu/kernels/segment.py) on
+each of its threads, which share the work; between calls the helper threads sleep. The weight file is mapped and read in
+place. The target's runner writes the hidden states that a head reads to its pool, by block and offset like keys and
+values.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import numpy as np
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.cpu.kernels import attention as host_attention
+from faser_backend.cpu.kernels import attention
 from faser_backend.cpu.kernels.attention import TILE_ROWS, scratch_width
-from faser_backend.cpu.kernels.compile import Kernel
-from faser_backend.cpu.kernels.products import scratch_size
+from faser_backend.cpu.kernels.compilation import Kernel
+from faser_backend.cpu.kernels.products import product_kernel, scratch_size
 from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
 from faser_backend.cpu.kernels.threads import barrier_state
 from faser_backend.cpu.kv_pool import KvPool
@@ -27,27 +29,27 @@ from faser_backend.cpu.weights import WeightFile, segment_tables, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
-ROWS_TO_READ = 5  # rows whose arithmetic takes as long as it takes to read what they attend to
+ROWS_TO_READ = 5  # number of rows whose arithmetic takes as long as reading their keys and values
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
 NO_ROWS = np.zeros(0, np.int64)
 
 
 class CallResults(NamedTuple):
-    """Buffers that the segment's next call overwrites."""
+    """The results of a segment's call, in buffers that its next call overwrites."""
 
-    hidden: np.ndarray  # [T, hidden_size]; behind the last layer that of the logit rows, which come first
+    hidden: np.ndarray  # [T, hidden_size]; after the last layer, the logit rows in the first R rows
     logits: np.ndarray  # [R, num_logits], of the last segment
-    exit_scores: np.ndarray  # [T, C], of no use without candidates
+    exit_scores: np.ndarray  # [T, C], undefined without candidates
 
 
 class Workspace:
-    """Float buffers by name, as large as the largest call needed."""
+    """Float buffers by name, which grow to what the largest call needs."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
 
     def view(self, name: str, *shape: int) -> np.ndarray:
-        """The first numbers of the buffer of this name, in this shape."""
+        """Returns the start of the buffer of this name as an array of this shape."""
         size = int(np.prod(shape))
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
@@ -57,7 +59,7 @@ class Workspace:
 
 
 class Helper:
-    """A thread that runs kernels. Queues hand over in a fraction of what a thread pool's futures take."""
+    """A thread that runs kernels; its queues hand over work faster than a thread pool's futures."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Kernel, tuple] | None] = SimpleQueue()
@@ -65,14 +67,14 @@ class Helper:
         self._thread: Thread | None = None
 
     def start(self, kernel: Kernel, arguments: tuple) -> None:
-        """The first time, starts the thread on the cores of the caller's."""
+        """Starts a kernel; the first call starts the thread, on the caller's cores."""
         if self._thread is None:
             self._thread = Thread(target=self._serve, name="kernels", daemon=True)
             self._thread.start()
         self._work.put((kernel, arguments))
 
     def wait(self) -> BaseException | None:
-        """Until what was started has ended. Returns what it raised."""
+        """Waits for the kernel and returns the error that it raised, if any."""
         return self._errors.get()
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class Helper:
 
 
 class LlvmRunner:
-    """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+    """Runs the segments of one model. Calls are serial; concurrent runners on one pool need different sequences."""
 
     def __init__(
         self,
@@ -102,10 +104,12 @@ class LlvmRunner:
         pool: KvPool,
         *,
         num_threads: int | None = None,
-        lender: ModelEngine | None = None,
+        embedding_owner: ModelEngine | None = None,
     ) -> None:
-        """num_threads: at most this many of the partition's cores. lender: whose embedding is read where the model has
-        none. Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read."""
+        """num_threads: limits the cores used. embedding_owner: provides the embedding if the model has none.
+
+        Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read.
+        """
         if num_threads is not None and num_threads < 1:
             raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
         assert model.weights is not None, "an engine of this runtime has one weight file"
@@ -123,15 +127,15 @@ class LlvmRunner:
         self._embedding_file = self._weights
         layers_format, embedding_format, head_format = model.weight_format.formats
         if "embedding" not in self._weights:
-            assert lender is not None and lender.weights is not None, "the embedding is in no file"
-            self._embedding_file = WeightFile(engine_dir / lender.weights.name)
-            embedding_format = lender.weight_format.formats[1]
+            assert embedding_owner is not None and embedding_owner.weights is not None, "the embedding is in no file"
+            self._embedding_file = WeightFile(engine_dir / embedding_owner.weights.name)
+            embedding_format = embedding_owner.weight_format.formats[1]
         self._segments = [segment_tables(spec, segment, self._weights) for segment in model.segments]
         head = self._weights.offset("embedding" if spec.tie_word_embeddings else "lm_head")
         self._end_matrices = np.array([self._embedding_file.offset("embedding"), head], np.int64)
         last_norm = self._weights.vector("norm")
         assert last_norm is not None
-        self._last_norm = last_norm.copy()  # kernels take arrays that can be written
+        self._last_norm = last_norm.copy()  # kernels take writable arrays
         self._cos, self._sin = rotary_tables(spec)
         self._eps, self._scale = np.float32(spec.rms_eps), np.float32(spec.head_dim**-0.5)
         kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
@@ -147,7 +151,7 @@ class LlvmRunner:
         self._barrier = barrier_state()
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        """See core.ports.ModelRunner. The result is a buffer that the segment's next call overwrites."""
+        """See core.ports.ModelRunner. The segment's next call overwrites the result."""
         results = self._run(segment, rows, hidden, None)
         return results.logits if segment == self.num_segments - 1 else results.hidden
 
@@ -171,7 +175,7 @@ class LlvmRunner:
         self.pool.check_integrity()
 
     def close(self) -> None:
-        """Ends the threads and lets go of buffers; the runner cannot be used afterwards."""
+        """Ends the helper threads; the runner cannot be used afterwards. May be called again."""
         for helper in self._helpers:
             helper.close()
         self._helpers.clear()
@@ -193,7 +197,7 @@ class LlvmRunner:
         scores = view("exit_scores", *asked.shape)
         features = view("features", len(tables.feature_layers), num_rows, spec.hidden_size)
         trunk_lens, ancestors = (NO_ROWS, NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
-        num_slots = num_rows * max(spec.num_experts_per_token, 1)
+        num_assignments = num_rows * max(spec.num_experts_per_token, 1)
         integers = (rows.token_ids, rows.positions, rows.cu_rows, rows.context_lens, trunk_lens, ancestors)
         integers += (rows.block_tables, rows.logit_rows)
         shared = (
@@ -202,8 +206,8 @@ class LlvmRunner:
             view("k", num_rows, spec.num_kv_heads, spec.head_dim),
             view("v", num_rows, spec.num_kv_heads, spec.head_dim),
             view("attended", num_rows, spec.num_heads, spec.head_dim),
-            view("gate", num_slots, spec.intermediate_size),
-            view("up", num_slots, spec.intermediate_size),
+            view("gate", num_assignments, spec.intermediate_size),
+            view("up", num_assignments, spec.intermediate_size),
             view("gathered", num_logits, spec.num_heads * spec.head_dim),
         )  # fmt: skip
         constants = (
@@ -221,13 +225,13 @@ class LlvmRunner:
         ]
         self._on_all_threads(self._kernel, calls)
         if tables.feature_layers:
-            blocks, offsets = places_of(rows, self.pool.kv_block_size)
+            blocks, offsets = blocks_and_offsets(rows, self.pool.kv_block_size)
             for layer, of_layer in zip(tables.feature_layers, features, strict=True):
                 self.pool.features[layer][blocks, offsets] = of_layer
         return CallResults(state, logits, scores)
 
     def _work_space(self, thread: int, num_rows: int, num_columns: int) -> tuple[np.ndarray, ...]:
-        """A thread's own: normed rows, a strip of weights, attention's scores, a widened block."""
+        """Returns a thread's work space: normed rows, scratch of products, attention's scores, a widened block."""
         spec, view = self.spec, self._own[thread].view
         columns = scratch_width(num_columns)
         return (
@@ -238,28 +242,28 @@ class LlvmRunner:
         )
 
     def _strip(self, thread: int) -> np.ndarray:
-        """A thread's work space for products."""
+        """Returns a thread's work space for products."""
         return self._own[thread].view("strip", scratch_size(self._most_inputs))
 
     def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
-        """Arguments that kernels of other kinds of models lack: see EXTRAS in cpu/kernels/segment.py."""
+        """Returns the extra arguments of the model's kind of kernel: see EXTRAS in cpu/kernels/segment.py."""
         spec = self.spec
         if not spec.num_experts:
             return ()
         view, own, num_chosen = self._workspace.view, self._own[thread].view, spec.num_experts_per_token
         return (
-            view("chances", num_rows, spec.num_experts),
+            view("probs", num_rows, spec.num_experts),
             view("shares", num_rows, num_chosen),
             view("chosen", num_rows, num_chosen).view(np.int32),
             view("outputs", num_rows * num_chosen, spec.hidden_size),
             own("taken", num_rows, spec.hidden_size),
             own("ends", spec.num_experts).view(np.int32),
-            own("slots", num_rows, num_chosen).view(np.int32),
+            own("order", num_rows, num_chosen).view(np.int32),
             own("rows", num_rows * num_chosen).view(np.int32),
         )
 
     def _on_all_threads(self, kernel: Kernel, calls: list[tuple]) -> None:
-        """One call of the kernel per thread, the first one here. All have ended when this returns or raises."""
+        """Calls the kernel once per thread, the first time on this one; returns or raises when all have ended."""
         for helper, call in zip(self._helpers, calls[1:], strict=True):
             helper.start(kernel, call)
         try:
@@ -272,10 +276,10 @@ class LlvmRunner:
 
 
 def unit_bounds(spec: ModelSpec, counts: np.ndarray, last_tokens: np.ndarray, num_threads: int) -> list[int]:
-    """Units of attention (one KV head of one sequence) of each thread: between two neighbours of num_threads + 1.
+    """Divides the units of attention (one KV head of one sequence) among threads; returns num_threads + 1 bounds.
 
-    counts: [B] rows; last_tokens: [B] tokens that the last row sees. Threads get as much to read, arithmetic counted as
-    what could be read meanwhile.
+    counts [B]: rows; last_tokens [B]: tokens that a sequence's last row sees. Every thread gets about the same number
+    of bytes to read, with arithmetic counted as bytes by ROWS_TO_READ.
     """
     bounds = [0, counts.size * spec.num_kv_heads]
     if num_threads > 1:
@@ -288,7 +292,7 @@ def unit_bounds(spec: ModelSpec, counts: np.ndarray, last_tokens: np.ndarray, nu
 
 
 def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:
-    """Kernels trust their indices. Raises IndexError before anything is read or written."""
+    """Checks what kernels do not check. Raises IndexError before anything is read or written."""
     num_blocks, size = pool.num_blocks, pool.kv_block_size
     least, most = int(block_tables.min()), int(block_tables.max())
     if least < 0 or most >= num_blocks:
@@ -298,18 +302,86 @@ def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> Non
 
 
 def readable_dtype(pool: KvPool) -> str:
-    """The pool's dtype in the words of kernels. Raises ConfigError where this CPU has no instructions for it."""
+    """Returns the pool's dtype as kernels name it. Raises ConfigError if this CPU has no instructions for it."""
     if pool.storage.dtype != np.float16:
         return "fp32"
-    if not host_attention.has_halves():
+    if not attention.has_halves():
         raise ConfigError(
             "kv_cache_dtype = fp16: this CPU cannot convert halves; build the engine with --kv-cache-dtype fp32"
         )
     return "fp16"
 
 
-def places_of(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks and offsets [T] at which a pool holds what belongs to each row."""
+def blocks_and_offsets(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each row's block and its offset in it, [T] both."""
     counts = rows.rows_per_sequence
     blocks, offsets = np.divmod(rows.kv_positions, kv_block_size)
     return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets
+
+
+LAYER = 1  # segment of a head; segment 0 joins features
+
+
+class LlvmHeadRunner(LlvmRunner):
+    """Runs an EAGLE-3 head. Its pool shares `features` with the target's pool.
+
+    A head without an embedding reads its target's, from the target's file.
+    """
+
+    def __init__(
+        self,
+        model: ModelEngine,
+        engine_dir: Path,
+        partition: CorePartition,
+        pool: KvPool,
+        target: ModelEngine,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        super().__init__(model, engine_dir, partition, pool, num_threads=num_threads, embedding_owner=target)
+        token_ids = self._weights.vector("token_ids", np.int64)
+        assert token_ids is not None, "a head names the ids of its logits"
+        is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut
+        self._token_ids, self._known = token_ids[is_known], np.flatnonzero(is_known)
+        self._is_whole = np.array_equal(token_ids, np.arange(self.vocab_size))
+        self._num_logits = token_ids.size
+        self._join = product_kernel(model.weight_format.name)
+        num_features = len(target.spec.feature_layers) * target.spec.hidden_size
+        self._most_inputs = max(self._most_inputs, 2 * self.spec.hidden_size, num_features)
+
+    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
+        """Segment 0 joins the features that lie at the rows' positions, [T, hidden_size]; segment 1 gives logits."""
+        if segment == LAYER:
+            assert hidden is not None
+            return self.run_layer(rows, hidden)[0]
+        blocks, offsets = blocks_and_offsets(rows, self.pool.kv_block_size)
+        features = np.concatenate([of_layer[blocks, offsets] for of_layer in self.pool.features.values()], axis=1)
+        joined = self._workspace.view("joined", rows.num_rows, self.spec.hidden_size)
+        arrays = (joined, features, self._weights.data, self._weights.offset("fc"))
+        strips = [self._strip(thread) for thread in range(self.num_threads)]
+        calls = [(thread, self.num_threads, *arrays, strip) for thread, strip in enumerate(strips)]
+        self._on_all_threads(self._join, calls)
+        return joined
+
+    def run_layer(self, rows: RowBatch, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See core.ports.HeadRunner."""
+        results = self._run(LAYER, rows, hidden, None)
+        return self._over_all_ids(results.logits), results.hidden[: rows.logit_rows.size]
+
+    def join_rows(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """See core.ports.TreeHeadRunner."""
+        return np.concatenate(pieces)
+
+    def _over_all_ids(self, logits: np.ndarray) -> np.ndarray:
+        """Expands logits [R, num_logits] to [R, vocab_size], with -inf at ids outside the head's vocabulary."""
+        if self._is_whole:
+            return logits
+        every = self._workspace.view("every_logit", logits.shape[0], self.vocab_size)
+        every.fill(-np.inf)
+        every[:, self._token_ids] = logits[:, self._known]
+        return every
+
+    def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
+        width = self.spec.hidden_size
+        embedded = self._workspace.view("embedded", num_rows, width)
+        return embedded, self._own[thread].view("both", num_rows, 2 * width), self._embedding_file.data

@@ -76,9 +76,8 @@ class LlvmRuntime:
         pool.storage[:] = numbers
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
-        # Not above: they load numba, which other runtimes do without.
-        from faser_backend.cpu.head import LlvmHeadRunner
-        from faser_backend.cpu.runner import LlvmRunner
+        # Not above: it loads numba, which other runtimes do not need.
+        from faser_backend.cpu.runner import LlvmHeadRunner, LlvmRunner
 
         arguments = (model, self._engine_dir, share, pool)
         if model.spec.reads_target:
@@ -138,7 +137,7 @@ def useful_splits(
     return splits, reason
 
 
-def identity() -> dict[str, str | int]:
+def cpu_identity() -> dict[str, str | int]:
     """The facts that decide how long calls take here, by name: processor, cores in use, who compiles and computes."""
     from faser_backend.cpu.kernels.matrix_units import (
         find_matrix_units,  # not above: it loads numba, which GPUs' runtimes do without

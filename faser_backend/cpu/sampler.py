@@ -1,8 +1,8 @@
-"""`NumpySampler`: logits to tokens on the CPU, with parameters kept per slot in persistent arrays.
+"""`NumpySampler`: turns logits into tokens on the CPU, with sampling parameters per slot in persistent arrays.
 
-Three classes of rows, so that none pays for another: greedy (argmax), random (temperature alone: scaled
-logits plus noise) and special (rules or filters: processed in one vectorised sub-batch). A row's token is
-the same, bit for bit, in every batch. Ties go to the lowest id. Knows nothing of models or scheduling.
+There are three classes of rows, so that none pays for another: greedy (argmax), random (temperature only: scaled logits
+plus noise) and special (rules or filters: processed in one vectorised sub-batch). A row's token is the same, bit for
+bit, in every batch. Ties go to the lowest id.
 """
 
 from __future__ import annotations
@@ -19,27 +19,84 @@ from faser_backend.core.request import Sampling
 from faser_backend.cpu import noise
 from faser_backend.cpu.logit_rules import LogitRules
 from faser_backend.cpu.logits import keep_min_p, keep_top, log_softmax_at, rank, second_best, softmax
-from faser_backend.cpu.slot_parameters import SlotParameters
+from faser_backend.cpu.noise import seed_keys
 
-MAX_MARGIN = 1e4  # of a token that is the only one allowed
+MIN_TEMPERATURE = 1e-5  # below this a row decodes greedily: scaled logits would overflow float32
+
+
+class SlotParameters:
+    """The sampling parameters of max_num_seqs slots, as arrays by slot that all samplers read.
+
+    It alone decides which slots are greedy and which filters are on. Free slots have greedy parameters.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
+        self._vocab_size = vocab_size
+        self.is_active = np.zeros(max_num_seqs, np.bool_)
+        self.is_random = np.zeros(max_num_seqs, np.bool_)
+        self.has_rules = np.zeros(max_num_seqs, np.bool_)  # see logit_rules.py
+        self.has_filters = np.zeros(max_num_seqs, np.bool_)  # top-k, top-p or min-p; random slots only
+        self.is_special = np.zeros(max_num_seqs, np.bool_)  # rules or filters
+        self.keys = np.zeros(max_num_seqs, np.uint64)
+        self.inverse_temperature = np.ones(max_num_seqs, np.float32)  # 1 where greedy
+        self.top_k = np.full(max_num_seqs, vocab_size, np.int64)  # V = off
+        self.top_p = np.ones(max_num_seqs, np.float64)  # 1 = off
+        self.min_p = np.zeros(max_num_seqs, np.float64)  # 0 = off
+
+    def add(self, slot: int, sampling: Sampling, *, has_rules: bool) -> None:
+        """Starts a free slot. The parameters are valid (Sampling.validate)."""
+        is_random = sampling.temperature >= MIN_TEMPERATURE and sampling.top_k != 1
+        top_k = min(sampling.top_k or self._vocab_size, self._vocab_size)
+        has_filter = top_k < self._vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.is_active[slot] = True
+        self.is_random[slot] = is_random
+        self.has_rules[slot] = has_rules
+        # Filters keep the largest logit, so a greedy row needs none of them.
+        self.has_filters[slot] = is_random and has_filter
+        self.is_special[slot] = has_rules or self.has_filters[slot]
+        self.keys[slot] = seed_keys(np.array([sampling.seed], np.uint64))[0]
+        self.inverse_temperature[slot] = 1.0 / sampling.temperature if is_random else 1.0
+        self.top_k[slot] = top_k if is_random else self._vocab_size
+        self.top_p[slot] = sampling.top_p if is_random else 1.0
+        self.min_p[slot] = sampling.min_p if is_random else 0.0
+
+    def remove(self, slot: int) -> None:
+        for flags in (self.is_active, self.is_random, self.has_rules, self.has_filters, self.is_special):
+            flags[slot] = False
+
+    def check_free(self, slot: int) -> None:
+        if self.is_active[slot]:
+            raise ValueError(f"slot {slot} is in use; remove it first")
+
+    def check_active(self, slot: int) -> None:
+        if not self.is_active[slot]:
+            raise ValueError(f"slot {slot} is not in use")
+
+    def check_integrity(self) -> None:
+        for flags in (self.is_random, self.has_rules, self.has_filters, self.is_special):
+            assert not (flags & ~self.is_active).any(), "a free slot keeps state"
+        assert (self.is_special == (self.has_rules | self.has_filters)).all()
+        assert not (self.has_filters & ~self.is_random).any(), "a greedy slot has filters"
+
+
+MAX_MARGIN = 1e4  # margin of a token without rivals
 Result = TypeVar("Result")
 
 
 class NumpySampler:
-    """core.ports.Sampler for up to max_num_seqs slots.
+    """The CPU's core.ports.Sampler, for up to max_num_seqs slots.
 
-    `sample_draft`, `candidate_margins`, `probabilities` and `uniforms` may run at the same time on different
-    threads, as in a step that overlaps drafting and verification: they write nothing but their results and failures.
-    `add`, `remove` and `append` must run alone.
+    Threads that draft and verify at once may call `sample_draft`, `candidate_margins`, `probabilities` and `uniforms`
+    concurrently: these write only their results and failures. `add`, `remove` and `append` must run alone.
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
         self._vocab_size = vocab_size
         self._noise = noise.GumbelNoise(vocab_size)
         self._rules = LogitRules(vocab_size)
-        self.failures: dict[int, Failure] = {}  # by slot; lanes may note one at the same time
-        self.parameters = SlotParameters(vocab_size, max_num_seqs)  # for reading
-        # Counts over active slots decide the path of a whole batch without looking at its rows.
+        self.failures: dict[int, Failure] = {}  # by slot; lanes may add one at the same time
+        self.parameters = SlotParameters(vocab_size, max_num_seqs)  # read-only for others
+        # Counts over active slots choose the path of a whole batch without reading its rows.
         self._num_active = 0
         self._num_random = 0
         self._num_special = 0
@@ -75,17 +132,17 @@ class NumpySampler:
         return self._noting_failure(slot, [], self._rules.forced, slot) if self.parameters.has_rules[slot] else []
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """logits [R, V] float32 (unchanged) -> token ids [R] int64.
+        """Draws token ids [R] int64 from logits [R, V] float32, which stay unchanged.
 
-        Raises FaserError naming the first row whose logits hold NaN or +inf, or nothing but -inf.
+        Raises FaserError for the first row whose logits hold NaN or +inf, or only -inf.
         """
         return self._pick(self._scores(logits, rows), rows)
 
     def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
         """See core.ports.Sampler; num_candidates in [0, vocab_size]. Raises as `sample` does.
 
-        Tokens are those of `sample`. Margins end at MAX_MARGIN, which a token without rivals has. Where fewer
-        tokens than num_candidates are allowed, forbidden ones of low id follow them.
+        Draws the tokens of `sample`. Margins are at most MAX_MARGIN. If fewer than num_candidates tokens are allowed,
+        forbidden ones of low id follow.
         """
         if not 0 <= num_candidates <= self._vocab_size:
             raise ValueError(f"num_candidates = {num_candidates}: must be in [0, {self._vocab_size}]")
@@ -115,8 +172,10 @@ class NumpySampler:
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
     ) -> np.ndarray:
-        """See core.ports.Sampler; at least two candidates a row. Rules and filters are left out: this is a guess
-        about a token, not a draw. Only reads what `add` wrote."""
+        """See core.ports.Sampler; at least two candidates per row.
+
+        It ignores rules and filters, because it predicts a token and draws none, and reads only what `add` wrote.
+        """
         if with_noise and self._num_random:
             slots = rows.slots
             known = self.parameters
@@ -126,7 +185,7 @@ class NumpySampler:
         return scores[:, 0] - scores[:, 1:].max(axis=1)
 
     def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """logits [R, V] float32 -> processed probabilities [R, V] float32, one-hot where greedy.
+        """Returns the probabilities [R, V] float32 that tokens are drawn with; one-hot rows where greedy.
 
         Raises as `sample` does.
         """
@@ -147,7 +206,7 @@ class NumpySampler:
         return log_softmax_at(logits, token_ids)
 
     def to_host(self, logits: np.ndarray) -> np.ndarray:
-        """See core.ports.Sampler: logits may be a buffer that the runner's next call overwrites."""
+        """See core.ports.Sampler. Copies, because the runner's next call may overwrite logits."""
         return logits.astype(np.float32)
 
     def check_integrity(self) -> None:
@@ -163,7 +222,7 @@ class NumpySampler:
         self._num_special = int(np.count_nonzero(self.parameters.is_special))
 
     def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """[R, V] of which each row's argmax is its token; `logits` itself where all rows are greedy and plain."""
+        """Returns scores [R, V] whose argmax is each row's token: `logits` itself if all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
         if not self._num_special:
             return self._perturbed(logits, slots, positions, has_siblings=rows.has_siblings)
@@ -185,7 +244,7 @@ class NumpySampler:
     def _perturbed(
         self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, has_siblings: bool = False
     ) -> np.ndarray:
-        """Scores [R, V] of plain rows; `logits` itself where all are greedy."""
+        """Returns the scores [R, V] of plain rows: `logits` itself if all are greedy."""
         if self._num_random == 0:
             return logits
         if self._num_random == self._num_active:
@@ -195,11 +254,11 @@ class NumpySampler:
             if random.size == 0:
                 return logits
         scores = logits * self.parameters.inverse_temperature[slots, None]
-        if has_siblings and random is None:  # who draw with the same noise, which is most of the work
-            places: dict[tuple[int, int], int] = {}
+        if has_siblings and random is None:  # siblings share their noise, and making it is most of the work
+            indices: dict[tuple[int, int], int] = {}
             drawing = zip(slots.tolist(), positions.tolist(), strict=True)
-            which = [places.setdefault(key, len(places)) for key in drawing]
-            slots, positions = np.array(list(places), np.int64).T
+            which = [indices.setdefault(key, len(indices)) for key in drawing]
+            slots, positions = np.array(list(indices), np.int64).T
             scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)[which]
         else:
             self._subtract_noise(scores, random, slots, positions)
@@ -208,14 +267,14 @@ class NumpySampler:
     def _subtract_noise(
         self, scores: np.ndarray, random: np.ndarray | None, slots: np.ndarray, positions: np.ndarray
     ) -> None:
-        """In place on scores [n, V] of slots [n]; `random` lists the rows to perturb, None = all."""
+        """Subtracts noise in place from scores [n, V] of slots [n], in rows `random` (None = all)."""
         if random is None or random.size == slots.size:
             scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)
         elif random.size:
             scores[random] -= self._noise.log_exponentials(self.parameters.keys[slots[random]], positions[random])
 
     def _processed(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> np.ndarray:
-        """Logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
+        """Returns the logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
         scores = logits.take(index, axis=0)
         slots = rows.slots[index]
         known = self.parameters
@@ -226,7 +285,7 @@ class NumpySampler:
                 self._apply_by_slot(logits, scores, rows, index)
             all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
             scores[all_forbidden] = logits[index[all_forbidden]]
-        check_finite(scores.max(axis=1), rows, index)  # before filters, which presume numbers
+        check_finite(scores.max(axis=1), rows, index)  # before filters, which need finite numbers
         scores *= known.inverse_temperature[slots, None]
         top_k, top_p, min_p = known.top_k[slots], known.top_p[slots], known.min_p[slots]
         _apply(keep_top, scores, (top_k < self._vocab_size) | (top_p < 1.0), top_k, top_p)
@@ -234,8 +293,7 @@ class NumpySampler:
         return scores
 
     def _apply_by_slot(self, logits: np.ndarray, scores: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
-        """Applies the rules anew, slot by slot, to find out whose they are that fail: the others' rows get the same
-        scores as in one batch."""
+        """Applies the rules again slot by slot, to find the slots that fail; other rows keep their scores."""
         slots = rows.slots[index]
         for slot in np.unique(slots).tolist():
             where = np.flatnonzero(slots == slot)
@@ -244,7 +302,7 @@ class NumpySampler:
             scores[where] = logits[index[where]] if has_failed else lines
 
     def _noting_failure(self, slot: int, otherwise: Result, rule: Callable[..., Any], *arguments: Any) -> Result:
-        """Returns what a slot's rule returns; where it fails, `otherwise`, and the failure is the slot's alone."""
+        """Returns the result of a slot's rule; if it fails, records the slot's failure and returns `otherwise`."""
         try:
             return rule(*arguments)
         except Exception as error:
@@ -253,15 +311,15 @@ class NumpySampler:
 
     @staticmethod
     def _pick(scores: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """argmax [R] of scores [R, V]."""
+        """Returns the argmax [R] of scores [R, V]."""
         token_ids = scores.argmax(axis=1)
-        # argmax stops at the first NaN, so the chosen score tells whether a row is sound.
+        # argmax stops at the first NaN, so checking the chosen score checks the row.
         check_finite(scores[np.arange(token_ids.size), token_ids], rows, None)
         return token_ids
 
 
 def check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None) -> None:
-    """Raises FaserError for the first entry of best [n], the largest score of each row, that is no number."""
+    """Raises FaserError for the first entry of best [n], the largest score of each row, that is not finite."""
     is_finite = np.isfinite(best)
     if is_finite.all():
         return
@@ -275,7 +333,7 @@ def check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None)
 
 
 def _apply(keep: Callable[..., None], scores: np.ndarray, is_on: np.ndarray, *parameters: np.ndarray) -> None:
-    """Runs a filter in place on the rows of scores [n, V] where is_on [n]; each of its parameters is [n]."""
+    """Runs a filter in place on the rows of scores [n, V] with is_on [n]; each parameter is [n]."""
     on = np.flatnonzero(is_on)
     if on.size == 0:
         return

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from faser_backend.cpu.sampler import MAX_MARGIN
-from faser_backend.cpu.slot_parameters import SlotParameters
+from faser_backend.cpu.sampler import MAX_MARGIN, SlotParameters
 from faser_backend.cuda.call_shapes import FILTER_ROWS
 from faser_backend.cuda.noise import TorchNoise
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.cpu import runtime as cpu_runtime
+from faser_backend.cpu.runtime import cpu_identity
 from faser_backend.cuda.green_contexts import DriverError, call_driver
 from faser_backend.plugins.tensorrt_import import import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
@@ -54,7 +54,7 @@ def memory_bytes(driver: Any) -> int:
     return int(call_driver(driver, "cuDeviceTotalMem", call_driver(driver, "cuDeviceGet", 0)))
 
 
-def identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
+def gpu_identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
     """The facts that decide how long calls of a GPU runtime take here; of the processor, where torch falls back to it.
 
     driver: cuda.bindings.driver unless given. Raises ConfigError where the runtime's library is missing, FaserError
@@ -68,7 +68,7 @@ def identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
     except (DriverError, ImportError):
         if flavour is not None:
             raise
-        processor = cpu_runtime.identity()
+        processor = cpu_identity()
         return {"cpu": processor["cpu"], "num_cores": processor["num_cores"], **versions}
     return {"gpu": facts.name, "num_sms": facts.num_sms, "driver": facts.driver, **versions}
 

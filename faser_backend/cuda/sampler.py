@@ -16,8 +16,7 @@ from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import Failure
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import Sampling
-from faser_backend.cpu.sampler import NumpySampler, check_finite
-from faser_backend.cpu.slot_parameters import SlotParameters
+from faser_backend.cpu.sampler import NumpySampler, SlotParameters, check_finite
 from faser_backend.cuda.choice import (
     HostDraws,
     RowParameters,

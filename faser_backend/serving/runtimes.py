@@ -10,7 +10,7 @@ from typing import Any
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.cpu import runtime as cpu_runtime
+from faser_backend.cpu.runtime import cpu_identity, open_llvm
 from faser_backend.device.runtime import Runtime
 from faser_backend.manifest import EngineManifest
 from faser_backend.runtime_spec import RUNTIMES
@@ -24,7 +24,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
     """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
     spec = manifest.runtime_spec
     if spec.is_cpu:
-        return cpu_runtime.open_llvm(engine_dir, manifest, config)
+        return open_llvm(engine_dir, manifest, config)
     try:
         from faser_backend.cuda.runtime import open_cuda_runtime
     except ImportError as error:
@@ -38,10 +38,10 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
 def identity_of(runtime: str) -> dict[str, str | int]:
     """Returns the facts that decide how long its calls take on this machine, without opening the device."""
     if RUNTIMES[runtime].is_cpu:
-        return cpu_runtime.identity()
-    from faser_backend.cuda.identity import identity
+        return cpu_identity()
+    from faser_backend.cuda.identity import gpu_identity
 
-    return identity(runtime)
+    return gpu_identity(runtime)
 
 
 def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:

@@ -10,10 +10,9 @@ import pytest
 from numba.core import caching
 
 from faser_backend.cli.doctor import Finding, examine
-from faser_backend.cli.main import doctor
-from faser_backend.cpu.kernels import attention as host_attention
+from faser_backend.cpu.kernels import attention
 from faser_backend.cuda.green_contexts import DriverError
-from faser_backend.cuda.identity import GpuFacts, gpu_facts, identity
+from faser_backend.cuda.identity import GpuFacts, gpu_facts, gpu_identity
 from faser_backend.lab import environment
 from tests.support.fake_cuda import FakeDriver, Status
 
@@ -27,7 +26,7 @@ def found_with(driver: FakeDriver) -> dict[str, Finding]:
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A faked GPU is none that torch could be asked for."""
-    monkeypatch.setattr(doctor, "_torch", lambda has_gpu: f"asked with a GPU: {has_gpu}")
+    monkeypatch.setattr("faser_backend.cli.doctor._torch", lambda has_gpu: f"asked with a GPU: {has_gpu}")
 
 
 def test_a_gpu_and_its_shares() -> None:
@@ -90,7 +89,7 @@ def test_where_kernels_are_kept_and_that_numba_is_needed(monkeypatch: pytest.Mon
     finding = found_with(FakeDriver(132))["CPU kernels"]
     assert finding.is_ok and finding.is_needed and "kernels are kept in /" in finding.detail
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    monkeypatch.setattr(host_attention, "has_halves", lambda: False)
+    monkeypatch.setattr(attention, "has_halves", lambda: False)
     finding = found_with(FakeDriver(132))["CPU kernels"]
     assert finding.is_ok and "set NUMBA_CACHE_DIR" in finding.detail and "--kv-cache-dtype fp32" in finding.detail
     monkeypatch.setitem(sys.modules, "numba", None)
@@ -109,14 +108,14 @@ def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestIdentity:
     def test_of_a_gpu(self) -> None:
         assert gpu_facts(FakeDriver(132)) == GpuFacts("Faked GPU", 132, 13000, 1)
-        found = identity("torch", FakeDriver(14))
+        found = gpu_identity("torch", FakeDriver(14))
         assert found.pop("torch") and found == {"gpu": "Faked GPU", "num_sms": 14, "driver": 13000}
 
     def test_torch_is_measured_on_the_processor_where_there_is_no_gpu(self) -> None:
-        found = identity("torch", FakeDriver(num_gpus=0))
+        found = gpu_identity("torch", FakeDriver(num_gpus=0))
         assert set(found) == {"cpu", "num_cores", "torch"}
 
     def test_tensorrt_needs_a_gpu(self) -> None:
-        assert identity("tensorrt_rtx", FakeDriver())["num_sms"] == 132
+        assert gpu_identity("tensorrt_rtx", FakeDriver())["num_sms"] == 132
         with pytest.raises(DriverError, match="no GPU"):
-            identity("tensorrt_rtx", FakeDriver(num_gpus=0))
+            gpu_identity("tensorrt_rtx", FakeDriver(num_gpus=0))

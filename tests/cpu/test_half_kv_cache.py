@@ -11,7 +11,7 @@ import pytest
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Request, Sampling
-from faser_backend.cpu.kernels import attention as host_attention
+from faser_backend.cpu.kernels import attention
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.cpu.runtime import LlvmRuntime
@@ -93,7 +93,7 @@ def test_the_same_memory_holds_twice_the_blocks(engines: dict[str, Path], monkey
 
 
 def test_a_cpu_that_cannot_convert_halves_is_told_what_to_do(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_attention, "has_halves", lambda: False)
+    monkeypatch.setattr(attention, "has_halves", lambda: False)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype = fp16: .* build the engine with --kv-cache-dtype fp32"):
         build_engine(engines["fp16"], EngineConfig())
     build_engine(engines["fp32"], EngineConfig()).close()

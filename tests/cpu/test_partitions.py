@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Partition
-from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu import weights
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.cpu.runtime import LlvmRuntime, useful_splits
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
@@ -84,7 +84,7 @@ def test_a_split_continues_what_the_whole_began(engine: Path) -> None:
 
 def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each core is named twice, so that each runner computes with two threads on it."""
-    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
     draft, target = (CorePartition(share.name, share.cores * 2) for share in PAIR)
 
     def affinities() -> dict[int, set[int]]:

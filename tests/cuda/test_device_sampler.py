@@ -18,8 +18,7 @@ from faser_backend.cpu.sampler import MAX_MARGIN, NumpySampler
 from faser_backend.cuda import sampler as sampler_module
 from faser_backend.cuda.choice import keep_min_p, keep_top
 from faser_backend.cuda.sampler import TorchSampler
-from tests.cpu.test_sampler import VOCAB, Scene
-from tests.cpu.test_sampler_edges import one_row_each
+from tests.cpu.test_sampler import VOCAB, Scene, one_row_each
 
 torch.set_num_threads(1)
 

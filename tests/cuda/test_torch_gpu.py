@@ -17,7 +17,7 @@ from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.manifest import ModelEngine
-from tests.cpu.test_sampler_edges import one_row_each
+from tests.cpu.test_sampler import one_row_each
 from tests.cuda import test_torch_draft_loop as drafts
 from tests.cuda.test_device_sampler import KINDS as ALL_KINDS
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint

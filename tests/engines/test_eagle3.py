@@ -12,11 +12,10 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import FLOAT32_WEIGHTS
-from faser_backend.cpu import weights as llvm_weights
-from faser_backend.cpu.head import LlvmHeadRunner
+from faser_backend.cpu import weights
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.cpu.kv_pool import KvPool
-from faser_backend.cpu.runner import LlvmRunner
+from faser_backend.cpu.runner import LlvmHeadRunner, LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
@@ -93,7 +92,7 @@ def shuffled_tables(rng: np.random.Generator, num_sequences: int, width: int = 1
 
 @pytest.fixture(autouse=True)
 def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from faser_backend.core.model import RopeScaling
-from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu import weights
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
@@ -64,7 +64,7 @@ def largest_error(runner: LlvmRunner | GatheredRunner, reference: PreTrainedMode
 def test_logits_equal_those_of_transformers(
     variant: str, exit_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
     model = random_model(variant)
     manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine", exit_layers)
     assert manifest.target.spec.family == VARIANTS[variant][0]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ManifestError
-from faser_backend.cpu.kernels import attention as host_attention
+from faser_backend.cpu.kernels import attention
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint_base import CheckpointError
 from faser_backend.lab.bench.equality import make_requests
@@ -71,7 +71,7 @@ def test_a_target_alone_decides_for_itself_and_other_runtimes_by_their_dtype(tmp
     source = write_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
     assert build_engines(source, None, tmp_path / "alone").kv_cache_dtype == "fp16"
     with monkeypatch.context() as patched:
-        patched.setattr(host_attention, "has_halves", lambda: False)
+        patched.setattr(attention, "has_halves", lambda: False)
         assert build_engines(source, None, tmp_path / "slow").kv_cache_dtype == "fp32", "what this CPU can serve"
     for dtype in ("fp32", "bf16"):
         built = build_engines(source, source, tmp_path / dtype, runtime="torch", dtype=dtype)

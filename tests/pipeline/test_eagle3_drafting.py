@@ -13,7 +13,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
-from faser_backend.cpu.head import LlvmHeadRunner
+from faser_backend.cpu.runner import LlvmHeadRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.pipeline.engine import Engine

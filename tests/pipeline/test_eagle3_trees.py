@@ -13,8 +13,8 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason
-from faser_backend.cpu.head import LlvmHeadRunner
 from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.runner import LlvmHeadRunner
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.pipeline import head

@@ -17,7 +17,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.pipeline.draft_tree import child_log_chances, next_level
 from faser_backend.policy.registry import make_policy, parse_policy
 from faser_backend.serving.drafting import check_trees
-from tests.cpu.test_sampler_edges import one_row_each
+from tests.cpu.test_sampler import one_row_each
 from tests.support.forcing import ADMITS_ALL, always
 from tests.support.harness import drive, guessed, open_fake, request
 

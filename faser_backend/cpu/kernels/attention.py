@@ -1,21 +1,20 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Attention of packed rows over a paged KV pool on a CPU, compiled by numba: what `reference` says, fast.
+"""Attention of packed rows over a paged KV pool on a CPU, compiled by numba; `plugins/reference.py` defines the result.
 
-Work comes in units, one KV head of one sequence each. A unit writes its new keys and values to the pool and
-then attends tile by tile: a tile is up to TILE_ROWS pairs (row, query head), which share each block of keys and
-of values while it is in the cache. Knows nothing of threads, models or engines.
+The work is divided into units, one KV head of one sequence each. A unit writes its new keys and values to the pool and
+then attends tile by tile. A tile is up to TILE_ROWS pairs (row, query head), which share each block of keys and values
+while it is in the cache.
 
 A pool holds float32 or halves. Halves are widened block by block, once for all pairs of a tile, and all arithmetic is
-float32's: where many sequences decode, attention waits for memory, and halves are half of what it waits for. For the
-same reason memory is asked for ahead: for values while keys are read, and for the next unit's keys while values are.
+float32. Attention of many sequences is bound by memory: halves are half the bytes, values are prefetched while keys are
+read, and the next unit's keys while values are read.
 
-The bits of a row's result depend on its query, the keys and values that it sees, its position and the size of a
-block. They do not depend on the other rows, sequences or units of the call, nor on which blocks hold the context:
-all pairs run through the same code; products are summed by vector code whose order is written out here, in groups
-of four columns that begin with their block; and a softmax goes over exactly the columns that its row sees. A row
-that is shorter than the longest of its tile mixes that row's columns with weight 0, which changes no bit: this call
-wrote them, so they are finite. What lies behind the longest row of a tile is never read. A row of a tree goes over the
-same columns as in a chain: what it sees, put together in the order of positions.
+The bits of a row's result depend on its query, the keys and values that it sees, its position and the block size, not
+on other rows, sequences or units, nor on which blocks hold the context. All pairs run through the same code. Vector
+code sums products in a fixed order, in groups of four columns aligned to blocks. A softmax covers exactly the columns
+that its row sees. A row with fewer columns than the longest of its tile mixes the others with weight 0, which changes
+no bit, because this call wrote them and they are finite. Columns behind the longest row of a tile are never read. The
+columns of a tree's row are those that it sees, in the order of positions, as in a chain.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ import numpy as np
 from llvmlite import binding
 from numba.extending import overload
 
-from faser_backend.cpu.kernels.compile import WITHIN_KERNELS
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
 from faser_backend.cpu.kernels.rows import LOG2_E, ONE, exp2, inlined, inlined_reassociated, spliced
 from faser_backend.cpu.kernels.vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
 
 TILE_ROWS = 8  # pairs of a tile
-POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's words; numba knows no halves
+POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's names; numba has no halves
 
 
 def scratch_width(num_columns: int) -> int:
-    """Columns of `scratch` where block_table's width * block is num_columns."""
+    """Returns the columns of `scratch` for a block table that covers num_columns positions."""
     return -(-(num_columns + GROUP) // LANES) * LANES
 
 
 def has_halves() -> bool:
-    """Whether this CPU converts halves by instructions; elsewhere a kernel for them cannot be linked."""
+    """Tells whether this CPU has instructions for halves; without them a kernel for halves cannot be linked."""
     features = binding.get_host_cpu_features()
-    return features.get("f16c", not features.get("sse2", False))  # other CPUs than x86's: as of ARMv8
+    return features.get("f16c", not features.get("sse2", False))  # on CPUs other than x86: since ARMv8
 
 
 def kernel_directory() -> str:
-    """Directory of compiled kernels; numba makes the directory. Raises RuntimeError where they cannot be."""
+    """Returns the directory of compiled kernels, which numba creates. Raises RuntimeError if none is writable."""
     return str(numba.njit(cache=True)(row_of_pair.py_func).stats.cache_path)
 
 
@@ -54,19 +53,17 @@ def attend_units(
     q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch, widened,
     first_unit, last_unit, scale, attends, head_dim,
 ):  # fmt: skip
-    """Computes the units [first_unit, last_unit) of a call; unit = sequence * Hkv + KV head. For kernels to take in
-    whole: head_dim is a constant there.
+    """Computes the units [first_unit, last_unit) of a call; unit = sequence * Hkv + KV head.
 
-    q, attended [T, H, head_dim] and k, v [T, Hkv, head_dim], all rotated; query head h belongs to KV head
-    h // (H // Hkv). Pools [Hkv, NB, block, head_dim] are written in place. block_table [B, MB], cu_rows [B + 1] and
-    context_lens [B], the KV position of a sequence's first row, are int64, as are trunk_lens [B] and ancestors [T],
-    which are empty where there are no trees (TreeRows in core/batch.py). scratch [TILE_ROWS, scratch_width(MB * block)]
-    and widened [block, head_dim] are work space of the calling thread. Where attends is False, keys and values are
-    written and no row attends. Nothing is checked: indices that do not fit read and write foreign memory.
+    It is inlined into kernels, where head_dim is a constant. q, attended [T, H, head_dim] and k, v [T, Hkv, head_dim]
+    are rotated; query head h belongs to KV head h // (H // Hkv). Pools [Hkv, NB, block, head_dim] are written in place.
+    block_table [B, MB], cu_rows [B + 1] and context_lens [B], the KV position of a sequence's first row, are int64. So
+    are trunk_lens [B] and ancestors [T] (TreeRows in core/batch.py), which are empty without trees. scratch [TILE_ROWS,
+    scratch_width(MB * block)] and widened [block, head_dim] are the calling thread's. If `attends` is False, keys and
+    values are written and no row attends. Nothing is checked: indices that do not fit access foreign memory.
 
-    What all rows of a tile find in the same blocks is read once for the tile: all that the rows of a chain see, and of
-    those of a tree whole blocks of the trunk. What lies behind it is gathered row by row in the order of positions, so
-    that a row's bits are those that it has in a chain.
+    Blocks that all rows of a tile see are read once for the tile: everything for a chain, whole blocks of the trunk for
+    a tree. Further positions of a tree's row are gathered in their order, so its bits are those of a chain.
     """
     num_kv_heads, kv_block_size = k_pool.shape[0], k_pool.shape[2]
     heads_per_kv = q.shape[1] // num_kv_heads
@@ -107,7 +104,7 @@ def attend_units(
 def score_tile(
     scratch, q, keys, blocks, columns, ancestors, pairs, widened, values, num_ahead, head_dim,
 ):  # fmt: skip
-    """Scores of a tile's pairs over what they see; asks for the values of the first num_ahead columns meanwhile."""
+    """Computes the scores of a tile's pairs; prefetches the values of the first num_ahead columns."""
     (_, shared, longest), (tile, tile_end, first_row, kv_head, heads_per_kv) = columns, pairs
     kv_block_size = keys.shape[1]
     for column in range(0, shared, kv_block_size):
@@ -131,7 +128,7 @@ def score_tile(
 def mix_tile(
     attended, scratch, values, blocks, columns, ancestors, pairs, widened, next_keys, next_blocks, num_ahead, head_dim,
 ):  # fmt: skip
-    """attended = the values of the same columns, weighted; asks for the next unit's first num_ahead keys meanwhile."""
+    """Computes attended = the weighted sum of values; prefetches the next unit's first num_ahead keys."""
     (_, shared, longest), (tile, tile_end, first_row, kv_head, heads_per_kv) = columns, pairs
     kv_block_size = values.shape[1]
     for pair in range(tile, tile_end):
@@ -157,7 +154,7 @@ def mix_tile(
 
 @inlined
 def num_seen(ancestors, trunk, first_row, row, is_tree):
-    """Positions that a sequence's row sees, its own included."""
+    """Returns the number of positions that a sequence's row sees, its own included."""
     if is_tree:
         return trunk + count_bits(ancestors[first_row + row])
     return trunk + row + 1
@@ -165,7 +162,7 @@ def num_seen(ancestors, trunk, first_row, row, is_tree):
 
 @inlined
 def count_bits(bits):
-    """The bits of an int64 that are set, the sign included."""
+    """Returns the number of set bits of an int64, the sign included."""
     count = 0
     while bits != 0:
         bits &= bits - 1
@@ -175,8 +172,11 @@ def count_bits(bits):
 
 @inlined
 def gather_block(widened, pool, blocks, columns, ancestors, pairs, pair, column, head_dim):
-    """widened[t] = the KV head's row at the (column + t)-th position that the pair's row of a tree sees: those of the
-    trunk, then those of its bits. Returns the last t; heads of a row share what was gathered for the first of them."""
+    """Copies to widened[t] the KV head's row at the (column + t)-th position that the pair's row of a tree sees.
+
+    These are the positions of the trunk, then those of the row's bits. The first head of a row gathers for all of them.
+    Returns the last t.
+    """
     trunk, (tile, _, first_row, _, heads_per_kv) = columns[0], pairs
     bits = ancestors[first_row + pair // heads_per_kv]
     last = min(pool.shape[1], trunk + count_bits(bits) - column) - 1
@@ -195,19 +195,19 @@ def gather_block(widened, pool, blocks, columns, ancestors, pairs, pair, column,
 
 @inlined
 def write_rows(pool, blocks, context, rows, head_dim):
-    """rows [n, head_dim] go to positions context, context + 1, ... of a KV head's pool [NB, block, head_dim]."""
+    """Writes rows [n, head_dim] to positions context, context + 1, ... of a KV head's pool [NB, block, head_dim]."""
     for row in range(rows.shape[0]):
         copy_row(row_at(pool, blocks, context + row), rows[row], head_dim)  # pyright: ignore[reportCallIssue]
 
 
 @spliced
 def row_at(pool, blocks, position):
-    """The [head_dim] of a KV head's pool [NB, block, head_dim] at a position of the sequence whose blocks these are."""
+    """Returns the row [head_dim] of a KV head's pool [NB, block, head_dim] at a position of a sequence."""
     return pool[blocks[position // pool.shape[1]], position % pool.shape[1]]
 
 
 def readable(block, last, widened, head_dim):
-    """The block [kv_block_size, head_dim] as float32: itself, or its rows up to `last` in `widened`."""
+    """Returns the block [kv_block_size, head_dim] as float32: itself, or its rows up to `last` in `widened`."""
     raise NotImplementedError
 
 
@@ -226,14 +226,16 @@ def _readable(block, last, widened, head_dim):
 
 @spliced
 def row_of_pair(array, first_row, pair, kv_head, heads_per_kv):
-    """The pair's [head_dim] of an array [T, H, head_dim]; pairs go through the heads of a row, then the rows."""
+    """Returns the pair's row [head_dim] of an array [T, H, head_dim]; pairs enumerate a row's heads, then rows."""
     return array[first_row + pair // heads_per_kv, kv_head * heads_per_kv + pair % heads_per_kv]
 
 
 @inlined_reassociated
 def softmax(scores, num_visible, num_columns, scale):
-    """scores[:num_visible] become weights whose sum is 1; scores[num_visible:num_columns] become 0. A weight too small
-    for float32 is 1e-38 in place of 0, which no sum that holds a 1 can tell apart."""
+    """Turns scores[:num_visible] into weights with sum 1, and scores[num_visible:num_columns] into 0.
+
+    A weight that underflows float32 becomes 1e-38, which changes no sum that holds a 1.
+    """
     largest = scores[0]
     for t in range(num_visible):
         largest = max(largest, scores[t])

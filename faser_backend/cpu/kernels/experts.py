@@ -1,12 +1,12 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""A layer's experts on a CPU, of which every row takes a few: as engines.decoder mixes them, for a segment's kernel.
+"""Mixture of experts on a CPU: the part of a segment's kernel that replaces the MLP, as engines.decoder defines it.
 
-A choice of a row is a slot. Slots go in the order of their experts, so that an expert is read once for all rows that
-chose it, and one that nobody chose is not read. Threads share out the columns of every expert, whichever was chosen,
-and meet four times a layer: when the router's logits, the choices, the activations and the outputs are there.
+An assignment is a pair of a row and an expert that the row chose. Assignments are sorted by expert, so an expert's
+weights are read once for all its rows, and not at all without rows. Threads share the columns of every expert. Four
+barriers per layer follow the router's logits, the choices, the activations and the outputs.
 
-A row's bits depend on the row alone: products say so of themselves (row_products), shares are a function of the row's
-logits, and its outputs are added in the order of its choices, best first.
+A row's bits depend on the row alone: products guarantee it (`products`), shares are a function of the row's logits,
+and outputs are added in the order of the row's choices, best first.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ import numpy as np
 from numba.misc.special import literally
 
 from faser_backend.cpu.kernels.attention import softmax
-from faser_backend.cpu.kernels.compile import WITHIN_KERNELS, f32, i32
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, f32, i32
 from faser_backend.cpu.kernels.layouts import FORMATS, LANES
 from faser_backend.cpu.kernels.products import NO_BIAS, REPLACES, multiply, share_of
 from faser_backend.cpu.kernels.rows import ONE, gated_silu, inlined, normalise_rows
 from faser_backend.cpu.kernels.threads import barrier_wait
 from faser_backend.cpu.kernels.vectors import copy_row
 
-# Places of a layer's matrices behind those of attention: the router, then three of every expert.
+# Indices of a layer's matrices, after those of attention: the router, then three per expert.
 ROUTER, FIRST_EXPERT = 4, 5
 GATE, UP, DOWN = range(3)
 NUM_MATRICES_OF_EXPERT = 3
 ROUTER_FORMAT = FORMATS.index("fp32")
-CHOSEN = np.float32(-1)  # in place of a chance
+CHOSEN = np.float32(-1)  # replaces the probability of a chosen expert
 
-# K = experts that a row chooses of E; P = T * K slots. What threads share, then what each has of its own.
+# K = experts that a row chooses of E; A = T * K assignments. The first four are shared, the others per thread.
 ROUTING = numba.types.Tuple([
-    f32[2],  # chances [T, E]: the router's logits, then what a softmax makes of them
+    f32[2],  # probs [T, E]: the router's logits, then their softmax
     f32[2],  # shares [T, K]
     i32[2],  # chosen [T, K]: experts, best first
-    f32[2],  # outputs [P, D]
+    f32[2],  # outputs [A, D]
     f32[2],  # taken [T, D]: the rows of one expert
-    i32[1],  # ends [E]: where the slots of an expert end
-    i32[2],  # slots [T, K]
-    i32[1],  # rows [P]: of each slot
+    i32[1],  # ends [E]: where an expert's assignments end
+    i32[2],  # order [T, K]: indices of a row's assignments
+    i32[1],  # rows [A]: the row of each assignment
 ])  # fmt: skip
 
 
 @numba.njit(**WITHIN_KERNELS)
 def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, crew, file, eps, normalises):
-    """A thread's share of hidden += the sum of share * expert(x), x being the normalised rows; ends at a barrier.
+    """Computes a thread's part of hidden += sum of share * expert(x), x being the normalised rows; ends at a barrier.
 
-    gate and up [P, I] and what is in `routing` are work space; normalises: a row's shares are made to sum to 1.
+    gate, up [A, I] and the arrays of `routing` are work space. normalises: scale a row's shares to sum to 1.
     """
     code = literally(code)
     thread, num_threads, barrier = crew
-    chances, shares, chosen, outputs, taken, ends, slots, rows = routing
-    num_experts, width, inner = chances.shape[1], hidden.shape[1], gate.shape[1]
+    probs, shares, chosen, outputs, taken, ends, order, rows = routing
+    num_experts, width, inner = probs.shape[1], hidden.shape[1], gate.shape[1]
     normalise_rows(normed, hidden, norm, eps, num_rows)
-    multiply(ROUTER_FORMAT, chances, normed, own[ROUTER], NO_BIAS, REPLACES, num_rows, crew, file)
+    multiply(ROUTER_FORMAT, probs, normed, own[ROUTER], NO_BIAS, REPLACES, num_rows, crew, file)
     barrier_wait(barrier, num_threads)
     for row in range(thread, num_rows, num_threads):
-        choose(chances[row], shares[row], chosen[row], normalises)
+        choose(probs[row], shares[row], chosen[row], normalises)
     barrier_wait(barrier, num_threads)
-    sort_slots(ends, slots, rows, chosen, num_rows)
+    sort_assignments(ends, order, rows, chosen, num_rows)
 
     first, last = share_of(inner, thread, num_threads)
     columns = slice(first * LANES, min(last * LANES, inner))
@@ -67,12 +67,12 @@ def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, cr
     for expert in range(num_experts):
         end, at = ends[expert], FIRST_EXPERT + NUM_MATRICES_OF_EXPERT * expert
         if end > begin:
-            for slot in range(begin, end):
-                copy_row(taken[slot - begin], normed[rows[slot]], width)  # pyright: ignore[reportCallIssue]
+            for index in range(begin, end):
+                copy_row(taken[index - begin], normed[rows[index]], width)  # pyright: ignore[reportCallIssue]
             for out, matrix in ((gate, GATE), (up, UP)):
                 multiply(code, out[begin:], taken, own[at + matrix], NO_BIAS, REPLACES, end - begin, crew, file)
-            for slot in range(begin, end):
-                gated_silu(gate[slot, columns], up[slot, columns])
+            for index in range(begin, end):
+                gated_silu(gate[index, columns], up[index, columns])
         begin = end
     barrier_wait(barrier, num_threads)
 
@@ -85,38 +85,38 @@ def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, cr
     first, last = share_of(width, thread, num_threads)
     for row in range(num_rows):
         for rank in range(chosen.shape[1]):
-            share, output = shares[row, rank], outputs[slots[row, rank]]
+            share, output = shares[row, rank], outputs[order[row, rank]]
             for column in range(first * LANES, min(last * LANES, width)):
                 hidden[row, column] += share * output[column]
     barrier_wait(barrier, num_threads)
 
 
 @inlined
-def choose(chances, shares, chosen, normalises):
-    """The best experts of one row and their shares; of equal ones the first. chances become those of a softmax.
+def choose(probs, shares, chosen, normalises):
+    """Chooses one row's best experts, of equal ones the first, and their shares; probs become a softmax.
 
-    What was chosen is marked meanwhile: no expert is chosen twice, not even where the chances are no numbers.
+    Chosen experts are marked, so none is chosen twice, not even if probs are NaN.
     """
-    num_experts = chances.size
-    softmax(chances, num_experts, num_experts, ONE)
+    num_experts = probs.size
+    softmax(probs, num_experts, num_experts, ONE)
     total = np.float32(0)
     for rank in range(chosen.size):
         best = -1
         for expert in range(num_experts):
-            if chances[expert] != CHOSEN and (best < 0 or chances[expert] > chances[best]):
+            if probs[expert] != CHOSEN and (best < 0 or probs[expert] > probs[best]):
                 best = expert
-        chosen[rank], shares[rank] = best, chances[best]
-        total += chances[best]
-        chances[best] = CHOSEN
+        chosen[rank], shares[rank] = best, probs[best]
+        total += probs[best]
+        probs[best] = CHOSEN
     for rank in range(chosen.size):
-        chances[chosen[rank]] = shares[rank]
+        probs[chosen[rank]] = shares[rank]
         if normalises:
             shares[rank] /= total
 
 
 @inlined
-def sort_slots(ends, slots, rows, chosen, num_rows):
-    """Shares out the slots of the first num_rows rows: by expert, then by row."""
+def sort_assignments(ends, order, rows, chosen, num_rows):
+    """Sorts the assignments of the first num_rows rows by expert, then by row."""
     for expert in range(ends.size):
         ends[expert] = 0
     for row in range(num_rows):
@@ -130,7 +130,7 @@ def sort_slots(ends, slots, rows, chosen, num_rows):
     for row in range(num_rows):
         for rank in range(chosen.shape[1]):
             expert = chosen[row, rank]
-            slot = ends[expert]
-            slots[row, rank] = slot
-            rows[slot] = row
-            ends[expert] = slot + 1
+            index = ends[expert]
+            order[row, rank] = index
+            rows[index] = row
+            ends[expert] = index + 1

@@ -1,10 +1,10 @@
-"""The layout of `row_products`' weights in memory, and matrices brought into it, in numpy.
+"""Layouts of the weights that `products` reads, and numpy functions that store matrices in them.
 
-A matrix [num_inputs, num_outputs] is stored in blocks of LANES columns, one behind another; a block holds its rows in
-order, LANES numbers each, so that a product reads memory forward. Columns are filled up with zeros, and rows to whole
-groups of GROUP_SIZE but for fp32. The integer formats keep a group's rows, then one scale a column and, for int4, one
-minimum a column, all halves: a weight is number * scale, or number * scale + minimum. Two rows of int4 and of bf16 lie
-side by side, column by column, the even row in the low bits. Knows nothing of kernels or models.
+A matrix [num_inputs, num_outputs] is stored in blocks of LANES columns, one after another. A block holds its rows in
+order, LANES numbers each, so a product reads memory forward. Columns are padded with zeros, and rows to whole groups of
+GROUP_SIZE (except fp32). Integer formats store a group's rows, then one scale per column and, for int4, one minimum per
+column, all halves: a weight is number * scale (+ minimum). Pairs of rows of int4 and bf16 are interleaved by column,
+the even row in the low bits.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import numpy as np
 
 LANES = 16  # columns of a block
 GROUP_SIZE = 32  # inputs that share a scale, and that a matrix unit takes at a time
-COLUMNS_AT_ONCE = 1024  # whole blocks: who stores a large matrix does it in such parts, which are copied meanwhile
+COLUMNS_AT_ONCE = 1024  # whole blocks; a large matrix is stored in such parts, so that copies stay small
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Bits of a number and how many halves a column has in a group: none, a scale, or a scale and a minimum."""
+    """A storage format of weights; num_scales counts a group's halves per column: a scale, for int4 also a minimum."""
 
     name: str
     number_bits: int
     dtype: Any  # of numbers; those of int4 are half as long when they are stored
     num_scales: int = 0
-    is_paired: bool = False  # two rows lie side by side
+    is_paired: bool = False  # pairs of rows are interleaved
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a block's row."""
+        """Returns the bytes of a block's row."""
         return LANES * self.number_bits // 8
 
     @property
     def unit_rows(self) -> int:
-        """A block is so many rows, and their scales, again and again."""
+        """Returns the rows of a unit; a block is a sequence of units, each some rows and their scales."""
         return 1 if self.name == "fp32" else GROUP_SIZE
 
     @property
@@ -72,11 +72,11 @@ def stored_bytes(num_inputs: int, num_outputs: int, weight_format: str) -> int:
 
 
 def store_matrix(weight: np.ndarray, weight_format: str) -> np.ndarray:
-    """weight [num_inputs, num_outputs] of any float type -> uint8 [stored_bytes].
+    """Stores weight [num_inputs, num_outputs] of any float type; returns uint8 [stored_bytes].
 
-    Floats are rounded to the nearest, ties to even. Integers are quantised by GROUP_SIZE inputs of a column: int8 from
-    -127 to 127 by the largest magnitude, int4 from the least to the largest value. Raises ValueError where a weight or
-    a scale is not finite in the format.
+    Floats are rounded to nearest, ties to even. Integers are quantised by GROUP_SIZE inputs of a column: int8 from
+    -127 to 127 by the largest magnitude, int4 from the least to the largest value. Raises ValueError if a weight or a
+    scale is not finite in the format.
     """
     layout = LAYOUTS[weight_format]
     if layout.num_scales:
@@ -87,17 +87,17 @@ def store_matrix(weight: np.ndarray, weight_format: str) -> np.ndarray:
 def store_groups(
     numbers: np.ndarray,  # [num_inputs, num_outputs] int8 for int8, uint8 of 0 to 15 for int4
     scales: np.ndarray,  # [num_groups, num_outputs] float16
-    minimums: np.ndarray | None,  # likewise; None for int8
+    minimums: np.ndarray | None,  # the same shape; None for int8
     weight_format: str,
 ) -> np.ndarray:
-    """Integers that are quantised already, as they are -> uint8 [stored_bytes]."""
+    """Stores integers that are quantised already; returns uint8 [stored_bytes]."""
     halves = [scales] if minimums is None else [scales, minimums]
     checked = [_finite(each, np.float16, weight_format) for each in halves]
     return _packed(numbers, checked, LAYOUTS[weight_format])
 
 
 def _packed(numbers: np.ndarray, halves: Any, layout: Layout) -> np.ndarray:
-    """numbers [num_inputs, num_outputs], and a [num_groups, num_outputs] of each scale, as they are stored."""
+    """Packs numbers [num_inputs, num_outputs] and scales [num_groups, num_outputs] each."""
     rows = _in_blocks(numbers, layout.unit_rows)
     if layout.is_paired:
         even, odd = rows[:, 0::2], rows[:, 1::2]
@@ -109,7 +109,7 @@ def _packed(numbers: np.ndarray, halves: Any, layout: Layout) -> np.ndarray:
 
 
 def _in_blocks(numbers: np.ndarray, unit_rows: int) -> np.ndarray:
-    """[num_rows, num_columns] -> [num_blocks, whole units of rows, LANES], contiguous, filled up with zeros."""
+    """Reorders [num_rows, num_columns] to [num_blocks, whole units of rows, LANES], contiguous, padded with zeros."""
     num_rows, num_columns = numbers.shape
     whole_rows = -(-num_rows // unit_rows) * unit_rows
     filled = np.zeros((whole_rows, num_blocks(num_columns) * LANES), numbers.dtype)
@@ -118,7 +118,7 @@ def _in_blocks(numbers: np.ndarray, unit_rows: int) -> np.ndarray:
 
 
 def _quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """weight [num_inputs, num_columns] float32 -> numbers, scales and minimums as of store_groups."""
+    """Quantises weight [num_inputs, num_columns] float32; returns the arguments of store_groups."""
     num_inputs, num_columns = weight.shape
     last = np.repeat(weight[-1:], -num_inputs % GROUP_SIZE, axis=0)  # changes no group's bounds
     groups = np.concatenate([weight, last]).reshape(-1, GROUP_SIZE, num_columns)
@@ -135,7 +135,7 @@ def _quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarr
 
 
 def _finite(values: np.ndarray, dtype: Any, weight_format: str) -> np.ndarray:
-    """Values rounded to dtype. Raises ValueError where one of them is no finite number then."""
+    """Rounds values to dtype. Raises ValueError if a result is not finite."""
     with np.errstate(over="ignore"):
         rounded = values.astype(dtype)
     if not np.isfinite(rounded).all():

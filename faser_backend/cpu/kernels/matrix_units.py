@@ -1,15 +1,15 @@
 # ruff: noqa: PLR0917 (emitters take their arguments by position)
-"""Products of `row_products` on the matrix units of a CPU (Intel's AMX), written as LLVM instructions.
+"""Tiles of `products` for the matrix units of a CPU (Intel's AMX), emitted as LLVM instructions.
 
-A unit multiplies up to 16 rows of 32 bfloat16 numbers by 32 rows of 16 and adds up in float32, in the time that vectors
-take for one or two rows, so up to 16 rows cost little more than reading their weights. Units take bfloat16 alone: an
-input is split into two such numbers, the nearest and what is left, which hold it to 2^-17. Weights of bf16 are read as
-they are stored; vectors widen the numbers of int8 and int4, which bfloat16 holds, and make two of those of fp16. The
-product of what is left of both is left out.
+A unit multiplies up to 16 rows of 32 bfloat16 numbers by 32 rows of 16 and sums in float32. That takes as long as
+vectors take for one or two rows, so up to 16 rows cost little more than reading their weights. Units read bfloat16
+only, so an input is split into two numbers, the nearest and the remainder, which represent it to 2^-17. bf16 weights
+are read as stored, int8 and int4 are widened exactly, and fp16 is split into two. The product of two remainders is
+omitted.
 
-A result adds up the products of 32 inputs, parts in one order, then those of the next 32, whatever rows and blocks are
-beside it; of the integer formats these sums are scaled and added up as `row_vectors` does it. Its bits are those of the
-units and not those of vectors.
+A result sums the products of 32 inputs, parts in a fixed order, then those of the next 32, whatever rows and blocks
+are beside it. For integer formats these sums are scaled and added as in `vector_products`. The bits differ from those
+of vectors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from faser_backend.cpu.kernels.vectors import (
     store,
 )
 
-SWITCH = "FASER_MATRIX_UNITS"  # of the environment: "off" leaves products to the vectors
+SWITCH = "FASER_MATRIX_UNITS"  # environment variable; "off" computes products with vectors
 UNIT_FEATURES = ("amx-tile", "amx-bf16", "avx512bw")
 ARCH_PRCTL, ASK_FOR_PERMISSION, TILE_DATA = 158, 0x1023, 18  # a process asks Linux once for the tiles' registers
 
@@ -67,22 +67,24 @@ SUMS, PARTS, WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 # weights of two blocks, twice. Behind them the sums of groups of the rows, and the rows in parts.
 FLOAT_BYTES = 4
 SPACES = (CACHE_LINE, 4 * TILE_BYTES, 4 * TILE_BYTES, 2 * 2 * NUM_PARTS * TILE_BYTES)
-STRIP_BYTES = 1 << 19  # see row_products: rows are split anew for each strip, and CPUs with AMX have large caches
-ROWS_AT_ONCE = 4  # whose sums are scaled, some of them of no row
+STRIP_BYTES = 1 << 19  # see products: rows are split again for each strip, and CPUs with AMX have large caches
+ROWS_AT_ONCE = 4  # rows whose sums are scaled together; the last ones may be padding
 SHORTS = ir.VectorType(SHORT, LANES)
-# Which part of an input meets which of a weight, in this order.
+# Pairs (part of an input, part of a weight) whose products are summed, in this order.
 PRODUCTS = dict.fromkeys(("bf16", "int8", "int4"), ((0, 0), (1, 0))) | {"fp16": ((0, 0), (1, 0), (0, 1))}
 
 
 def has_matrix_units() -> bool:
-    """Whether products may use them: see find_matrix_units."""
+    """Tells whether products may use matrix units: see find_matrix_units."""
     return find_matrix_units()[0]
 
 
 @cache
 def find_matrix_units() -> tuple[bool, str]:
-    """Whether this CPU has them, Linux lets this process use them and the environment does not say otherwise; and the
-    name of the units, or what is missing."""
+    """Returns whether products use matrix units, and the units' name or the reason why not.
+
+    The CPU must have them, Linux must grant this process their registers, and SWITCH must not be "off".
+    """
     if os.environ.get(SWITCH) == "off":
         return False, f"{SWITCH} = off"
     features = binding.get_host_cpu_features()
@@ -97,12 +99,12 @@ def find_matrix_units() -> tuple[bool, str]:
 
 
 def takes(layout: Layout) -> bool:
-    """Whether products of this layout are for the matrix units here."""
+    """Tells whether matrix units compute products of this layout on this machine."""
     return layout.name in PRODUCTS and has_matrix_units()
 
 
 def scratch_size(num_inputs: int) -> int:
-    """Floats of the work space; it may begin anywhere."""
+    """Returns the floats of the work space, which may have any alignment."""
     groups = num_groups(num_inputs)
     num_bytes = CACHE_LINE + sum(SPACES) + TILE_ROWS * groups * (FLOAT_BYTES + NUM_PARTS * CACHE_LINE)
     return num_bytes // FLOAT_BYTES
@@ -113,26 +115,26 @@ class Space(NamedTuple):
 
     shapes: ir.Value
     sums: ir.Value  # [tile][block][row][LANES] float32
-    totals: ir.Value  # likewise
-    weights: ir.Value  # [turn][block][part], tiles
+    totals: ir.Value  # the same shape
+    weights: ir.Value  # [parity of the group][block][part], tiles
     group_sums: ir.Value  # [row][group] float32
     parts: ir.Value  # [tile][group][part][row][GROUP_SIZE] bfloat16
 
 
 def space_at(builder, address, num_inputs) -> Space:
-    """The addresses in a work space of scratch_size(num_inputs)."""
+    """Returns the addresses in a work space of scratch_size(num_inputs)."""
     aligned = builder.and_(builder.add(builder.ptrtoint(address, INT64), INT64(CACHE_LINE - 1)), INT64(-CACHE_LINE))
-    places = [builder.inttoptr(aligned, BYTES)]
+    areas = [builder.inttoptr(aligned, BYTES)]
     for num_bytes in SPACES:
-        places.append(builder.gep(places[-1], [INT64(num_bytes)]))
+        areas.append(builder.gep(areas[-1], [INT64(num_bytes)]))
     groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
-    parts = builder.gep(places[-1], [builder.mul(groups, INT64(TILE_ROWS * FLOAT_BYTES))])
-    shapes, sums, totals, weights, group_sums = places
+    parts = builder.gep(areas[-1], [builder.mul(groups, INT64(TILE_ROWS * FLOAT_BYTES))])
+    shapes, sums, totals, weights, group_sums = areas
     return Space(shapes, sums, totals, weights, builder.bitcast(group_sums, FLOATS), parts)
 
 
 def set_shapes(builder, shapes, num_rows) -> None:
-    """Tells the unit the rows and bytes of each register: the 64 bytes of palette 1."""
+    """Configures the rows and bytes of each register: the 64 bytes of palette 1."""
     zeros = ir.VectorType(BYTE, CACHE_LINE)([0] * CACHE_LINE)
     builder.store(zeros, builder.bitcast(shapes, zeros.type.as_pointer()), align=CACHE_LINE)
     builder.store(BYTE(1), shapes)
@@ -149,21 +151,23 @@ def set_shapes(builder, shapes, num_rows) -> None:
 
 
 def unit(builder, name: str, *values) -> None:
-    """An instruction of the unit; registers are numbers."""
+    """Emits an instruction of the unit; registers are given as integers."""
     values = [BYTE(value) if isinstance(value, int) else value for value in values]
     kind = ir.FunctionType(VOID, [value.type for value in values])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), values)
 
 
 def rows_of_tile(builder, tile, num_rows):
-    """The number of rows that are a tile's; not more than 0 where it has none."""
+    """Returns the rows of a tile; 0 or less for a tile without rows."""
     left = builder.sub(num_rows, builder.mul(tile, INT64(TILE_SIZE)))
     return builder.select(builder.icmp_signed("<", left, INT64(TILE_SIZE)), left, INT64(TILE_SIZE))
 
 
 def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
-    """prepared = a work space with the parts of rows of x, and for int4 the sums of their groups; parameters as of
-    `row_products.prepare_rows`."""
+    """Returns the function that writes a work space: the rows' parts and, for int4, the sums of their groups.
+
+    It takes the parameters of `products.prepare_rows`.
+    """
     has_sums = layout.num_scales > 1
     function, builder = new_function(module, f"row_parts{has_sums:d}", [FLOATS, FLOATS, INT64, INT64, INT64])
     if builder is None:
@@ -186,9 +190,9 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
                 values = load_up_to(builder, inputs, k, num_inputs)
                 for part in range(NUM_PARTS):
                     nearest = round_to_bfloat16(builder, values)
-                    place = builder.add(at, builder.mul(INT64(part), part_bytes))
-                    place = builder.add(place, INT64(half * CACHE_LINE // 2))
-                    target = builder.bitcast(builder.gep(space.parts, [place]), SHORTS.as_pointer())
+                    offset = builder.add(at, builder.mul(INT64(part), part_bytes))
+                    offset = builder.add(offset, INT64(half * CACHE_LINE // 2))
+                    target = builder.bitcast(builder.gep(space.parts, [offset]), SHORTS.as_pointer())
                     shorts = builder.trunc(builder.lshr(builder.bitcast(nearest, INTEGERS), integers(16)), SHORTS)
                     builder.store(shorts, target, align=CACHE_LINE // 2)
                     values = builder.fsub(values, nearest)
@@ -197,7 +201,10 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
 
 
 def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
-    """A range of blocks times up to TILE_ROWS rows that are split; parameters as of `row_vectors.blocks_function`."""
+    """Returns the function that multiplies up to TILE_ROWS split rows by a range of blocks.
+
+    It takes the parameters of `vector_products.blocks_function`.
+    """
     kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS]
     function, builder = new_function(module, f"row_unit_blocks_{layout.name}", kinds)
     if builder is None:
@@ -228,7 +235,7 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
 
 def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) -> ir.Function:
-    """y[:num_rows] = (or +=) split rows @ one or two blocks, one or two tiles of rows; shapes are set."""
+    """Returns the function for y[:num_rows] = (or +=) split rows @ blocks; one or two each of tiles and blocks."""
     kinds = [FLOATS, INT64, BYTES, INT64, INT64, INT64, BIT, FLOATS]
     function, builder = new_function(module, f"row_unit_tiles_{layout.name}_{tiles}_{blocks}", kinds)
     if builder is None:
@@ -238,8 +245,8 @@ def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) 
     groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     block_bytes = builder.mul(groups, INT64(layout.unit_bytes))
     rows = [rows_of_tile(builder, INT64(tile), num_rows) for tile in range(tiles)]
-    places = [(tile, block) for tile in range(tiles) for block in range(blocks)]
-    for tile, block in places:
+    pairs = [(tile, block) for tile in range(tiles) for block in range(blocks)]
+    for tile, block in pairs:
         if layout.num_scales:
             clear(builder, tile_of(builder, space.totals, tile, block))
         else:
@@ -253,26 +260,26 @@ def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) 
             ask_ahead(builder, address, layout.unit_bytes)
         _add_products(builder, layout, units, space, group, groups, rows)
         if layout.num_scales:
-            for tile, block in places:
+            for tile, block in pairs:
                 unit(builder, "tilestored64", SUMS[tile][block], tile_of(builder, space.sums, tile, block), line())
             for block, address in enumerate(units):
                 for tile in range(tiles):
                     _scale_sums(builder, layout, address, space, tile, block, group, groups, rows[tile])
-    for tile, block in places:
+    for tile, block in pairs:
         totals = tile_of(builder, space.totals, tile, block)
         if not layout.num_scales:
             unit(builder, "tilestored64", SUMS[tile][block], totals, line())
         column = INT64(block * LANES)
         with cgutils.for_range_slice(builder, INT64(0), rows[tile], INT64(1), INT64) as (row, _):
             total = builder.bitcast(builder.gep(totals, [builder.mul(row, line())]), VECTOR.as_pointer())
-            place = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), y_stride), column)
-            put(builder, total, builder.gep(y, [place]), builder.sub(num_columns, column), adds)
+            offset = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), y_stride), column)
+            put(builder, total, builder.gep(y, [offset]), builder.sub(num_columns, column), adds)
     builder.ret_void()
     return function
 
 
 def _add_products(builder, layout: Layout, units, space: Space, group, groups, rows) -> None:
-    """Sums in registers += the products of GROUP_SIZE inputs; those of scaled formats begin at 0."""
+    """Adds the products of GROUP_SIZE inputs to the sums in registers; scaled formats start from 0."""
     tiles_of_weights = [
         _weight_tiles(builder, layout, address, space, block, group) for block, address in enumerate(units)
     ]
@@ -296,14 +303,16 @@ def _add_products(builder, layout: Layout, units, space: Space, group, groups, r
 
 
 def _weight_tiles(builder, layout: Layout, address, space: Space, block: int, group):
-    """Addresses of the weights' parts as a unit reads them: where they are stored, or widened in the work space, every
-    other group in another place, so that it need not wait for the unit to have read the last one."""
+    """Returns the addresses of the weights' parts as a unit reads them: as stored, or widened in the work space.
+
+    Even and odd groups use different areas, so a group need not wait until the unit has read the one before.
+    """
     if layout.name == "bf16":
         return [address]
     num_parts = 1 + max(weight for _, weight in PRODUCTS[layout.name])
-    turn = builder.mul(builder.and_(group, INT64(1)), INT64(len(WEIGHTS) * NUM_PARTS * TILE_BYTES))
-    places = [INT64((block * NUM_PARTS + part) * TILE_BYTES) for part in range(num_parts)]
-    tiles = [builder.gep(space.weights, [builder.add(turn, place)]) for place in places]
+    area = builder.mul(builder.and_(group, INT64(1)), INT64(len(WEIGHTS) * NUM_PARTS * TILE_BYTES))
+    offsets = [INT64((block * NUM_PARTS + part) * TILE_BYTES) for part in range(num_parts)]
+    tiles = [builder.gep(space.weights, [builder.add(area, offset)]) for offset in offsets]
     for pair in range(GROUP_SIZE // 2):
         if layout.name == "int4":
             put_line(builder, _look_up_pairs(builder, address, pair), tiles[0], pair)
@@ -318,35 +327,35 @@ def _weight_tiles(builder, layout: Layout, address, space: Space, block: int, gr
 
 
 def _look_up_pairs(builder, address, pair: int):
-    """The numbers of a pair of rows of int4 as bfloat16, [LANES] pairs: each is one of sixteen."""
+    """Returns the int4 numbers of a pair of rows as bfloat16, [LANES] pairs, by a table of sixteen."""
     stored = read(builder, builder.gep(address, [INT64(pair * LANES)]), BYTE)
     values = builder.zext(stored, INTEGERS)
-    places = builder.and_(builder.or_(values, builder.shl(values, integers(12))), integers(0xF000F))
+    indices = builder.and_(builder.or_(values, builder.shl(values, integers(12))), integers(0xF000F))
     numbers = np.arange(16, dtype=ml_dtypes.bfloat16).view(np.uint16).tolist()
     kind = ir.VectorType(SHORT, 2 * LANES)
     look_up = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx512.permvar.hi.512"
     )
-    found = builder.call(look_up, [kind(numbers * 2), builder.bitcast(places, kind)])
+    found = builder.call(look_up, [kind(numbers * 2), builder.bitcast(indices, kind)])
     return builder.bitcast(found, INTEGERS)
 
 
 def _scale_sums(builder, layout: Layout, address, space: Space, tile, block, group, groups, num_rows) -> None:
-    """Totals += scale * sums, then, for int4, += minimum * the sums of the rows' groups."""
-    sums, totals = (tile_of(builder, place, tile, block) for place in (space.sums, space.totals))
+    """Adds to the totals scale * sums and then, for int4, minimum * the sums of the rows' groups."""
+    sums, totals = (tile_of(builder, area, tile, block) for area in (space.sums, space.totals))
     scales = [scale(builder, layout, address, index) for index in range(layout.num_scales)]
     with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(ROWS_AT_ONCE), INT64) as (first, _):
         for step in range(ROWS_AT_ONCE):
             row = builder.add(first, INT64(step))
             at = builder.mul(row, line())
-            place = builder.bitcast(builder.gep(totals, [at]), VECTOR.as_pointer())
+            address_of_total = builder.bitcast(builder.gep(totals, [at]), VECTOR.as_pointer())
             of_group = builder.load(builder.bitcast(builder.gep(sums, [at]), VECTOR.as_pointer()))
-            total = multiply_add(builder, scales[0], of_group, builder.load(place))
+            total = multiply_add(builder, scales[0], of_group, builder.load(address_of_total))
             if len(scales) > 1:
                 own = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), groups), group)
                 x_sum = splat(builder, load(builder, space.group_sums, own, FLOAT), LANES)
                 total = multiply_add(builder, scales[1], x_sum, total)
-            builder.store(total, place)
+            builder.store(total, address_of_total)
 
 
 def put_line(builder, words, tile, index: int) -> None:
@@ -359,8 +368,8 @@ def clear(builder, tile) -> None:
         put_line(builder, VECTOR([0.0] * LANES), tile, row)
 
 
-def tile_of(builder, place, tile: int, block: int):
-    return builder.gep(place, [INT64((2 * tile + block) * TILE_BYTES)])
+def tile_of(builder, area, tile: int, block: int):
+    return builder.gep(area, [INT64((2 * tile + block) * TILE_BYTES)])
 
 
 def line():
@@ -368,20 +377,20 @@ def line():
 
 
 def load_up_to(builder, inputs, k, num_inputs):
-    """inputs[k : k + LANES], 0 from num_inputs on."""
-    place = cgutils.alloca_once(builder, VECTOR)
+    """Returns inputs[k : k + LANES], with 0 from num_inputs on."""
+    copy = cgutils.alloca_once(builder, VECTOR)
     with builder.if_else(builder.icmp_signed("<=", builder.add(k, INT64(LANES)), num_inputs)) as (whole, part):
         with whole:
-            builder.store(load(builder, inputs, k, VECTOR), place)
+            builder.store(load(builder, inputs, k, VECTOR), copy)
         with part:
-            builder.store(VECTOR([0.0] * LANES), place)
+            builder.store(VECTOR([0.0] * LANES), copy)
             with cgutils.for_range_slice(builder, k, num_inputs, INT64(1), INT64) as (at, _):
-                store(builder, load(builder, inputs, at, FLOAT), builder.bitcast(place, FLOATS), builder.sub(at, k))
-    return builder.load(place)
+                store(builder, load(builder, inputs, at, FLOAT), builder.bitcast(copy, FLOATS), builder.sub(at, k))
+    return builder.load(copy)
 
 
 def round_to_bfloat16(builder, values):
-    """The nearest, ties to even, as float32."""
+    """Rounds to the nearest bfloat16, ties to even; the result is float32."""
     bits = builder.bitcast(values, INTEGERS)
     is_odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
     rounded = builder.add(bits, builder.add(is_odd, integers(0x7FFF)))
@@ -389,7 +398,7 @@ def round_to_bfloat16(builder, values):
 
 
 def cut_to_bfloat16(builder, values):
-    """As float32, cut towards 0: what is left of a half is a bfloat16 number."""
+    """Truncates to bfloat16; the result is float32. What is left of a half is then a bfloat16 number."""
     return builder.bitcast(builder.and_(builder.bitcast(values, INTEGERS), integers(-0x10000)), VECTOR)
 
 

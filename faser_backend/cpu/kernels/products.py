@@ -1,19 +1,17 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Products of packed rows and a big matrix on a CPU, compiled by numba: weights as stored, sums in float32.
+"""Products of packed rows and a weight matrix on a CPU, compiled by numba: weights as stored, sums in float32.
 
-Weights are widened in registers, and the rows of a tile share one pass over them; many rows go tile by tile over a
-strip of blocks while it is in the cache. `row_layouts` says how weights are stored, `row_vectors` holds the tiles, and
-`row_units` those of a CPU with matrix units, which have bits of their own. Threads share out a matrix's blocks of
-columns and need not meet for a product. Knows nothing of layers, models or engines.
+Weights are widened in registers, and the rows of a tile share one pass over them. Many rows go tile by tile over a
+strip of blocks while the strip is in the cache. `layouts` defines how weights are stored. `vector_products` and, on a
+CPU with matrix units, `matrix_units` emit the tiles. Threads share a matrix's blocks of columns, without a barrier.
 
-The bits of a result depend on its row and its column alone, not on the other rows, the range of blocks or the tile: a
-lane adds up k = 0, 1, 2, ... by fused multiply-adds. Of the integer formats it adds up a group that way and then
-scale * that sum to its total, then, for int4, minimum * the sum of the group's inputs.
+A result's bits depend on its row and column alone, not on other rows, the range of blocks or the tile. A lane sums
+k = 0, 1, 2, ... by fused multiply-adds. For an integer format it sums a group that way, then adds scale * that sum to
+its total and, for int4, minimum * the sum of the group's inputs.
 
-The functions are called from compiled code, `code` (an index into FORMATS) being a constant there: each format is
-compiled when it is called for. Vector code becomes functions of the module that is compiled, which has them once,
-however often they are called; as compiled functions of numba's they would be compiled again with each caller. Nothing
-is checked: shapes and offsets that do not fit touch foreign memory.
+`code` (an index into FORMATS) is a constant of the calling kernel, so only the formats in use are compiled. Vector code
+becomes functions of the compiled module, once each; as numba functions they would be compiled again for each caller.
+Nothing is checked: shapes and offsets that do not fit access foreign memory.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.misc.special import literally
 
-from faser_backend.cpu.kernels import matrix_units as row_units
-from faser_backend.cpu.kernels import vector_products as row_vectors
-from faser_backend.cpu.kernels.compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
+from faser_backend.cpu.kernels import matrix_units, vector_products
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, LANES, LAYOUTS, num_groups
 from faser_backend.cpu.kernels.rows import inlined
 from faser_backend.cpu.kernels.vector_products import BYTES, numbers, scale
@@ -38,35 +35,37 @@ STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
 # Typed, so that `multiply` is compiled for all such values at once and not for each of them.
 NO_BIAS, REPLACES, ADDS = np.int64(-1), np.bool_(False), np.bool_(True)
 FLOAT_BYTES = 4
-# By format. Tiles: rows of x that go over a matrix together. Strips: bytes of weights that stay in the second-level
-# cache while many rows go over them.
+# By format. Tiles: rows of x that pass over a matrix together. Strips: bytes of weights that stay in the second-level
+# cache while many rows pass over them.
 _LAYOUTS = tuple(LAYOUTS.values())
-_VECTOR_CODE = tuple(row_units if row_units.takes(layout) else row_vectors for layout in _LAYOUTS)
+_VECTOR_CODE = tuple(matrix_units if matrix_units.takes(layout) else vector_products for layout in _LAYOUTS)
 UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
 TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))
 i64 = types.int64
 
 
 def scratch_size(num_inputs: int) -> int:
-    """Numbers of `scratch`: a block's products, and what is prepared of a tile's rows in any format. What is enough for
-    some num_inputs is so for fewer."""
-    group_sums = row_vectors.TILE_ROWS * num_groups(num_inputs)
-    return LANES + max(group_sums, row_units.scratch_size(num_inputs) if row_units.has_matrix_units() else 0)
+    """Returns the floats of `scratch`, enough for any format and for fewer inputs too.
+
+    It holds one block's products and what prepare_rows makes of a tile's rows.
+    """
+    group_sums = vector_products.TILE_ROWS * num_groups(num_inputs)
+    return LANES + max(group_sums, matrix_units.scratch_size(num_inputs) if matrix_units.has_matrix_units() else 0)
 
 
 @inlined
 def share_of(num_columns, thread, num_threads):
-    """The blocks [first, last) of a matrix's columns that are this thread's."""
+    """Returns the blocks of columns [first, last) that this thread computes."""
     num_blocks = -(-num_columns // LANES)
     return num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
 
 
 @numba.njit(**WITHIN_KERNELS)
 def multiply(code, out, rows, offset, bias_offset, adds, num_rows, crew, file):
-    """A thread's columns of out = rows @ matrix + bias, or of out += it, for the first num_rows rows.
+    """Computes a thread's columns of out = (or +=) rows @ matrix + bias, for the first num_rows rows.
 
-    crew: the thread's number and how many there are. file: weights, vectors and the thread's scratch. Offsets are of
-    the matrix, bytes into weights, and of the bias, numbers into vectors.
+    crew: the thread's index and the number of threads. file: weights, vectors and the thread's scratch. `offset` counts
+    bytes of weights up to the matrix, `bias_offset` floats of vectors up to the bias; -1 means no bias.
     """
     code = literally(code)
     weights, vectors, scratch = file
@@ -91,7 +90,7 @@ def multiply_rows(
     adds,
     scratch,  # [scratch_size(num_inputs)] float32, the calling thread's own
 ):
-    """y[:num_rows] = x[:num_rows] @ W in the columns of these blocks; where it adds, += the finished sums."""
+    """Computes y[:num_rows] = (or, if `adds`, +=) x[:num_rows] @ W in the columns of these blocks."""
     code = literally(code)
     num_inputs, num_outputs, tile_rows = x.shape[1], y.shape[1], TILE_ROWS[code]
     block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
@@ -113,7 +112,7 @@ def multiply_rows(
 
 @numba.njit(forceinline=True, **WITHIN_KERNELS)
 def read_column(code, out, weights, offset, column):
-    """out [num_inputs] = W[:, column]: an embedding where the head is tied to it."""
+    """Reads out [num_inputs] = W[:, column]: a token's embedding."""
     code = literally(code)
     block_bytes = -(-out.size // UNIT_ROWS[code]) * UNIT_BYTES[code]
     block = weights.ctypes.data + offset + column // LANES * block_bytes
@@ -123,14 +122,14 @@ def read_column(code, out, weights, offset, column):
 
 @numba.njit(forceinline=True, **WITHIN_KERNELS)
 def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
-    """scores[c] = x_row @ W[:, candidates[c]], with the bits of multiply_rows."""
+    """Computes scores[c] = x_row @ W[:, candidates[c]], with the bits of multiply_rows."""
     code = literally(code)
     num_inputs = x_row.size
     block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
     stored, inputs = weights.ctypes.data + offset, x_row.ctypes.data
     products, prepared = scratch.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
     prepare_rows(code, prepared, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
-    held = -1  # the block whose products these are: columns of a block are one tile
+    held = -1  # the block whose products `scratch` holds
     for c in range(candidates.shape[0]):
         block, lane = candidates[c] // LANES, candidates[c] % LANES
         if block != held:
@@ -144,9 +143,9 @@ def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
 
 @cache
 def product_kernel(weight_format: str) -> Kernel:
-    """out = rows @ matrix alone; the matrix in weight_format, of FORMATS.
+    """Returns a kernel that computes out = rows @ matrix, the matrix in weight_format (one of FORMATS).
 
-    Compiled once per CPU and kept on disk. Every thread of a call runs it; as of a segment's, nothing is checked.
+    It is compiled once per CPU and stored on disk. Every thread of a call runs it. Nothing is checked.
     """
     code = FORMATS.index(weight_format)
     stamp = source_stamp()
@@ -168,17 +167,17 @@ def product_kernel(weight_format: str) -> Kernel:
     return compile_kernel(kernel, signature)
 
 
-# Vector code as functions of compiled code. Memory is given by addresses: int64. Whoever calls keeps the arrays alive.
+# Vector code as functions of compiled code. Arrays are passed as addresses (int64); the caller keeps them alive.
 
 
 @intrinsic(prefer_literal=True)
 def multiply_blocks(
     _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared
 ):
-    """y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks that begin at `weights`, up to TILE_ROWS rows.
+    """Computes y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks at `weights`, for up to TILE_ROWS rows.
 
-    y is the address of the first row's first block, strides are in floats, num_columns goes from there on to the end of
-    y's row, and `prepared` is what prepare_rows made of these rows.
+    y: address of the first row's first block. Strides are in floats. num_columns: columns from there to the end of y's
+    row. prepared: what prepare_rows made of these rows.
     """
     code_value = code.literal_value
 
@@ -196,10 +195,10 @@ def multiply_blocks(
 
 @intrinsic(prefer_literal=True)
 def prepare_rows(_typing, code, prepared, x, x_stride, num_inputs, num_rows):
-    """prepared = what products read of up to TILE_ROWS rows of x beside x, or in its place.
+    """Writes to `prepared` what products of up to TILE_ROWS rows read beside x, or instead of it.
 
-    The sums of their groups for int4, [num_rows, num_groups], each in one fixed order; rows in parts for a matrix unit;
-    else nothing.
+    For int4 these are the sums of the rows' groups [num_rows, num_groups], each in one fixed order. For a matrix unit
+    they are the rows split into parts. Otherwise nothing is written.
     """
     code_value = code.literal_value
 
@@ -216,7 +215,7 @@ def prepare_rows(_typing, code, prepared, x, x_stride, num_inputs, num_rows):
 
 @intrinsic(prefer_literal=True)
 def weight_at(_typing, code, block, k, lane):
-    """The block's weight for input k and column `lane`, float32: number * scale + minimum, rounded once or twice."""
+    """Returns the block's weight for input k and column `lane`, float32: number * scale + minimum."""
     layout = _LAYOUTS[code.literal_value]
 
     def emit(_context, builder, _signature, arguments):

@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""The parts of a decoder's layer that take one row at a time, on a CPU: norms, rotary embedding, SwiGLU.
+"""Operations of a decoder layer on single rows, inlined into the CPU's kernels: norms, rotary embedding, SwiGLU.
 
-For kernels to take in whole. A row's bits depend on the row alone: every row runs through the same code.
+A row's bits depend on the row alone: every row runs through the same code.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from faser_backend.cpu.kernels.compile import WITHIN_KERNELS
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
 from faser_backend.cpu.kernels.vectors import power_of_2
 
 LOG2_E = np.float32(np.log2(np.e))
 HALF, ONE = np.float32(0.5), np.float32(1)
-LARGEST_EXPONENT = np.float32(126)  # where powers of two begin to leave float32
+LARGEST_EXPONENT = np.float32(126)  # larger powers of two leave float32
 
 inlined = numba.njit(forceinline=True, **WITHIN_KERNELS)
 spliced = numba.njit(inline="always", **WITHIN_KERNELS)
-# Sums of a whole row. Their order is a function of the row's size: their loops exist once.
+# For sums of a whole row. Their order depends on the row's size alone, because each loop is compiled once.
 inlined_reassociated = numba.njit(
     forceinline=True, fastmath={"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}, **WITHIN_KERNELS
 )
@@ -26,14 +26,14 @@ inlined_reassociated = numba.njit(
 
 @inlined
 def normalise_rows(out, rows, weight, eps, num_rows):
-    """The first num_rows rows."""
+    """Normalises the first num_rows rows."""
     for row in range(num_rows):
         normalise(out[row], rows[row], weight, eps)
 
 
 @inlined
 def normalise_both(out, left, right, left_weight, right_weight, eps, num_rows):
-    """out[row] = the norms of left[row] and of right[row], side by side."""
+    """Writes to out[row] the norms of left[row] and right[row], side by side."""
     width = left.shape[1]
     for row in range(num_rows):
         normalise(out[row, :width], left[row], left_weight, eps)
@@ -42,18 +42,18 @@ def normalise_both(out, left, right, left_weight, right_weight, eps, num_rows):
 
 @inlined_reassociated
 def normalise(out, x, weight, eps):
-    """RMSNorm of one row; out may be x."""
+    """Computes the RMSNorm of one row; out may be x."""
     total = np.float32(0)
     for d in range(x.size):
         total += x[d] * x[d]
     factor = ONE / np.sqrt(total / np.float32(x.size) + eps)
     for d in range(x.size):
-        out[d] = x[d] * factor * weight[d]  # weight may go on behind the row
+        out[d] = x[d] * factor * weight[d]  # weight may be longer than the row
 
 
 @inlined
 def rotate(x, cos, sin):
-    """Rotary embedding of one head in place: value i turns with value i + half."""
+    """Applies the rotary embedding to one head in place, to the pairs of values i and i + half."""
     half = cos.size
     for i in range(half):
         a, b = x[i], x[i + half]
@@ -63,18 +63,17 @@ def rotate(x, cos, sin):
 
 @inlined
 def gated_silu(gate, up):
-    """gate = gate / (1 + exp(-gate)) * up."""
+    """Computes gate = silu(gate) * up in place."""
     for j in range(gate.size):
         gate[j] = gate[j] / (ONE + exp2(-gate[j] * LOG2_E)) * up[j]
 
 
 @inlined
 def exp2(x):
-    """2^x for x from -126 to 126, and for what is beyond, that of the bound: the least and the most that matter beside
-    a 1.
+    """Returns 2^x, with x clamped to [-126, 126]: beyond it no result matters beside a 1.
 
-    2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial is the one of degree 5 with the least relative
-    error on that range, 7.5e-8, or 2.2e-7 with the roundings of float32.
+    2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial of degree 5 has the least relative error on that
+    range, 7.5e-8, or 2.2e-7 with float32's roundings.
     """
     x = min(max(x, -LARGEST_EXPONENT), LARGEST_EXPONENT)
     n = np.floor(x + HALF)

@@ -1,12 +1,12 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Layers of a decoder on a CPU as one compiled call per thread: products, norms, rotary embedding, attention, head.
+"""The kernel of a segment: layers of a decoder, and its head, as one compiled function that each thread of a call runs.
 
-Threads share the work of a call by columns of matrices, by units of attention and by rows, and meet at barriers in
-between; nothing of the interpreter runs until the last layer is done. What is cheap is done by every thread for itself
-(norms of all rows), for a barrier would cost more. Knows arrays and offsets; nothing of models, engines or pools.
+`cpu/runner.py` calls it with arrays and byte offsets. Threads share a call by columns of matrices, units of attention
+and rows, with barriers in between; the interpreter does not run until the last layer is done. Every thread computes the
+norms of all rows for itself, because a barrier would cost more.
 
-A row's bits depend on its own inputs alone: products sum in the order of the reduction (row_products), attention says
-so of itself (host_attention), and everything else goes row by row through the same code.
+A row's bits depend on its own inputs alone: `products` and `attention` guarantee it for themselves, and everything else
+runs row by row through the same code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numba
 from numba.misc.special import literally
 
 from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_units
-from faser_backend.cpu.kernels.compile import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
 from faser_backend.cpu.kernels.layouts import FORMATS, LANES
 from faser_backend.cpu.kernels.products import (
@@ -34,33 +34,31 @@ from faser_backend.cpu.kernels.rows import gated_silu, inlined, normalise, norma
 from faser_backend.cpu.kernels.threads import barrier_wait
 from faser_backend.cpu.kernels.vectors import copy_row
 
-# Places of a layer's matrices and vectors in the kernel's tables of offsets; -1 where a model has no such vector.
-Q, K, V, ATTENTION_OUT, GATE, UP, DOWN = range(7)  # with experts, those of host_experts from the place of GATE on
+# Indices of a layer's matrices and vectors in the kernel's tables of offsets; the offset of a missing vector is -1.
+Q, K, V, ATTENTION_OUT, GATE, UP, DOWN = range(7)  # with experts, those of experts.py from GATE on
 INPUT_NORM, MLP_NORM, Q_BIAS, K_BIAS, V_BIAS, ATTENTION_OUT_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(9)
 Q_NORM, K_NORM, HIDDEN_NORM = 9, 10, 11
-FEATURE = 12  # no vector, but the place among `features` of what goes into the layer; -1 where nobody reads that
-EMBEDDING, HEAD = 0, 1  # places of the matrices beside the layers'
-# Places of `sizes`.
-FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES = range(4)
-# What a kernel of each kind of model is given beside the arrays of all: nothing, what leads rows to experts, or what an
-# EAGLE-3 head reads beside hidden states.
+FEATURE = 12  # not a vector: the index among `features` that stores the layer's input, or -1
+EMBEDDING, HEAD = 0, 1  # indices into end_matrices
+FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES = range(4)  # indices into `sizes`
+# The extra arguments of a kernel by kind of model: none, the routing of rows to experts, or inputs of an EAGLE-3 head.
 DENSE, EXPERTS, EAGLE3_HEAD = "dense", "experts", "eagle3_head"
 HEAD_INPUTS = numba.types.Tuple([
-    f32[2],  # embedded [T, D]: shared by the threads
-    f32[2],  # inputs [T, 2 * D]: each thread's own
-    STORED,  # the weight file that holds the embedding: the head's, or its target's
+    f32[2],  # embedded [T, D], shared by the threads
+    f32[2],  # inputs [T, 2 * D], per thread
+    STORED,  # the weight file that holds the embedding: the head's or its target's
 ])  # fmt: skip
 EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPUTS}
 
 
 @cache
 def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, str, str], kind: str = DENSE) -> Kernel:
-    """The kernel for heads of head_dim values, keys and values in pool_dtype, and matrices in weight_formats.
+    """Returns the kernel for heads of head_dim values, a KV pool in pool_dtype and matrices in weight_formats.
 
-    weight_formats: of FORMATS, for the layers, the embedding and the head. kind: of EXTRAS; what the
-    others alone need is not compiled. Compiled once per CPU and kept on disk. Every thread of a call runs it with the
-    same arrays and its own number and work space; all arrays are C-contiguous. Nothing is checked: shapes and indices
-    that do not fit read and write foreign memory.
+    weight_formats: one of FORMATS each for the layers, the embedding and the head. kind: one of EXTRAS. The kernel is
+    compiled once per CPU and stored on disk. Every thread of a call runs it with the same arrays and its own index and
+    work space; all arrays are C-contiguous. Nothing is checked: shapes and indices that do not fit access foreign
+    memory.
     """
     code, embedding_code, head_code = map(FORMATS.index, weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
@@ -81,7 +79,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
     def kernel(
         thread,
         num_threads,
-        barrier,  # host_threads.barrier_state
+        barrier,  # threads.barrier_state
         token_ids,  # [T] of the first segment
         positions,  # [T]
         cu_rows,  # [B + 1]
@@ -91,27 +89,27 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         block_table,  # [B, MB]
         logit_rows,  # [R], rising
         candidates,  # [T, C] of a segment with exit scores
-        hidden,  # [T, D]: the input, and the result; that of the last layer in its first R rows
+        hidden,  # [T, D]: the input, overwritten by the result; the last layer's is in the first R rows
         logits,  # [R, V]
         exit_scores,  # [T, C]
-        features,  # [F, T, D]: what goes into layers that a draft head reads
-        q,  # [T, H, head_dim]: work space that threads share, as all up to `gathered`
+        features,  # [F, T, D]: inputs of the layers that a draft head reads
+        q,  # [T, H, head_dim]: from here to `gathered`, work space that threads share
         k,  # [T, Hkv, head_dim]
         v,
         attended,  # [T, H, head_dim]
         gate,  # [T, I]; with experts [T * K, I]
         up,
         gathered,  # [R, H * head_dim]
-        normed,  # [T, D]: work space of this thread, as all up to `widened`
-        strip,  # [row_products.scratch_size(most inputs)]
-        scores,  # of attention, see attend_units
+        normed,  # [T, D]: from here to `widened`, work space of this thread
+        strip,  # [products.scratch_size(most inputs)]
+        scores,  # scratch of attend_units
         widened,
         extras,  # see EXTRAS
         storage,  # [num_layers, 2, Hkv, NB, block, head_dim]: the pool
         weights,  # the weight file
         matrices,  # [layers of the segment, matrices of a layer] bytes into it
         end_matrices,  # [2]
-        vectors,  # norms and biases of all layers, one behind the other
+        vectors,  # norms and biases of all layers, concatenated
         vector_offsets,  # [layers of the segment, FEATURE + 1]
         last_norm,  # [D]
         cos,  # [max_context, head_dim / 2]
@@ -154,7 +152,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
                 not is_last or logit_rows.size > 0, head_dim,
             )  # fmt: skip
             barrier_wait(barrier, num_threads)
-            if is_last:  # from here on for the logit rows alone
+            if is_last:  # from here on only the logit rows matter
                 num_rows = logit_rows.size
                 if num_rows == 0:
                     return
@@ -179,7 +177,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
 
 @numba.njit(**WITHIN_KERNELS)
 def embed(code, out, token_ids, weights, offset, crew):
-    """A thread's share of the tokens' rows of the embedding; ends at a barrier."""
+    """Reads a thread's share of the tokens' embeddings; ends at a barrier."""
     code = literally(code)
     thread, num_threads, barrier = crew
     for row in range(thread, token_ids.size, num_threads):
@@ -188,16 +186,16 @@ def embed(code, out, token_ids, weights, offset, crew):
 
 
 @inlined
-def keep_rows(features, place, hidden, thread, num_threads):
-    """A thread's share of hidden goes to its place among the features, where it has one."""
-    if place >= 0:
+def keep_rows(features, index, hidden, thread, num_threads):
+    """Copies a thread's share of hidden to features[index], unless index is -1."""
+    if index >= 0:
         for row in range(thread, hidden.shape[0], num_threads):
-            copy_row(features[place, row], hidden[row], hidden.shape[1])  # pyright: ignore[reportCallIssue]
+            copy_row(features[index, row], hidden[row], hidden.shape[1])  # pyright: ignore[reportCallIssue]
 
 
 @inlined
 def gather(gathered, mixed, hidden, logit_rows, crew):
-    """gathered = the logit rows, which rise, of mixed; those of hidden become its first. Ends at a barrier."""
+    """Copies the logit rows, which rise, of mixed to gathered and of hidden to its first rows; ends at a barrier."""
     thread, num_threads, barrier = crew
     if thread == 0:
         for row in range(logit_rows.size):
@@ -208,7 +206,7 @@ def gather(gathered, mixed, hidden, logit_rows, crew):
 
 @numba.njit(**WITHIN_KERNELS)
 def score_rows(code, scores, normed, offset, candidates, crew, file):
-    """A thread's share of the logits of each row's candidates."""
+    """Computes a thread's share of the logits of each row's candidates."""
     code = literally(code)
     (thread, num_threads, _), (weights, _, strip) = crew, file
     for row in range(thread, normed.shape[0], num_threads):
@@ -217,7 +215,7 @@ def score_rows(code, scores, normed, offset, candidates, crew, file):
 
 @numba.njit(**WITHIN_KERNELS)
 def feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps):
-    """A thread's share of hidden += down(silu(gate(x)) * up(x)), x being the normalised rows; ends at a barrier."""
+    """Computes a thread's part of hidden += down(silu(gate(x)) * up(x)), x the normalised rows; ends at a barrier."""
     code = literally(code)
     (thread, num_threads, barrier), (_, vectors, _) = crew, file
     normalise_rows(normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows)
@@ -234,7 +232,7 @@ def feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, 
 
 @inlined
 def apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, first_unit, last_unit):
-    """Norms and rotary embedding, in place, of the queries and keys of units: a KV head of a sequence each."""
+    """Applies norms and the rotary embedding in place to the queries and keys of units (KV heads of sequences)."""
     num_kv_heads = k.shape[1]
     heads_per_kv = q.shape[1] // num_kv_heads
     for unit in range(first_unit, last_unit):

@@ -1,7 +1,7 @@
-"""A barrier for compiled code: threads of one call meet without the interpreter.
+"""A barrier between the threads of one kernel call, without the interpreter.
 
-Waiting is busy at first, for the other threads are a few microseconds behind; then the core is offered to
-others, so that a thread that lost its core for a while costs its own time and no more.
+A thread spins first, because the others are a few microseconds behind. Then it yields its core, so that a thread that
+lost its core can go on.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from faser_backend.cpu.kernels.compile import WITHIN_KERNELS
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
 
-ARRIVED, GENERATION = 0, 8  # places in a barrier's state, of different cache lines
+ARRIVED, GENERATION = 0, 8  # indices into a barrier's state, on different cache lines
 STATE_SIZE = 16
 SPINS_BEFORE_YIELD = 4000  # some 20 us
 
@@ -21,7 +21,7 @@ INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
 def barrier_state() -> np.ndarray:
-    """[STATE_SIZE] int64 of a barrier that nobody waits at."""
+    """Returns the state of a new barrier, [STATE_SIZE] int64."""
     return np.zeros(STATE_SIZE, np.int64)
 
 
@@ -31,8 +31,8 @@ def _address(context, builder, signature, arguments):
 
 
 @intrinsic
-def fetch_add(_typing, state, place, amount):
-    """state[place] += amount, in one piece; returns what was there."""
+def fetch_add(_typing, state, index, amount):
+    """Adds to state[index] atomically and returns the value before."""
 
     def emit(context, builder, signature, arguments):
         return builder.atomic_rmw("add", _address(context, builder, signature, arguments), arguments[2], "seq_cst")
@@ -41,8 +41,8 @@ def fetch_add(_typing, state, place, amount):
 
 
 @intrinsic
-def load_acquire(_typing, state, place):
-    """state[place], and everything that its writer wrote before it."""
+def load_acquire(_typing, state, index):
+    """Loads state[index]; everything that its writer wrote before is visible then."""
 
     def emit(context, builder, signature, arguments):
         return builder.load_atomic(_address(context, builder, signature, arguments), "acquire", 8)
@@ -51,8 +51,8 @@ def load_acquire(_typing, state, place):
 
 
 @intrinsic
-def store_release(_typing, state, place, value):
-    """state[place] = value, after everything that this thread wrote before."""
+def store_release(_typing, state, index, value):
+    """Stores state[index] = value after everything that this thread wrote before."""
 
     def emit(context, builder, signature, arguments):
         builder.store_atomic(arguments[2], _address(context, builder, signature, arguments), "release", 8)
@@ -76,7 +76,7 @@ def yield_core(_typing):
 
 @numba.njit(**WITHIN_KERNELS)
 def barrier_wait(state, num_threads):
-    """Returns when num_threads threads have called it; what each wrote before, all can read after."""
+    """Returns when num_threads threads have called it; all can then read what each wrote before."""
     if num_threads == 1:
         return
     generation = load_acquire(state, GENERATION)  # pyright: ignore[reportCallIssue]

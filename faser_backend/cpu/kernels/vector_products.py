@@ -1,8 +1,8 @@
 # ruff: noqa: PLR0917 (emitters take their arguments by position)
-"""Vector code of `row_products`, written as LLVM instructions: tiles of a few rows times a block of columns.
+"""Vector code of `products`, emitted as LLVM instructions: tiles of a few rows times a block of columns.
 
-A tile is a function of the module that it is compiled in; layout and rows are its constants. All tiles sum
-alike, so a result has the same bits whichever of them it came from. Knows nothing of numba's types.
+A tile is a function of the compiled module, with layout and number of rows as constants. All tiles sum in the same
+order, so the bits of a result do not depend on the tile.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from faser_backend.cpu.kernels.vectors import (
 
 BIT, SHORT, VOID = ir.IntType(1), ir.IntType(16), ir.VoidType()
 INTEGERS = ir.VectorType(INT32, LANES)
-UNROLLED = 4  # inputs that an inner loop takes at a time; with more, sums no longer stay in registers
-STRIP_BYTES = 1 << 17  # see row_products
-AHEAD_BYTES = 4096  # how far ahead of a read memory is asked for
+UNROLLED = 4  # inputs of an inner loop's iteration; with more, sums no longer stay in registers
+STRIP_BYTES = 1 << 17  # see products
+AHEAD_BYTES = 4096  # distance of prefetches from a read
 
 
 def most_tile_rows(features: dict[str, bool]) -> int:
-    """Most rows of a tile on a CPU: as many sums as leave registers for weights and inputs, but no more than 8, for
-    rows that are 4 KiB apart compete for the 8 lines of a set."""
+    """Returns the most rows of a tile on a CPU with these features.
+
+    Their sums leave registers for weights and inputs. There are at most 8, because rows 4 KiB apart compete for the 8
+    cache lines of a set.
+    """
     registers_per_sum = 1 if features.get("avx512f", False) else 2 if features.get("avx", False) else 4
     has_16_registers = features.get("sse2", False) and registers_per_sum > 1
     return min(8, (12 if has_16_registers else 20) // registers_per_sum)
@@ -48,7 +51,10 @@ TILE_ROWS = most_tile_rows(binding.get_host_cpu_features())
 
 
 def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
-    """A range of blocks times up to TILE_ROWS rows; parameters as of `row_products.multiply_blocks` from y on."""
+    """Returns the function that multiplies up to TILE_ROWS rows by a range of blocks.
+
+    It takes the parameters of `products.multiply_blocks` from y on.
+    """
     kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS]
     function, builder = new_function(module, f"row_blocks_{layout.name}", kinds)
     if builder is None:
@@ -73,11 +79,11 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
 
 def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Function:
-    """y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ one block of weights.
+    """Returns the function for y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ one block of weights.
 
-    Parameters: y, its row stride, x, its row stride, the block, num_inputs, num_columns (LANES or fewer, else those of
-    the block), adds, and the sums of x's groups [num_rows, num_groups]. One block at a time reads memory in one stream;
-    several side by side, whose sums would wait less for one another, are slower.
+    Parameters: y, its row stride, x, its row stride, the block, num_inputs, num_columns (more than LANES counts as
+    LANES), adds, and the sums of x's groups [num_rows, num_groups]. One block at a time reads memory as one stream;
+    several blocks side by side are slower.
     """
     kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS]
     function, builder = new_function(module, f"row_tile_{layout.name}_{num_rows}", kinds)
@@ -94,8 +100,8 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
             group = builder.gep(block, [builder.mul(index, INT64(layout.unit_bytes))])
             sums = new_sums(builder, num_rows)
             add_products(builder, layout, [builder.gep(row, [first]) for row in rows], group, size, sums)
-            places = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
-            add_group(builder, layout, group, sums, x_sums, places, totals)
+            offsets = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
+            add_group(builder, layout, group, sums, x_sums, offsets, totals)
     else:
         add_products(builder, layout, rows, block, num_inputs, totals)
     for r, total in enumerate(totals):
@@ -105,7 +111,7 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
 
 
 def add_products(builder, layout: Layout, rows, block, count, sums) -> None:
-    """sums[r] += rows[r][k] * block[k] for k = 0, 1, ... count - 1, each product and sum rounded once."""
+    """Emits sums[r] += rows[r][k] * block[k] for k = 0, 1, ... count - 1, by fused multiply-adds."""
 
     def add(k, step):
         weights = numbers(builder, layout, block, k, step)
@@ -123,21 +129,21 @@ def add_products(builder, layout: Layout, rows, block, count, sums) -> None:
         add(k, 0)
 
 
-def add_group(builder, layout: Layout, group, sums, x_sums, places, totals) -> None:
-    """totals[r] += scale * sums[r], then, for int4, += minimum * x_sums[places[r]]."""
+def add_group(builder, layout: Layout, group, sums, x_sums, offsets, totals) -> None:
+    """Emits totals[r] += scale * sums[r] and then, for int4, += minimum * x_sums[offsets[r]]."""
     scales = [scale(builder, layout, group, index) for index in range(layout.num_scales)]
-    for of_group, place, of_row in zip(sums, places, totals, strict=True):
+    for of_group, offset, of_row in zip(sums, offsets, totals, strict=True):
         total = multiply_add(builder, scales[0], builder.load(of_group), builder.load(of_row))
         if len(scales) > 1:
-            x_sum = splat(builder, load(builder, x_sums, place, FLOAT), LANES)
+            x_sum = splat(builder, load(builder, x_sums, offset, FLOAT), LANES)
             total = multiply_add(builder, scales[1], x_sum, total)
         builder.store(total, of_row)
 
 
 def numbers(builder, layout: Layout, block, k, step: int = 0):
-    """Numbers k + step of the block's columns as floats, [LANES].
+    """Returns the numbers k + step of the block's columns as floats, [LANES].
 
-    k is even, or the step is 0: the two rows of a pair are then seen to be parts of the same bytes.
+    k must be even or step 0, so that the compiler sees that the two rows of a pair share their bytes.
     """
     row, step_rows = (builder.lshr(k, INT64(1)), step // 2) if layout.is_paired else (k, step)
     stored = {"fp32": FLOAT, "fp16": HALF, "bf16": INT32, "int8": BYTE, "int4": BYTE}[layout.name]
@@ -161,21 +167,21 @@ def numbers(builder, layout: Layout, block, k, step: int = 0):
 
 
 def scale(builder, layout: Layout, group, index: int):
-    """The group's scales (index 0) or minimums (1) as floats, [LANES]."""
+    """Returns the group's scales (index 0) or minimums (1) as floats, [LANES]."""
     address = builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
     return builder.fpext(read(builder, address, HALF), VECTOR)
 
 
 def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
-    """The function of `row_products.prepare_rows`; None where products read nothing beside the rows."""
+    """Returns the function of `products.prepare_rows`, or None if products read the rows alone."""
     return sums_function(module) if layout.num_scales > 1 else None
 
 
 def sums_function(module: ir.Module) -> ir.Function:
-    """Sums of the groups of rows of x; parameters as of `row_products.prepare_rows`.
+    """Returns the function that sums the groups of rows of x; it takes the parameters of `products.prepare_rows`.
 
-    The two halves of a group are added, then halves of these until one number is left; a last group that is shorter is
-    added up one by one.
+    The two halves of a group are added, then the halves of the result, until one number is left. A shorter last group
+    is summed one by one.
     """
     function, builder = new_function(module, "row_sums", [FLOATS, FLOATS, INT64, INT64, INT64])
     if builder is None:
@@ -202,7 +208,7 @@ def sums_function(module: ir.Module) -> ir.Function:
 
 
 def new_function(module: ir.Module, name: str, kinds) -> tuple[ir.Function, ir.IRBuilder | None]:
-    """The module's function of that name; no builder where it is there already."""
+    """Returns the module's function of that name, and a builder if it is new."""
     if name in module.globals:
         return module.globals[name], None
     function = ir.Function(module, ir.FunctionType(VOID, kinds), name)
@@ -212,7 +218,7 @@ def new_function(module: ir.Module, name: str, kinds) -> tuple[ir.Function, ir.I
 
 
 def new_sums(builder, num_rows: int):
-    """Sums [num_rows] that are 0 from here on."""
+    """Allocates num_rows vectors that start as 0."""
     sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows)]
     for total in sums:
         builder.store(VECTOR([0.0] * LANES), total)
@@ -220,7 +226,7 @@ def new_sums(builder, num_rows: int):
 
 
 def put(builder, total, target, num_columns, adds) -> None:
-    """target[:num_columns] = (or +=) the total; what lies behind belongs to another row."""
+    """Emits target[:num_columns] = (or +=) the total; memory behind it belongs to another row."""
 
     def put_values(values, at):
         with builder.if_else(adds) as (added, written):
@@ -239,13 +245,13 @@ def put(builder, total, target, num_columns, adds) -> None:
 
 
 def ask_ahead(builder, address, num_bytes: int) -> None:
-    """Asks for the bytes that lie AHEAD_BYTES behind an address, without waiting for them."""
+    """Prefetches num_bytes that lie AHEAD_BYTES behind an address."""
     for line in range(0, num_bytes, CACHE_LINE):
         prefetch_line(builder, builder.gep(address, [INT64(AHEAD_BYTES + line)]))
 
 
 def read(builder, address, kind):
-    """LANES numbers of this kind, which may begin at any byte."""
+    """Loads LANES numbers of this kind, at any alignment."""
     return builder.load(builder.bitcast(address, ir.VectorType(kind, LANES).as_pointer()), align=1)
 
 

@@ -1,8 +1,7 @@
 # ruff: noqa: PLR0917 (emitters take their arguments by position)
-"""Vector code of the CPU's kernels, written as LLVM instructions for numba: one order of every sum, on any CPU.
+"""Vector code that all kernels of the CPU share, emitted as LLVM instructions: every sum has one order on any CPU.
 
-An intrinsic here is called from compiled code as a function of rows: contiguous arrays of which the last dimension is
-a row's. Knows nothing of pools, sequences or attention.
+Compiled code calls the intrinsics as functions of rows: contiguous arrays whose last dimension is a row's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-GROUP = 4  # columns that the inner loops take at a time
+GROUP = 4  # columns of an inner loop's iteration
 LANES = 16  # floats of a vector; a narrower CPU splits it, with the same result
 CACHE_LINE = 64  # bytes
 LARGEST_HALF = 65504.0
@@ -24,9 +23,10 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 
 @intrinsic
 def score_group(_typing, scores, column, query, keys, first, last, head_dim):
-    """scores[column + i] = query . keys[min(first + i, last)] for i < GROUP.
+    """Computes scores[column + i] = query . keys[min(first + i, last)] for i < GROUP.
 
-    LANES partial sums of each product are added in halves; values of head_dim beyond whole vectors follow one by one.
+    The LANES partial sums of each product are added in halves. Values of head_dim beyond whole vectors follow one by
+    one.
     """
 
     def emit(context, builder, signature, arguments):
@@ -55,10 +55,10 @@ def score_group(_typing, scores, column, query, keys, first, last, head_dim):
 
 @intrinsic
 def copy_row(_typing, target, source, head_dim):
-    """target[:head_dim] = source, from float32 or halves to float32 or halves; halves have the type uint16.
+    """Copies target[:head_dim] = source, each of float32 or halves; halves have the type uint16.
 
-    Rounds to the nearest, ties to even, and what is too large for a half to the largest one: an infinite key would
-    make its row's softmax NaN.
+    Halves are rounded to nearest, ties to even. A value too large for a half becomes the largest half, because an
+    infinite key would make its row's softmax NaN.
     """
 
     def emit(context, builder, signature, arguments):
@@ -90,7 +90,7 @@ def copy_row(_typing, target, source, head_dim):
 
 @intrinsic
 def prefetch(_typing, block):
-    """Asks for the block's [rows, head_dim] memory to come into the cache, without waiting for it."""
+    """Prefetches a block [rows, head_dim] into the cache."""
 
     def emit(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -104,9 +104,9 @@ def prefetch(_typing, block):
 
 @intrinsic
 def mix_group(_typing, mixed, weights, column, values, first, last, head_dim):
-    """mixed += (w0 * v0 + w1 * v1) + (w2 * v2 + w3 * v3), wi = weights[column + i] and vi = values[first + i].
+    """Computes mixed += (w0 * v0 + w1 * v1) + (w2 * v2 + w3 * v3), wi = weights[column + i], vi = values[first + i].
 
-    Where first + i is behind last, wi is 0 and vi is values[last], which adds +-0 to a sum: no bit changes.
+    If first + i > last, wi is 0 and vi is values[last]: this adds +-0 to a sum, which changes no bit.
     """
 
     def emit(context, builder, signature, arguments):
@@ -139,7 +139,7 @@ def mix_group(_typing, mixed, weights, column, values, first, last, head_dim):
 
 @intrinsic
 def power_of_2(_typing, exponent):
-    """2^exponent as float32, put together from its bits; an int32 from -126 to 127."""
+    """Returns 2^exponent as float32, made from its bits, for an int32 from -126 to 127."""
 
     def emit(_context, builder, _signature, arguments):
         biased = builder.add(arguments[0], INT32(127))
@@ -149,7 +149,7 @@ def power_of_2(_typing, exponent):
 
 
 def prefetch_line(builder, address):
-    """Asks for the cache line that holds this byte."""
+    """Prefetches the cache line that holds this byte."""
     ask = builder.module.declare_intrinsic(
         "llvm.prefetch", [BYTES], ir.FunctionType(ir.VoidType(), [BYTES, INT32, INT32, INT32])
     )
@@ -158,7 +158,7 @@ def prefetch_line(builder, address):
 
 
 def row_address(context, builder, signature, arguments, argument, row=None):
-    """Address of the argument's first value, or of its row's."""
+    """Returns the address of the argument's first value, or of the first value of a row."""
     array = context.make_array(signature.args[argument])(context, builder, arguments[argument])
     if row is None:
         return array.data
@@ -167,18 +167,18 @@ def row_address(context, builder, signature, arguments, argument, row=None):
 
 
 def group_columns(builder, first, last):
-    """first, first + 1 ..., GROUP in all, none behind last: what is not there is not read."""
+    """Returns the GROUP columns first, first + 1, ..., each at most `last`, so that nothing behind it is read."""
     columns = [builder.add(first, INT64(i)) for i in range(GROUP)]
     return [builder.select(builder.icmp_signed("<", t, last), t, last) for t in columns]
 
 
 def multiply_add(builder, a, b, c):
-    """a * b + c, one rounding where the CPU has such an instruction: of c, no product is ever fused instead."""
+    """Returns a * b + c, fused if the CPU can; c is never the fused product."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
 def clamp(builder, values, most):
-    """Values within [-most, most]; NaN stays NaN."""
+    """Clamps values to [-most, most]; NaN stays NaN."""
     for bound, is_beyond in ((most, ">"), (-most, "<")):
         limit = FLOAT(bound) if values.type == FLOAT else splat(builder, FLOAT(bound), values.type.count)
         values = builder.select(builder.fcmp_ordered(is_beyond, values, limit), limit, values)
@@ -186,8 +186,8 @@ def clamp(builder, values, most):
 
 
 def add_halves(builder, vectors):
-    """GROUP vectors of LANES -> the vector of their sums, [GROUP]."""
-    while len(vectors) > 1:  # one behind another
+    """Returns the sums [GROUP] of GROUP vectors of LANES."""
+    while len(vectors) > 1:
         num_lanes = 2 * vectors[0].type.count
         vectors = [pick(builder, a, b, range(num_lanes)) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     (sums,) = vectors
@@ -201,7 +201,7 @@ def add_halves(builder, vectors):
 
 
 def pick(builder, a, b, lanes):
-    """Lanes of a, then b."""
+    """Returns these lanes of a and b, those of b counted behind a's."""
     return builder.shuffle_vector(a, b, ir.VectorType(INT32, len(lanes))(list(lanes)))
 
 
@@ -221,6 +221,6 @@ def store(builder, value, row, offset):
 
 
 def alignment(kind):
-    """Bytes: rows begin at any of their numbers."""
+    """Returns the alignment in bytes of a single number: rows may begin at any number."""
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     return 2 if element == HALF else 4

@@ -1,6 +1,6 @@
 """Experts whose layers are kernels of ours: what a row chooses, its bits in any company, and whole engines.
 
-Logits beside transformers' are in test_llvm_runner.py, with those of the other variants.
+Logits beside transformers' are in test_runner.py, with those of the other variants.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as Type
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.request import Request
-from faser_backend.cpu import weights as llvm_weights
-from faser_backend.cpu.kernels.experts import choose, sort_slots
+from faser_backend.cpu import weights
+from faser_backend.cpu.kernels.experts import choose, sort_assignments
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
@@ -25,7 +25,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
-from tests.cpu.test_llvm_runner import BLOCK_SIZE, build, logits_of, open_runner
+from tests.cpu.test_runner import BLOCK_SIZE, build, logits_of, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import QUANTISED
 from tests.engines.test_weight_formats import round_matrices
@@ -45,7 +45,7 @@ SIZES = {"hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 19, "num
 
 @pytest.fixture(autouse=True)
 def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -120,22 +120,22 @@ def test_no_expert_is_chosen_twice_where_logits_are_no_numbers() -> None:
 
 
 @numba.njit
-def sort(ends, slots, rows, chosen, num_rows):
-    sort_slots(ends, slots, rows, chosen, num_rows)
+def sort(ends, order, rows, chosen, num_rows):
+    sort_assignments(ends, order, rows, chosen, num_rows)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 30])
-def test_slots_go_by_expert_and_then_by_row(num_rows: int) -> None:
+def test_assignments_are_sorted_by_expert_then_by_row(num_rows: int) -> None:
     rng = np.random.default_rng(0)
     chosen = np.stack([rng.permutation(9)[:3] for _ in range(30)]).astype(np.int32)
-    ends, slots, rows = np.full(11, -5, np.int32), np.full((30, 3), -1, np.int32), np.full(90, -1, np.int32)
-    sort(ends, slots, rows, chosen, num_rows)
+    ends, order, rows = np.full(11, -5, np.int32), np.full((30, 3), -1, np.int32), np.full(90, -1, np.int32)
+    sort(ends, order, rows, chosen, num_rows)
     taken = chosen[:num_rows]
     np.testing.assert_array_equal(ends, [(taken <= expert).sum() for expert in range(11)])
-    order = np.argsort(taken.ravel(), kind="stable")
-    np.testing.assert_array_equal(rows[: order.size], order // 3)
-    np.testing.assert_array_equal(slots[:num_rows].ravel()[order], np.arange(order.size))
-    assert (rows[order.size :] == -1).all() and (slots[num_rows:] == -1).all()
+    sorted_order = np.argsort(taken.ravel(), kind="stable")
+    np.testing.assert_array_equal(rows[: sorted_order.size], sorted_order // 3)
+    np.testing.assert_array_equal(order[:num_rows].ravel()[sorted_order], np.arange(sorted_order.size))
+    assert (rows[sorted_order.size :] == -1).all() and (order[num_rows:] == -1).all()
 
 
 def test_the_router_stays_float32(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_experts_of_a_gguf_file_are_stored_number_by_number(tmp_path: Path) -> N
     write_gguf(model, file, kind=Type.Q8_0)
     manifest = build_engines(file, None, tmp_path / "engine", runtime="llvm", kv_block_size=BLOCK_SIZE)
     assert manifest.target.weight_format.formats == ("int8",) * 3 and manifest.target.weight_format.rounded == ""
-    weights = llvm_weights.WeightFile(tmp_path / "engine" / "target.safetensors")
+    file_weights = weights.WeightFile(tmp_path / "engine" / "target.safetensors")
     [stacked] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down_exps.weight"]
     for expert, blocks in enumerate(stacked.data):
-        stored = weights.vector(f"layers.0.experts.{expert}.down", np.uint8)
+        stored = file_weights.vector(f"layers.0.experts.{expert}.down", np.uint8)
         assert stored is not None
         wanted = gguf.quants.dequantize(blocks, Type.Q8_0)
         np.testing.assert_array_equal(restore_matrix(stored, 64, model.config.hidden_size, "int8").T, wanted)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.cpu import weights as llvm_weights
+from faser_backend.cpu import weights
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
@@ -33,7 +33,7 @@ FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 @pytest.fixture(autouse=True)
 def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_weights, "ONE_THREAD_BYTES", 0)
+    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 def build(source: Path, directory: Path, **options) -> EngineManifest:
@@ -52,10 +52,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One checkpoint by the format of its matrices; halves in the pool where matrices are halves."""
     root = tmp_path_factory.mktemp("llvm")
     source = write_checkpoint(root / "source", tie_word_embeddings=True, hidden_size=72, intermediate_size=104)
-    for weights in FORMATS:
-        dtype = "fp16" if weights == "fp16" else "fp32"
-        build(source, root / weights, weights=weights, draft_weights=weights, exit_layers=(1,), kv_cache_dtype=dtype)
-    return {weights: root / weights for weights in FORMATS} | {"source": root / "source"}
+    for name in FORMATS:
+        dtype = "fp16" if name == "fp16" else "fp32"
+        build(source, root / name, weights=name, draft_weights=name, exit_layers=(1,), kv_cache_dtype=dtype)
+    return {name: root / name for name in FORMATS} | {"source": root / "source"}
 
 
 def logits_of(runner: LlvmRunner, chunk: int, *, is_packed: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Kernels of the CPU, compiled by numba once per CPU and kept on disk, with a line of log for the wait."""
+"""Compiles the CPU's kernels by numba, once per CPU, stores them on disk, and logs that the caller waits."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ f32 = {num_dims: numba.types.Array(numba.float32, num_dims, "C") for num_dims in
 i32 = {num_dims: numba.types.Array(numba.int32, num_dims, "C") for num_dims in (1, 2)}
 i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
 logger = logging.getLogger("faser.loading")
-warn_once = cache(logger.warning)  # per text: a process has a kernel for each head_dim
+warn_once = cache(logger.warning)  # per text: a process may compile several kernels
 
 
 class _Compilations(event.Listener):
-    """Listens for compilations of kernels that are not on disk."""
+    """Logs the compilation of a kernel that is not on disk."""
 
     def on_start(self, event: event.Event) -> None:
         warn_once("compiling kernels for this CPU, which later starts load from disk")
 
     def on_end(self, event: event.Event) -> None:
-        """Other things follow at once."""
+        """Nothing is logged at the end."""
 
 
 class InnerLibrary(JITCodeLibrary):
-    """The code of a function that kernels alone call. It is handed to them as it is, once its functions have been
-    tidied up one by one: they are optimised as wholes, and machine code is made of them alone.
+    """The code of a function that only kernels call: it is linked into them, and only whole kernels are optimised.
 
-    numba would optimise and translate every function by itself as well, which takes longer than all that is needed.
+    numba would also optimise and translate each function by itself, which takes longer than all the rest.
     """
 
     def finalize(self) -> None:
@@ -48,7 +47,7 @@ class InnerLibrary(JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Zero, numba's word for a function that Python cannot call."""
+        """Returns zero: Python cannot call this function."""
         return 0
 
     @property
@@ -56,11 +55,11 @@ class InnerLibrary(JITCodeLibrary):
         return self
 
     def set_env(self, env_name: str, env: Any) -> None:
-        """numba would write Python's globals to where machine code finds them."""
+        """Does nothing: kernels read no globals of Python."""
 
 
 class InnerCompiler(Compiler):
-    """numba's compiler with an InnerLibrary in the place of its own."""
+    """numba's compiler, writing into an InnerLibrary."""
 
     def compile_extra(self, func: Callable) -> Any:
         if self.state.library is None:
@@ -69,9 +68,9 @@ class InnerCompiler(Compiler):
         return super().compile_extra(func)
 
 
-# Options of functions that kernels alone call: no wrappers for others, and arrays whose references nobody counts, which
-# would take as long as the arithmetic of a few rows. What returns an array is spliced in: it cannot be called without
-# counting.
+# Options of functions that only kernels call: no wrappers for Python, and no reference counts of arrays, which would
+# take as long as the arithmetic of a few rows. A function that returns an array cannot be called without reference
+# counts, so it is inlined by numba (`spliced` in rows.py).
 WITHIN_KERNELS: Any = {
     "error_model": "numpy",
     "_nrt": False,
@@ -82,18 +81,18 @@ WITHIN_KERNELS: Any = {
 
 
 def source_stamp() -> int:
-    """A number that changes with every file of the CPU's kernels, and with whether matrix units are used: numba keeps a
-    kernel on disk by its own file, the CPU and what it refers to, not by the files of what it calls."""
-    room = Path(__file__).parent
-    files = sorted([*room.glob("host_*.py"), *room.glob("row_*.py")])
-    sources = b"".join(file.read_bytes() for file in files)
+    """Returns a number that changes with every file of this folder, and with the use of matrix units.
+
+    A kernel refers to it, because numba stores a kernel by its own file and the CPU, not by the files it calls into.
+    """
+    sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     return zlib.crc32(sources, has_matrix_units()) & 0x7FFFFFFF
 
 
 def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
-    """The kernel for arguments of this signature: from disk, or compiled now, which is logged once.
+    """Loads the kernel for this signature from disk, or compiles it, which is logged once.
 
-    It runs without the interpreter's lock, and refers to source_stamp().
+    It releases the interpreter's lock. It must refer to source_stamp().
     """
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
     with event.install_listener("numba:compile", _Compilations()):

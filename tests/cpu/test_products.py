@@ -14,8 +14,7 @@ import numba
 import numpy as np
 import pytest
 
-from faser_backend.cpu.kernels import matrix_units as row_units
-from faser_backend.cpu.kernels import vector_products as row_vectors
+from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.layouts import FORMATS, LANES, num_blocks, store_groups, store_matrix, stored_bytes
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS
 from faser_backend.cpu.kernels.products import multiply_rows, read_column, score_columns, scratch_size
@@ -126,7 +125,7 @@ def test_products_are_right(weight_format: str, shape: tuple[int, int]):
 def error_of(weight_format: str) -> float:
     """Error relative to an input: two bfloat16 numbers leave out so much, and fp16's weights as much again. The numbers
     of int4 are larger than the weights that they are with their minimums."""
-    if weight_format not in PRODUCTS or not row_units.has_matrix_units():
+    if weight_format not in PRODUCTS or not matrix_units.has_matrix_units():
         return 1e-6
     return {"int4": 2**-15, "fp16": 2**-15}.get(weight_format, 2**-17)
 
@@ -137,7 +136,7 @@ def assert_right(matrix: Matrix, x, y, *, error: float) -> None:
     assert (np.abs(y - exact) <= error * sizes + 1e-30).all()
 
 
-@pytest.mark.skipif(not row_units.has_matrix_units(), reason="needs a CPU with AMX")
+@pytest.mark.skipif(not matrix_units.has_matrix_units(), reason="needs a CPU with AMX")
 def test_both_parts_of_an_input_count():
     """The control: with the nearest bfloat16 alone, results would be a hundred times further off."""
     matrix = Matrix("bf16", 576, 200)
@@ -222,7 +221,7 @@ import re, sys
 import numpy as np
 from faser_backend.cpu.kernels import vector_products
 vector_products.TILE_ROWS = int(sys.argv[1])
-from tests.cpu.test_row_products import FORMATS, Matrix, kernels
+from tests.cpu.test_products import FORMATS, Matrix, kernels
 results = {}
 for name in sys.argv[3:]:
     matrix = Matrix(name, 100, 200)
@@ -231,7 +230,7 @@ for name in sys.argv[3:]:
         results[f"{name}.{num_rows}"] = matrix.times(x[-num_rows:])
     code = "".join(kernels(matrix.code)[0].inspect_llvm().values())
     tiles = {int(rows) for rows in re.findall(rf"row_tile_{name}_(\\d+)", code)}
-    assert tiles == set(range(1, row_vectors.TILE_ROWS + 1)), tiles
+    assert tiles == set(range(1, vector_products.TILE_ROWS + 1)), tiles
 np.savez(sys.argv[2], **results)
 """
 
@@ -246,13 +245,13 @@ def products_elsewhere(path: Path, tile_rows: int, *formats: str) -> dict[str, n
 
 
 def test_tiles_of_another_cpu_give_the_same_bits(tmp_path: Path):
-    most_rows = most_tile_rows({"sse2": True, "avx": True, "avx512f": row_vectors.TILE_ROWS != 8})
-    assert most_rows != row_vectors.TILE_ROWS
+    most_rows = most_tile_rows({"sse2": True, "avx": True, "avx512f": vector_products.TILE_ROWS != 8})
+    assert most_rows != vector_products.TILE_ROWS
     elsewhere = products_elsewhere(tmp_path / "other.npz", most_rows, *FORMATS)
     here = (
         {}
-        if not row_units.has_matrix_units()
-        else products_elsewhere(tmp_path / "own.npz", row_vectors.TILE_ROWS, *PRODUCTS)
+        if not matrix_units.has_matrix_units()
+        else products_elsewhere(tmp_path / "own.npz", vector_products.TILE_ROWS, *PRODUCTS)
     )
     for weight_format in FORMATS:
         matrix = Matrix(weight_format, 100, 200)
@@ -276,7 +275,7 @@ def test_tiles_leave_registers_for_weights_and_inputs():
 
 CACHED = """
 import numba, numpy as np
-from faser_backend.cpu.kernels.compile import source_stamp
+from faser_backend.cpu.kernels.compilation import source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, store_matrix
 from faser_backend.cpu.kernels.products import multiply_rows, read_column, score_columns, scratch_size
 

@@ -21,7 +21,7 @@ from faser_backend.engines.gguf_file import groups_of, read_header
 from faser_backend.engines.weight_formats import format_of, smallest_format
 from faser_backend.engines.weights_build import TRANSPOSED
 from faser_backend.manifest import EngineManifest, ModelEngine
-from tests.cpu.test_llvm_runner import BLOCK_SIZE, open_runner
+from tests.cpu.test_runner import BLOCK_SIZE, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import K_QUANTISED, QUANTISED, linear
 from tests.support.family_models import random_model, write_model
