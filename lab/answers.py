@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.lab.prompts import Prompt
+from faser_backend.text.prompts import Prompt
 
 UNNAMED = "(none)"  # answers to prompts without a category, where others have one
 FIGURES = ("mean_accepted", "acceptance_rate", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50")

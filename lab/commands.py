@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,27 +14,6 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.lab.command_options import BenchOptions, ReplayOptions, SimulateOptions
 from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.serving.parameters import ServingOptions
-
-
-def profile(
-    engine_dir: Annotated[Path, typer.Argument(help="Engine directory; profile.json is written into it.")],
-    is_quick: Annotated[bool, typer.Option("--quick", help="Half a minute for the demo pair; larger errors.")] = False,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='Texts to calibrate on: JSON lines with "prompt" or "text"; .txt: lines.',
-            show_default="the target's own",
-        ),
-    ] = None,
-    budget_s: Annotated[
-        float | None,
-        typer.Option(help="Seconds that it may take, about: less is measured.", show_default="no limit"),
-    ] = None,
-) -> None:
-    """Measure what model calls cost on this machine, and how sure the draft may be, for policies that decide by it."""
-    from faser_backend.profiling.profile import run_profile
-
-    run_profile(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
 
 
 @takes(options=BenchOptions, serving=(ServingOptions, "engine_dir"), engine=(EngineConfig, "draft num_threads"))

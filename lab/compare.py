@@ -33,10 +33,10 @@ from faser_backend.lab.bench.servers import LoadClient, Run, serve_all
 from faser_backend.lab.contestants import split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess
 from faser_backend.lab.options import add_prompt_options, asked_prompts, integers, make_parser
-from faser_backend.lab.prompts import Prompt
 from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.text.prompts import Prompt
 
 DRAFTS = {"(ngram)": "ngram", "(model+ngram)": "model+ngram"}
 PLACES = ("process", "triton")

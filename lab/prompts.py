@@ -5,7 +5,6 @@ Files are Spec-Bench's JSON lines, plainer JSON lines, or lines of text.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,44 +19,11 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
 from faser_backend.lab.places import DEMO
 from faser_backend.manifest import EngineManifest
-from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 
 DEMO_PROMPTS = DEMO / "prompts.jsonl"
 WINDOW_STRIDE = 977  # tokens between two prompts; a prime, so that wrapped windows begin elsewhere
-FIELDS = ("turns", "prompt", "text")  # where a line's prompt is looked for, in this order
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt of one request."""
-
-    text: str
-    category: str = ""  # "": the file names none
-    token_ids: tuple[int, ...] = ()  # as the engines read it; (): not tokenised yet
-    is_chat: bool = False  # the text is a user's message, token_ids what the chat template makes of it
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, in its order. Raises ConfigError naming file, line and what is wrong.
-
-    A line of text is a prompt where the name ends in .txt. Else each line is a JSON object with "turns" (of a
-    conversation as Spec-Bench writes it, the first is taken), "prompt" or "text", and perhaps a "category".
-    """
-    try:
-        # Not splitlines(): JSON strings may hold characters that it takes for the end of a line.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise ConfigError(f"prompts {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts {path}: not readable as UTF-8 text ({error})") from None
-    is_text = path.suffix == ".txt"
-    numbered = [(number, line.strip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise ConfigError(f"prompts {path}: the file holds no prompts")
-    return [
-        Prompt(line) if is_text else _prompt_of(line, f"prompts {path}, line {number}") for number, line in numbered
-    ]
 
 
 def interleaved(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -67,24 +33,6 @@ def interleaved(prompts: Sequence[Prompt]) -> list[Prompt]:
         groups.setdefault(prompt.category, []).append(prompt)
     rounds: Iterator[tuple[Prompt | None, ...]] = zip_longest(*groups.values())
     return [prompt for each in rounds for prompt in each if prompt is not None]
-
-
-def _prompt_of(line: str, place: str) -> Prompt:
-    """The prompt in a line of JSON."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON ({error}); only files named .txt hold plain lines") from None
-    field = next((name for name in FIELDS if isinstance(record, dict) and name in record), None)
-    if field is None:
-        raise ConfigError(f'{place}: must be a JSON object with "turns", "prompt" or "text"')
-    text, category = record[field], record.get("category")
-    if field == "turns":
-        text = text[0] if isinstance(text, list) and text else None
-    for name, value in ((field, text), ("category", "-" if category is None else category)):
-        if not isinstance(value, str) or not value.strip() or value != value.encode(errors="replace").decode():
-            raise ConfigError(f"{place}: {name} = {ascii(record[name])[:80]}: must be text, not empty, valid Unicode")
-    return Prompt(str(text), str(category or ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from faser_backend.files import FileError, check_room
 from faser_backend.lab import environment
 
 Row = Mapping[str, Any]
-WIDE = 200  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +50,6 @@ def markdown_table(columns: Sequence[Column | str], rows: Iterable[Row]) -> list
     ]
     lines = ["| " + " | ".join(column.heading for column in chosen) + " |", "|" + "---|" * len(chosen)]
     return lines + ["| " + " | ".join(column.show(row).replace("|", "/") for column in chosen) + " |" for row in rows]
-
-
-def table_console() -> Any:
-    """rich's console on stdout, wide where nobody sees it: a table in a pipe or a file is whole."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDE)
-
-
-def terminal_table(title: str, columns: Sequence[Column], rows: Iterable[Row]) -> Any:
-    """For rich: the first column to the left, figures to the right."""
-    from rich.table import Table
-
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="")
-    for index, column in enumerate(columns):
-        heading = f"{column.heading} {column.unit}".strip()
-        table.add_column(
-            heading, justify="right" if index else "left", no_wrap=not index, min_width=max(map(len, heading.split()))
-        )
-    for row in rows:
-        table.add_row(*(column.show(row) for column in columns))
-    return table
 
 
 def check_output(directory: Path, num_bytes: int) -> None:

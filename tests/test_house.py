@@ -89,10 +89,6 @@ ROOMS = [
     room("faser_backend", "faser_backend.api faser_backend.core faser_backend.text faser_backend.version", ""),
 ]
 EXCEPTIONS = {
-    **{
-        f"faser_backend.profiling.{name}": frozenset({"faser_backend.lab"})
-        for name in ("calibration", "chains", "profile", "tables")
-    },
     "faser_backend.cli.main": frozenset({"faser_backend.lab.commands"}),  # the commands that measure
     "faser_backend.serving.demo_engine": frozenset({"faser_backend.engines"}),  # the demo pair is built on first use
 }

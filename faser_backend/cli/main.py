@@ -24,6 +24,7 @@ from faser_backend.cli.serve import openai, reload, serve
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import FaserError
 from faser_backend.files import shown
+from faser_backend.lab.commands import bench, replay, simulate, train_head
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.version import VERSION
 
@@ -94,6 +95,22 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command(cls=PanelCommand)
+def profile(
+    engine_dir: Annotated[Path, typer.Argument(help="Engine directory; profile.json is written into it.")],
+    is_quick: Annotated[bool, typer.Option("--quick", help="Half a minute for the demo pair; larger errors.")] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Texts to calibrate on: JSON lines, or .txt.", show_default="the target's own"),
+    ] = None,
+    budget_s: Annotated[float | None, typer.Option(help="Approximate time limit.", show_default="no limit")] = None,
+) -> None:
+    """Measure the costs of this engine on this machine, and how often drafts are accepted; policies use both."""
+    from faser_backend.profiling.profile import run_profile
+
+    run_profile(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
+
+
 app.command(cls=PanelCommand)(build)
 app.command(cls=PanelCommand)(chat)
 
@@ -140,7 +157,7 @@ def generate(
             asked,
             params,
             engine_dir=serving.engine_dir,
-            on_text=_ignore if is_json else _print_text,
+            on_text=(lambda text: None) if is_json else _print_text,
             on_loaded=phases.end,
             **on_step,
             chat_template=serving.chat_template,
@@ -153,19 +170,8 @@ def generate(
         print(f"\n{report_line(result)}")
 
 
-for command in (serve, openai, reload):
+for command in (serve, openai, reload, bench, replay, simulate, train_head):
     app.command(cls=PanelCommand)(command)
-
-
-def _add_lab_commands() -> None:
-    """Adds the commands that measure and train: `lab/` imports this package, and this function alone imports `lab/`."""
-    from faser_backend.lab.commands import bench, profile, replay, simulate, train_head
-
-    for command in (profile, bench, replay, simulate, train_head):
-        app.command(cls=PanelCommand)(command)
-
-
-_add_lab_commands()
 
 
 def main() -> None:
@@ -193,10 +199,6 @@ def fail(message: str) -> None:
 
 def _print_text(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _ignore(text: str) -> None:
-    """Takes streamed text where only the final object is printed."""
 
 
 if __name__ == "__main__":

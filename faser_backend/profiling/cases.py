@@ -1,7 +1,7 @@
-"""Calls that a profile measures: a grid that the fit sees, and random held-out calls that it never sees.
+"""Chooses what a profile measures: how much of everything (`Effort`), and the shapes of model calls (`Case`).
 
-The shapes are those that serving makes: verifications of equal and of ragged lengths, draft calls, prompt
-chunks without logits. Knows nothing of runners or time.
+Calls have the shapes that serving makes: verifications of equal and of ragged lengths, draft calls, and prompt chunks
+without logits. A grid and some random calls are fitted; other random calls are held out, to test the fit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,48 @@ from faser_backend.policy.cost_model import DRAFT
 
 MAX_SEQUENCES = 32
 NUM_RANDOM = 24  # fitted ones beside the grid, and as many that are held out
-MIN_CASES = 24  # of a model, the held-out ones included, or a fit means little
+MIN_CASES = 24  # of a model, fitted and held out together
 MAX_CALL_ROWS = 256  # a prompt chunk of max_prefill_tokens, or 32 verifications of 7 drafted tokens
+MIN_SHARE = 0.1  # of the full effort
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much a profile measures."""
+
+    calls_s: float  # seconds of timed model calls, over all partitions
+    max_sweeps: int  # of timed calls; at least 3
+    case_share: float  # of all cases
+    num_requests: int  # of the calibration
+    num_steps: int  # of each kind, in each visit of StepMeter
+    num_trim_steps: int
+    num_exit_repeats: int
+
+    def scaled(self, share: float) -> Effort:
+        """Returns this share of everything, but not less than the fits need."""
+        return replace(
+            self,
+            calls_s=share * self.calls_s,
+            case_share=share * self.case_share,
+            num_requests=max(round(share * self.num_requests), min(8, self.num_requests)),
+            num_steps=max(round(share * self.num_steps), 2),
+            num_trim_steps=max(round(share * self.num_trim_steps), 6),
+            num_exit_repeats=max(round(share * self.num_exit_repeats), 3),
+        )
+
+
+def share_within(seconds: float, budget_s: float | None) -> float:
+    """Returns the share of work of `seconds` that fits a budget, in [MIN_SHARE, 1]. None: all of it."""
+    return 1.0 if budget_s is None else min(max(budget_s / max(seconds, 1e-9), MIN_SHARE), 1.0)
+
+
+FULL = Effort(120.0, 25, case_share=1.0, num_requests=128, num_steps=8, num_trim_steps=48, num_exit_repeats=25)
+QUICK = Effort(15.0, 7, case_share=0.5, num_requests=32, num_steps=4, num_trim_steps=24, num_exit_repeats=9)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call. Sequence b feeds counts[b] rows after `context` tokens."""
+    """A model call in which sequence b has counts[b] rows behind `context` tokens."""
 
     counts: tuple[int, ...]
     context: int
@@ -34,14 +69,14 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest sequence, the call's own rows included."""
+        """Length of the longest sequence, with the rows of this call."""
         return self.context + max(self.counts)
 
 
 def choose_cases(model: str, max_context: int, rng: np.random.Generator, share: float = 1.0) -> list[Case]:
-    """The cases of a model, each of them within max_context, in no order that matters.
+    """Returns the cases of a model, each within max_context.
 
-    share: of the fitted ones and of those that are held out; MIN_CASES of both in any case.
+    share: of the fitted and of the held-out cases; together at least MIN_CASES are chosen.
     """
     fitted = _uniform_grid(model, max_context) + _prefill_grid(max_context)
     fitted += [_random_case(model, max_context, rng, is_held_out=False) for _ in range(NUM_RANDOM)]
@@ -52,18 +87,18 @@ def choose_cases(model: str, max_context: int, rng: np.random.Generator, share: 
             held_out.append(case)
     share = max(share, min(MIN_CASES / (len(fitted) + len(held_out)), 1.0))
     parts = ((cases, max(round(share * len(cases)), 1)) for cases in (fitted, held_out))
-    # Evenly along the grid, so that its ends are measured: beyond them a fit would guess.
+    # Spread evenly over the grid, ends included: the fit cannot extrapolate.
     return [cases[i] for cases, count in parts for i in np.linspace(0, len(cases) - 1, count).round().astype(int)]
 
 
 def make_batch(
     case: Case, vocab_size: int, block_size: int, num_blocks: int, rng: np.random.Generator, *, room: int = 0
 ) -> RowBatch:
-    """The case as a batch, with blocks for `room` more tokens of each sequence.
+    """Returns a batch of this case, with blocks for `room` more tokens of each sequence.
 
-    The blocks of a sequence are one run, as a prompt gets them from a pool in use: on scattered blocks 32 sequences
-    of 200 tokens took 1.23 times as long. Blocks repeat where the pool is smaller than the case: what is read is
-    then wrong, its cost is not.
+    The blocks of a sequence are contiguous, as a prompt gets them while serving; on scattered blocks, 32 sequences of
+    200 tokens take 1.23 times as long. If the pool is smaller than the case, blocks repeat: the values that are read
+    are then wrong, but the cost is not.
     """
     counts = np.array(case.counts, np.int64)
     cu_rows = np.concatenate([[0], np.cumsum(counts)])
@@ -82,7 +117,7 @@ def make_batch(
 
 
 def _uniform_grid(model: str, max_context: int) -> list[Case]:
-    """Equal rows per sequence; every other context of each (sequences, rows), as on a chessboard."""
+    """Returns cases of equal rows per sequence. A chessboard pattern keeps half of the combinations."""
     rows = (1, 2, 4) if model == DRAFT else (1, 2, 3, 5, 9)
     sequences = (1, 2, 4, 8, 16, MAX_SEQUENCES)
     contexts = [int(max_context * share) for share in (0.05, 0.25, 0.5, 0.95)]
@@ -99,7 +134,7 @@ def _uniform_grid(model: str, max_context: int) -> list[Case]:
 
 
 def _prefill_grid(max_context: int) -> list[Case]:
-    """Chunks of one prompt and of several, without logits."""
+    """Returns prompt chunks of one sequence and of four, without logits."""
     chunks = (8, 16, 32, 64, 128, 192, 256)
     cases = [
         Case((chunk,), context, 0)
@@ -112,7 +147,7 @@ def _prefill_grid(max_context: int) -> list[Case]:
 
 
 def _random_case(model: str, max_context: int, rng: np.random.Generator, *, is_held_out: bool) -> Case:
-    """A call from inside the grid: batch sizes and contexts between its ends, lengths mostly ragged."""
+    """Returns a random case inside the grid. 70 % of those of the target have ragged lengths."""
     num_sequences = round(float(np.exp(rng.uniform(0.0, np.log(MAX_SEQUENCES)))))
     if model == DRAFT:
         counts = rng.integers(1, rng.choice([2, 3]), num_sequences)

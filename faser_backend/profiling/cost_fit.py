@@ -1,7 +1,4 @@
-"""Fits `CallCost` to measured calls: non-negative least squares on relative errors, robust to outliers.
-
-Pure linear algebra on small matrices; knows nothing of how the calls were measured.
-"""
+"""Fits `CallCost` and `OverheadCost`: non-negative least squares on relative errors, robust to outliers."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from faser_backend.policy.cost_model import CallCost, Curve, OverheadCost
 ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 KEY_KNOTS = (0, 1024, 4096, 8192)
 NUM_REWEIGHTINGS = 8
-SMALLEST_ERROR = 0.01  # below this relative error a point's weight grows no further
+SMALLEST_ERROR = 0.01  # relative; smaller errors do not increase a point's weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,12 +24,9 @@ class CallShapes:
     columns: np.ndarray  # L
     num_logit_rows: np.ndarray  # R
 
-    def __getitem__(self, index: np.ndarray) -> CallShapes:
-        return CallShapes(*(getattr(self, name)[index] for name in self.__slots__))
-
 
 def fit_call_cost(shapes: CallShapes, measured_us: np.ndarray) -> CallCost:
-    """The CallCost nearest to measured_us [N] > 0 in relative error. N >= 1; few points give few terms."""
+    """Returns the CallCost nearest to measured_us [N] > 0 in relative error, N >= 1."""
     row_knots = _knots_below(ROW_KNOTS, shapes.num_rows.max())
     keys = shapes.num_sequences * shapes.columns
     key_knots = _knots_below(KEY_KNOTS, keys.max())
@@ -63,31 +57,26 @@ def fit_overhead(
     draft_us: np.ndarray,
     predicted_calls_us: np.ndarray,
 ) -> OverheadCost:
-    """From N measured steps in which each sequence drafts num_draft_tokens > 0, arrays [N] float64: time outside the
-    model calls and drafting, time of drafting with its calls, and what of that the cost of calls predicts."""
+    """Fits overhead to N steps, arrays [N] float64, in which each sequence drafts num_draft_tokens > 0.
+
+    step_us: outside model calls and drafting. draft_us: drafting with its calls, predicted as predicted_calls_us.
+    """
     ones = np.ones_like(num_sequences)
     num_rows = num_sequences * (num_draft_tokens + 1)
     step = fit_non_negative(np.stack([ones, num_sequences, num_rows], axis=1), step_us)
     per_call = np.stack([ones, num_sequences], axis=1)
     features = np.concatenate([num_draft_tokens[:, None] * per_call, per_call], axis=1)
-    around = fit_non_negative(features, draft_us, known=predicted_calls_us)
-    draft, draft_round = around[:2], around[2:]
-    return OverheadCost(
-        *map(float, step),
-        *map(float, draft),
-        draft_round_us=float(draft_round[0]),
-        draft_round_sequence_us=float(draft_round[1]),
-    )
+    *draft, round_us, sequence_us = map(float, fit_non_negative(features, draft_us, known=predicted_calls_us))
+    return OverheadCost(*map(float, step), *draft, draft_round_us=round_us, draft_round_sequence_us=sequence_us)
 
 
 def fit_trim(
     num_sequences: np.ndarray, num_draft_tokens: np.ndarray, untrimmed_us: np.ndarray, trimmed_us: np.ndarray
 ) -> tuple[float, float]:
-    """trim_us and trim_sequence_us of OverheadCost, from N rounds of drafting, arrays [N] float64: num_draft_tokens > 0
-    calls for num_sequences each, as they are and with confidence deciding after every one.
+    """Returns trim_us and trim_sequence_us of OverheadCost, from N rounds of drafting, arrays [N] float64.
 
-    The last call of a chain of full length is followed by no decision to go on, but by one which rows to verify. That
-    is charged as one of the others: a chain that confidence ends has both.
+    Each round has num_draft_tokens > 0 calls and was timed with and without a trim decision after every call. The
+    decision which rows to verify counts as one of these: a chain that a trim ends has both.
     """
     per_call = np.stack([np.ones_like(num_sequences), num_sequences], axis=1)
     call_us, sequence_us = fit_non_negative(num_draft_tokens[:, None] * per_call, trimmed_us, known=untrimmed_us)
@@ -95,11 +84,9 @@ def fit_trim(
 
 
 def fit_non_negative(features: np.ndarray, measured: np.ndarray, *, known: np.ndarray | None = None) -> np.ndarray:
-    """Weights [F] >= 0 that bring known + features [N, F] @ weights near to measured [N] > 0 in relative error.
+    """Fits weights [F] >= 0 so that known [N] + features [N, F] @ weights is near measured [N] > 0 in relative error.
 
-    known [N]: what is to be added to, None = nothing.
-    Reweighted least squares: it tends to the least sum of absolute errors, so a call that was disturbed
-    while it was measured pulls on the fit no more than any other.
+    Reweighted least squares approach the least sum of absolute errors, so outliers pull no more than other points.
     """
     goal = np.ones(measured.size) if known is None else 1.0 - known / measured
     relative = features / measured[:, None]
@@ -117,7 +104,7 @@ def fit_non_negative(features: np.ndarray, measured: np.ndarray, *, known: np.nd
 
 
 def non_negative_least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarray:
-    """x [F] >= 0 that minimises |matrix [N, F] x - goal [N]|: the active-set method of Lawson and Hanson, 1974."""
+    """Returns x [F] >= 0 that minimises |matrix [N, F] x - goal [N]|, by Lawson and Hanson's active sets (1974)."""
     num_features = matrix.shape[1]
     x = np.zeros(num_features)
     is_free = np.zeros(num_features, np.bool_)
@@ -136,7 +123,7 @@ def non_negative_least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarr
             if not is_bad.any():
                 x = trial
                 break
-            # Walk towards the trial until the first weight meets zero, and hold that one there.
+            # Step towards the trial until the first weight is zero, and fix that one there.
             steps = x[is_bad] / (x[is_bad] - trial[is_bad])
             x = np.maximum(x + float(steps.min()) * (trial - x), 0.0)
             is_free &= x > 1e-15
@@ -145,16 +132,16 @@ def non_negative_least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarr
 
 
 def mean_absolute_percentage_error(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """MAPE in percent of predicted [N] against measured [N] > 0."""
+    """Returns the MAPE in percent of predicted [N] against measured [N] > 0."""
     return float(np.abs(predicted / measured - 1.0).mean() * 100.0)
 
 
 def _knots_below(knots: tuple[int, ...], largest: float) -> np.ndarray:
-    """The knots that data lies beyond: a slope right of all data would be a guess."""
+    """Returns the knots below the largest value: no data supports a slope beyond it."""
     return np.array([knot for index, knot in enumerate(knots) if index == 0 or knot < largest], np.float64)
 
 
 def _spans(x: np.ndarray, knots: np.ndarray) -> list[np.ndarray]:
-    """The part of x [N] that lies right of each knot and left of the next, [N] for each knot."""
+    """Returns, for each knot, the part of x [N] between it and the next one."""
     ends = np.append(knots[1:], np.inf)
     return [np.clip(x, low, high) - low for low, high in zip(knots, ends, strict=True)]

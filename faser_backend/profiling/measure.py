@@ -1,14 +1,13 @@
 """Times real model calls on the partitions of this machine, and fits costs to them.
 
-All calls of a partition are interleaved in random order, sweep after sweep, and the median over sweeps is
-kept: what disturbs the machine for a while touches few samples of each call. A split's shares are timed
-while the other model works on the other share. A call has ended when the device is done with it.
+Sweeps run all cases of a partition in random order; a case's time is its median over the sweeps, so a short disturbance
+changes few samples. A share of a split is timed while the other model works on the other share. A call ends when the
+device has finished it.
 
-Calls are timed as they are used. A draft sample is a run of calls, on the whole machine after a target call, which
-leaves little of the draft in the caches; a first call in between is not timed, for what it takes more is found by
-profiling/step_costs.py. A target sample follows calls of its own shape, as step follows step,
-and where it verifies drafted rows a draft call comes in between. Timed right after a large call instead, one row took
-twice as long as it does in plain decoding (1387 us, 675 us after 8 calls), and speculation looked better than it is.
+Caches are as they are in serving. A draft sample is a run of calls behind a target call; its first call is not timed,
+because step_costs.py measures the extra time of first calls. A target sample follows calls of its own shape, with a
+draft call in between if it verifies drafted rows. Behind a large call instead, one row takes twice as long as in plain
+decoding (1387 us instead of 675), which would flatter speculation.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.ports import DraftLoop, ModelRunner
+from faser_backend.core.request import Sampling
 from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
 from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
-from faser_backend.profiling.cases import Case, make_batch
+from faser_backend.profiling.cases import MAX_SEQUENCES, Case, make_batch
 from faser_backend.profiling.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
-from faser_backend.profiling.timed_calls import TimedRunner, chain_case, is_chain, open_loop
 from faser_backend.serving.profile_store import FitError
 from faser_backend.serving.runtimes import AnyRuntime
 
 MAX_POOL_BYTES = 512 << 20
-CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner keeps
-MIN_CASES = 6  # of a group, measured whatever they cost, to fit and held out each
-DRAFT_RUN = 4  # a draft sample is the mean of so many calls in a row
-TARGET_WARM_US = 4000.0  # a target sample follows calls of its own shape for so long
+CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner caches
+MIN_GROUP_CASES = 6  # of each kind, fitted and held out, that are measured whatever they cost
+DRAFT_RUN = 4  # consecutive calls of a draft sample, which is their mean
+TARGET_WARM_US = 4000.0  # of calls of its own shape, before a target sample
 
-Progress = Callable[[float], None]  # is told the share that is done, in [0, 1]
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Share(NamedTuple):
-    """A model on its part of a partition; `company` is the other model's part, where both run at once."""
+    """A model on its part of a partition. `company` is the other model's part if both run at once."""
 
     model: str
     partition: str
@@ -61,15 +60,21 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One case: median microseconds of each segment, and what else its whole calls showed."""
+    """A measured case: median microseconds of each segment."""
 
     case: Case
     segment_us: tuple[float, ...]
-    spread: float  # distance between the quartiles, as a share of the median
+    spread: float  # of whole calls: interquartile range / median
+
+    @staticmethod
+    def of(case: Case, times: np.ndarray) -> Sampled:
+        """times: microseconds [num_sweeps, num_segments]."""
+        low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
+        return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle))
 
 
 def shares_of(menu: PartitionMenu[Any], *, has_draft: bool = True) -> list[Share]:
-    """Everything to measure: both models on the whole machine, then on each split; a target alone on the whole."""
+    """Returns what to measure: both models on the whole machine and on each split, or a target alone on the whole."""
     if not has_draft:
         return [Share(TARGET, WHOLE, menu.whole, None)]
     shares = [Share(model, WHOLE, menu.whole, None) for model in (TARGET, DRAFT)]
@@ -79,8 +84,99 @@ def shares_of(menu: PartitionMenu[Any], *, has_draft: bool = True) -> list[Share
     return shares
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRunner:
+    """A runner with a stopwatch. loop: the draft's, if the device drafts whole chains."""
+
+    runtime: AnyRuntime
+    runner: OpenRunner
+    loop: DraftLoop | None = None
+
+    def time(self, batch: RowBatch, num_calls: int) -> np.ndarray:
+        """Returns microseconds of each segment, [num_segments]: the mean of num_calls consecutive calls.
+
+        If the loop can draft behind the batch, the mean is over the num_calls tokens of a chain: calls that are waited
+        for one by one would add time that no step pays.
+        """
+        if self.loop is not None and is_chain(batch.rows_per_sequence, batch.logit_rows.shape[0]):
+            return self._time_chain(self.loop, batch, num_calls)
+        total_ns = np.zeros(self.runner.num_segments)
+        for _ in range(num_calls):
+            hidden = None
+            for segment in range(self.runner.num_segments):
+                start = time.perf_counter_ns()
+                hidden = self.runner.run_segment(segment, batch, hidden)
+                self.runtime.synchronize()
+                total_ns[segment] += time.perf_counter_ns() - start
+        return total_ns / (1e3 * num_calls)
+
+    def _time_chain(self, loop: DraftLoop, batch: RowBatch, num_tokens: int) -> np.ndarray:
+        """Returns microseconds per token of each segment. The first segment of a head, which joins features, runs once
+        a chain; a call of it alone is subtracted, but never more than half of the chain."""
+        lengths = np.full(batch.num_sequences, num_tokens)
+        start = time.perf_counter_ns()
+        loop.draft(batch, np.arange(batch.num_sequences), lengths, 0)
+        drafted = time.perf_counter_ns()
+        if self.runner.num_segments == 1:
+            return np.array([drafted - start]) / (1e3 * num_tokens)
+        self.runner.run_segment(0, batch, None)
+        self.runtime.synchronize()
+        join_ns = min(time.perf_counter_ns() - drafted, (drafted - start) / 2)
+        return np.array([join_ns, drafted - start - join_ns]) / (1e3 * num_tokens)
+
+    def warm_up(self, batch: RowBatch, wanted_us: float) -> None:
+        """Calls the batch for wanted_us microseconds, at least once."""
+        until = time.perf_counter() + wanted_us / 1e6
+        while True:
+            self.time(batch, 1)
+            if time.perf_counter() >= until:
+                return
+
+
+def is_chain(counts: np.ndarray | tuple[int, ...], num_logit_rows: int) -> bool:
+    """Returns whether a call has one row of each sequence, with logits, as the calls of a chain have."""
+    return max(counts) == 1 and num_logit_rows == len(counts)
+
+
+def chain_case(case: Case, num_tokens: int, max_context: int) -> Case:
+    """Returns the case with a context that leaves room for num_tokens more."""
+    return Case(case.counts, max(min(case.context, max_context - num_tokens), 0), case.num_logit_rows, case.is_held_out)
+
+
+def open_loop(runtime: AnyRuntime, runner: OpenRunner, num_tokens: int) -> DraftLoop | None:
+    """Opens the draft's loop, with request slots that sample at temperature 1. None: the runtime has no such loop."""
+    sampler = runtime.open_sampler(runner.vocab_size, MAX_SEQUENCES)
+    loop = runtime.open_draft_loop(runner, sampler)
+    if loop is not None:
+        for slot in range(MAX_SEQUENCES):
+            sampler.add(slot, Sampling(temperature=1.0, seed=slot), np.zeros(num_tokens, np.int64), 1, ())
+    return loop
+
+
+class WaitingRunner:
+    """A runner whose calls return when the device has finished them.
+
+    Without it, the time of a GPU's calls would count in the phase that first reads their results.
+    """
+
+    def __init__(self, runner: ModelRunner, runtime: AnyRuntime) -> None:
+        self._runner, self._runtime = runner, runtime
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._runner, name)
+        if name not in ("run_segment", "run_segment_with_scores", "run_layer"):
+            return found
+
+        def run(*arguments: Any) -> Any:
+            outputs = found(*arguments)
+            self._runtime.synchronize()
+            return outputs
+
+        return run
+
+
 class Bench:
-    """Pools and batches of a pair of models, shared by all partitions of its runtime."""
+    """The KV pools and the cases of a pair of models, used on all partitions of a runtime."""
 
     def __init__(
         self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], *, max_sweeps: int, seed: int
@@ -88,36 +184,34 @@ class Bench:
         self._runtime = runtime
         self._max_sweeps = max_sweeps
         self._models: dict[str, ModelEngine] = dict(zip((TARGET, DRAFT), models.present, strict=False))
-        self._max_context = models.max_context
+        self._max_context, self._cases = models.max_context, cases
         self._rng = np.random.default_rng(seed)
         runtime.bind_step_thread()
         self._pools = {model: self._filled_pool(model, cases[model]) for model in cases}
         if models.draft is not None and models.draft.spec.reads_target:
             self._pools[DRAFT].keep_features(models.target.spec)
         runtime.synchronize()  # before other threads read them
-        self._cases = cases
 
-    def measure(self, share: Share, budget_s: float, progress: Progress) -> list[Sampled]:
-        """Medians of the model's cases over about budget_s seconds or max_sweeps sweeps, 3 at least; most of those
-        that are too dear for the budget are left out."""
+    def measure(self, share: Share, budget_s: float) -> list[Sampled]:
+        """Measures the model's cases for about budget_s seconds or max_sweeps sweeps, at least 3.
+
+        Most cases that are too slow for the budget are left out.
+        """
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
-            runner = on_share.submit(self._open_timed, share.model, share.part, opened).result()
-            before: Work = _nothing
+            runner = on_share.submit(self._open, share.model, share.part, opened, share.model == DRAFT).result()
+            before: Work = lambda: None  # noqa: E731
             if share.company is None and share.other_model in self._models:
                 before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
             with self._company(share):
-                return on_share.submit(self._sweep, share.model, runner, before, budget_s, progress).result()
+                return on_share.submit(self._sweep, share.model, runner, before, budget_s).result()
 
-    def _sweep(
-        self, model: str, runner: TimedRunner, before: Work, budget_s: float, progress: Progress
-    ) -> list[Sampled]:
-        """before: a call of the other model, untimed, where the two take turns on the same cores."""
+    def _sweep(self, model: str, runner: TimedRunner, before: Work, budget_s: float) -> list[Sampled]:
+        """before: an untimed call of the other model, if the two alternate on the same cores."""
         cases = [self._cases[model][i] for i in self._rng.permutation(len(self._cases[model]))]
         sampled = []
         for first in range(0, len(cases), CALLS_PER_GROUP):
             group = cases[first : first + CALLS_PER_GROUP]
             sampled += self._sweep_group(model, runner, before, group, budget_s * len(group) / len(cases))
-            progress((first + len(group)) / len(cases))
         return sampled
 
     def _sweep_group(
@@ -127,7 +221,7 @@ class Bench:
         calls = self._calls(model, runner, group)
         num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
         deadline = time.perf_counter() + budget_s
-        for _ in range(2):  # a runner makes the buffers of a shape, and captures a GPU's graph at the second call
+        for _ in range(2):  # the first call allocates the shape's buffers; on a GPU the second captures its graph
             for _, batch in calls:
                 runner.time(batch, num_first)
         warm = np.array([runner.time(batch, num_first).sum() for _, batch in calls])
@@ -135,8 +229,8 @@ class Bench:
         sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
         is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= budget_s * 1e6
         is_held_out = np.array([calls[index][0].is_held_out for index in cheap_first])
-        for kind in (is_held_out, ~is_held_out):  # a fit needs some of both
-            is_affordable[np.flatnonzero(kind)[:MIN_CASES]] = True
+        for kind in (is_held_out, ~is_held_out):
+            is_affordable[np.flatnonzero(kind)[:MIN_GROUP_CASES]] = True
         kept = cheap_first[is_affordable]
         samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
         for sweep in range(self._max_sweeps):
@@ -149,12 +243,12 @@ class Bench:
                 if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
                     before()
                 if model == DRAFT and runner.loop is None:
-                    runner.time(batch, 1)  # what a round's first call takes more, profiling/step_costs.py finds
+                    runner.time(batch, 1)  # step_costs.py measures a first call's extra time
                 samples[int(index)].append(runner.time(batch, num_calls))
-        return [_summary(calls[index][0], np.array(times)) for index, times in samples.items()]
+        return [Sampled.of(calls[index][0], np.array(times)) for index, times in samples.items()]
 
     def _calls(self, model: str, runner: TimedRunner, group: list[Case]) -> list[tuple[Case, RowBatch]]:
-        """Each case with its batch; where chains are drafted at once, with room for the chain behind it."""
+        """Returns each case with its batch, with room for a chain behind it if the device drafts chains."""
         calls = []
         for case in group:
             room = 0
@@ -168,18 +262,14 @@ class Bench:
         pool, vocab_size = self._pools[model], self._models[model].spec.vocab_size
         return make_batch(case, vocab_size, pool.kv_block_size, pool.num_blocks, self._rng, room=room)
 
-    def _open_timed(self, model: str, share: ComputePartition, opened: ExitStack) -> TimedRunner:
-        runner = self._open(model, share, opened)
-        loop = open_loop(self._runtime, runner, self._max_context) if model == DRAFT else None
-        return TimedRunner(self._runtime, runner, loop)
-
-    def _open(self, model: str, share: ComputePartition, opened: ExitStack) -> OpenRunner:
+    def _open(self, model: str, share: ComputePartition, opened: ExitStack, has_loop: bool) -> TimedRunner:
         runner = self._runtime.open_runner(self._models[model], share, self._pools[model])
         opened.callback(runner.close)
-        return runner
+        loop = open_loop(self._runtime, runner, self._max_context) if has_loop else None
+        return TimedRunner(self._runtime, runner, loop)
 
     def _filled_pool(self, model: str, cases: list[Case]) -> KvStorage:
-        """Blocks for the largest case, or for as much of it as MAX_POOL_BYTES hold."""
+        """Opens a pool for the largest case, of at most MAX_POOL_BYTES, and writes all of it."""
         spec, block_size = self._models[model].spec, self._runtime.kv_block_size
         num_needed = max(len(case.counts) * -(-case.num_tokens // block_size) for case in cases)
         num_fitting = max(MAX_POOL_BYTES // self._runtime.bytes_per_block(spec), 1)
@@ -188,20 +278,16 @@ class Bench:
         return pool
 
     def _other_work(self, model: str, share: ComputePartition, opened: ExitStack) -> Work:
-        """Opens a runner; each call of the result runs one call of middling size on it, in turn."""
-        runner = TimedRunner(self._runtime, self._open(model, share, opened))
+        """Opens a runner and returns a function that makes one call of medium size on it, another each time."""
+        runner = self._open(model, share, opened, False)
         cases = sorted(self._cases[model], key=lambda case: case.num_rows * case.num_tokens)
-        middling = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
-        batches = itertools.cycle([self._batch(model, case) for case in middling])
-
-        def work() -> None:
-            runner.time(next(batches), 1)
-
-        return work
+        medium = cases[len(cases) // 4 : 3 * len(cases) // 4 : 4] or cases
+        batches = itertools.cycle([self._batch(model, case) for case in medium])
+        return lambda: runner.time(next(batches), 1)
 
     @contextmanager
     def _company(self, share: Share) -> Iterator[None]:
-        """Keeps the other model busy on the other share of a split."""
+        """Keeps the other model busy on the other share of a split, from a thread of its own."""
         if share.company is None:
             yield
             return
@@ -223,23 +309,13 @@ class Bench:
 
 @contextmanager
 def _bound_thread(share: ComputePartition) -> Iterator[ThreadPoolExecutor]:
-    """A thread on this share; threads that a runner starts from it stay there too."""
+    """Yields a thread that is bound to this share, as are the threads that a runner starts from it."""
     with ThreadPoolExecutor(1, "profile", initializer=share.bind_current_thread) as executor:
         yield executor
 
 
-def _summary(case: Case, times: np.ndarray) -> Sampled:
-    """times: [num_sweeps, num_segments] microseconds."""
-    low, middle, high = np.percentile(times.sum(axis=1), (25, 50, 75))
-    return Sampled(case, tuple(np.median(times, axis=0).tolist()), float((high - low) / middle))
-
-
-def _nothing() -> None:
-    """Runs before a sample where nothing else has to."""
-
-
 def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:
-    """A cost per segment from the points that are not held out. pads: see CostModel.is_padded."""
+    """Fits a cost per segment to the points that are not held out. pads: see CostModel.is_padded."""
     fitted = [point for point in points if not point.case.is_held_out]
     shapes = shapes_of([point.case for point in fitted], widths, pads=pads)
     times = np.array([point.segment_us for point in fitted])
@@ -247,7 +323,7 @@ def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tu
 
 
 def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError:
-    """Errors of whole calls, all segments together, on the fitted and on the held-out points."""
+    """Returns the errors of whole calls, on the fitted and on the held-out points."""
     cases = [point.case for point in points]
     predicted = model.call_us(
         share.model,
@@ -271,7 +347,7 @@ def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError
 def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:
     rows = [(case.num_rows, len(case.counts), max(case.counts), case.num_logit_rows) for case in cases]
     num_rows, num_sequences, max_rows, num_logit_rows = np.array(rows, np.float64).T
-    if not pads:  # as CostModel.call_us has it: on average, a sequence reads its context and its own rows
+    if not pads:  # as in CostModel.call_us: the mean rows of a sequence
         max_rows = num_rows / num_sequences
     num_tokens = np.array([case.context for case in cases]) + max_rows
     return CallShapes(num_rows, num_sequences, max_rows, widths[num_tokens.astype(np.int64)], num_logit_rows)

@@ -1,14 +1,15 @@
-"""Measures what a step costs around its model calls, with the real engine on random prompts: OverheadCost of a profile.
+"""Measures what a step costs outside its model calls, with the real engine on random prompts (`OverheadCost`).
 
-Plain steps tell scheduling, packing, sampling and commit, and what drafting takes beyond its calls as predicted (the
-first call of a round finds caches full of the target's data). Every second step trims, or asks an exit, where those are
-measured: both kinds of steps make the same calls, in the same company.
+Plain steps show scheduling, packing, sampling and commit, and the time of drafting beyond its predicted calls (caches
+are full of the target's data at the first call of a round). For trims, steps with and without one alternate, so that
+both make the same calls in the same state of the machine.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -24,26 +25,25 @@ from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
-from faser_backend.profiling.cases import Case, make_batch
-from faser_backend.profiling.chains import MakeEngine, ProbePolicy
+from faser_backend.profiling.calibration import MakeEngine, ProbePolicy
+from faser_backend.profiling.cases import Case, Effort, make_batch
 from faser_backend.profiling.cost_fit import fit_non_negative, fit_overhead, fit_trim
-from faser_backend.profiling.effort import Effort
-from faser_backend.profiling.timed_calls import WaitingRunner
+from faser_backend.profiling.measure import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
-LENGTHS = (1, 3, 6)  # draft tokens of each, in plain steps
-TRIM_LENGTHS = (3, 6)  # in steps of which every second one trims
+LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
+TRIM_LENGTHS = (3, 6)  # in steps that trim alternately
 EXIT_LENGTH = 4
 DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
 EXIT_PHASES = ("target_rows", "exit")
 PROMPT_TOKENS, EXIT_CONTEXT_TOKENS = 8, 64
 LANE_REPEATS = 200
 WALL = "wall"
-_LEAST_US = 0.1  # where a difference drowns in noise
+_LEAST_US = 0.1  # of a difference that noise hides
 
 _KNOTS = MarginCurve.margin_knots  # as many as served rules have
-# All is certain and time is worth nothing.
+# Every token is certain and time is free.
 STOPS_NOTHING = TrimRule(
     margin_knots=_KNOTS,
     match_logits=np.full(_KNOTS.size, 40.0),
@@ -57,10 +57,10 @@ STOPS_NOTHING = TrimRule(
 
 
 class StepMeter:
-    """Times steps of the real engine, sampling at temperature 1, in one thread.
+    """Times steps of the real engine in one thread, sampling at temperature 1.
 
-    Plain steps are collected in several visits over the course of a profile: a shared machine is slow for some seconds
-    at a time, and medians leave out a visit that was.
+    Plain steps are collected in several visits during a profile: a shared machine can be slow for seconds, and medians
+    over all visits leave a slow one out.
     """
 
     def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, effort: Effort, seed: int) -> None:
@@ -73,17 +73,14 @@ class StepMeter:
     def visit(self) -> None:
         """Runs some steps of each kind."""
         for num_draft_tokens in LENGTHS:
-            engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))
-            wait_for_calls(engine, self._runtime)
-            try:
+            with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))) as engine:
+                wait_for_calls(engine, self._runtime)
                 for num_sequences in LOADS:
                     phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._effort.num_steps, self._rng)
                     self._times.setdefault((num_draft_tokens, num_sequences), []).extend(map(_outside, phases))
-            finally:
-                engine.close()
 
     def overhead(self, calls: CostModel) -> OverheadCost:
-        """Fits what the visits found. calls: whose costs of draft calls are known."""
+        """Fits the visits' times. calls: predicts the time of draft calls."""
         found = [
             (size, length, *np.median(np.array(times), axis=0), length * self._draft_call_us(calls, size))
             for (length, size), times in self._times.items()
@@ -92,14 +89,13 @@ class StepMeter:
         return fit_overhead(*np.array(found).T)
 
     def trim(self) -> dict[str, float]:
-        """Fields of OverheadCost: what deciding takes, after every draft call which chains go on and in the end which
-        rows to verify. For engines with a draft model: n-grams heed no rule.
+        """Measures the fields of OverheadCost for trims: deciding which chains go on after each draft call, and which
+        rows to verify. Where the device drafts whole chains, it is the time of cutting them afterwards.
 
-        A device that drafts whole chains by itself knows no rule; there it is what cutting them afterwards takes.
+        Call for engines with a draft model; n-grams apply no trim rule.
         """
         num_steps, found = self._effort.num_trim_steps, []
-        engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))
-        try:
+        with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))) as engine:
             for length in TRIM_LENGTHS:
                 for size in LOADS:
                     records = records_of_steps(engine, size, length, num_steps, self._rng)
@@ -111,17 +107,14 @@ class StepMeter:
                     if num_pairs:  # a short context may not hold one
                         added_us = np.median(trimmed[:num_pairs] - plain[:num_pairs])  # of neighbours
                         found.append((size, length, np.median(plain), np.median(plain) + added_us))
-        finally:
-            engine.close()
         trim_us, trim_sequence_us = fit_trim(*np.array(found).T) if found else (0.0, 0.0)
         return {"trim_us": trim_us, "trim_sequence_us": trim_sequence_us}
 
     def exits(self, target: ModelEngine) -> dict[str, float]:
-        """Fields of OverheadCost, of a target with exit layers: scores in the graph, and reading them and taking rows
-        out.
+        """Measures the fields of OverheadCost for exits: computing scores, reading them, and removing rows.
 
-        The graph's part is a segment with and without scores, in turns; the rest is read from the phases of steps, with
-        a pruner that leaves two rows of every chain.
+        A segment runs alternately with and without scores. The rest is the difference in the phases of steps with and
+        without a pruner that keeps two rows of every chain.
         """
         added_us = np.array(self._scores_us(target)) + np.array(self._exit_host_us(target))
         features = np.array([(1, size * (EXIT_LENGTH + 1)) for size in LOADS], np.float64)
@@ -129,14 +122,11 @@ class StepMeter:
         return {"exit_us": exit_us, "exit_row_us": exit_row_us}
 
     def lanes(self) -> dict[str, float]:
-        """A field of OverheadCost: median time in which the lanes of a split run nothing at all; {} without a split."""
+        """Measures the field of OverheadCost for lanes: median time of two empty jobs. {}: there is no split."""
         if not self._runtime.menu.splits:
             return {}
-        lanes = self._runtime.open_lanes(*self._runtime.menu.splits[0])
-        try:
-            times = [self._timed_us(lanes.run_both, _nothing, _nothing) for _ in range(LANE_REPEATS)]
-        finally:
-            lanes.close()
+        with closing(self._runtime.open_lanes(*self._runtime.menu.splits[0])) as lanes:
+            times = [self._timed_us(lanes.run_both, lambda: None, lambda: None) for _ in range(LANE_REPEATS)]
         return {"lanes_us": float(np.median(times))}
 
     def _draft_call_us(self, calls: CostModel, num_sequences: int) -> float:
@@ -152,13 +142,12 @@ class StepMeter:
         return (time.perf_counter_ns() - start) / 1e3
 
     def _scores_us(self, model: ModelEngine) -> list[float]:
-        """Per load, the mean over exits of what scores add to their segment."""
+        """Returns, per load, the time that scores add to a segment, as a mean over exits."""
         runtime, rng, num_rows = self._runtime, self._rng, EXIT_LENGTH + 1
         context = max(min(EXIT_CONTEXT_TOKENS, model.spec.max_context - num_rows), 0)
         num_blocks = max(LOADS) * -(-(context + num_rows) // runtime.kv_block_size)
-        runner = runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))
         added = []
-        try:
+        with closing(runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))) as runner:
             for size in LOADS:
                 case = Case((num_rows,) * size, context, size * num_rows)
                 batch = make_batch(case, model.spec.vocab_size, runtime.kv_block_size, num_blocks, rng)
@@ -178,21 +167,18 @@ class StepMeter:
                     output = runner.run_segment(*call)
                     hidden = runner.take_rows(output, np.arange(case.num_rows))  # a copy
                 added.append(max(float(np.mean(differences)), 0.0))
-        finally:
-            runner.close()
         return added
 
     def _exit_host_us(self, model: ModelEngine) -> list[float]:
-        """Per load, what one exit adds to the phases of a step outside the model."""
+        """Returns, per load, the time that one exit adds to the phases of a step outside the model."""
         segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
         layer = model.segments[segment].last_layer
-        # Chances of 0.5 whatever the margins: survival 0.5 and then 0.25, so that rows 0 and 1 stay.
+        # All chances are 0.5, so survival is 0.5 and then 0.25: rows 0 and 1 stay.
         halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
         pruner = EarlyExit((halving,), MatchCalibration(None).curve)
-        engine = self._make_engine(EngineConfig.from_options(policy=f"fixed:{EXIT_LENGTH}"))
-        wait_for_calls(engine, self._runtime)
         added = []
-        try:
+        with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{EXIT_LENGTH}"))) as engine:
+            wait_for_calls(engine, self._runtime)
             for size in LOADS:
                 medians = []
                 for tried in (None, pruner):
@@ -201,15 +187,13 @@ class StepMeter:
                     spent = [sum(step.get(name, 0) for name in EXIT_PHASES) for step in steps]
                     medians.append(float(np.median(spent)) / 1e3)
                 added.append(max(medians[1] - medians[0], 0.0))
-        finally:
-            engine.close()
         return added
 
 
 def records_of_steps(
     engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
 ) -> list[StepRecord]:
-    """Records of steps, trimmed and untrimmed in turn, in which all sequences decode and draft the full length."""
+    """Returns records of steps, alternately trimmed, in which all sequences decode and draft the full length."""
     records: list[StepRecord] = []
     engine.step_runner.scheduler.policy = ProbePolicy(num_draft_tokens, trims=(STOPS_NOTHING, None))
     engine.step_runner.observers.append(records.append)
@@ -227,7 +211,7 @@ def records_of_steps(
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
-    """From now on the phases of model calls end when the device is done with them."""
+    """Makes the phases of model calls end when the device has finished them."""
     engine.step_runner.partitions = {
         name: replace(
             partition,
@@ -241,8 +225,10 @@ def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:
 def phases_of_steps(
     engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
 ) -> list[dict[str, int]]:
-    """Nanoseconds per phase, and of the whole under WALL, of num_steps steps in which all sequences decode and
-    none ends; fewer steps where the context is short. Then cancels them."""
+    """Returns nanoseconds per phase, and of the whole step as WALL, of num_steps steps in which all sequences decode.
+
+    A short context gives fewer steps. The requests are cancelled afterwards.
+    """
     limits = engine.limits
     max_tokens = min((num_steps + 4) * (num_draft_tokens + 1), limits.max_context - PROMPT_TOKENS)
     for index in range(num_sequences):
@@ -271,11 +257,7 @@ def phases_of_steps(
 
 
 def _outside(spent: dict[str, int]) -> tuple[float, float]:
-    """Microseconds of a step outside the model calls and drafting, and of drafting with its calls."""
+    """Returns microseconds of a step outside model calls and drafting, and of drafting with its calls."""
     model_ns = sum(spent.get(name, 0) for name in MODEL_PHASES)
     around_ns = sum(spent.get(name, 0) for name in DRAFT_PHASES)
     return (spent[WALL] - model_ns - around_ns) / 1e3, (around_ns + spent.get(DRAFT_CALLS, 0)) / 1e3
-
-
-def _nothing() -> None:
-    """Work for lanes that take nothing but their hand-over."""

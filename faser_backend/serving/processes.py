@@ -1,12 +1,17 @@
-"""The processes below one process, as Linux shows them in /proc; and how one ends with its parent."""
+"""Finds child processes in /proc, and controls how this process ends: with its parent, or by SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 PARENT_POLL_S = 0.5  # between two looks of a model's process at its parent
 _LIBC = ctypes.CDLL(None)  # opened here: after a fork, the loader's lock may be held
@@ -18,6 +23,40 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     *thread* that started it ends. One system call: it may stand between fork and exec. It lasts as long as the thread
     that calls it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Makes SIGINT and SIGTERM raise KeyboardInterrupt in the main thread; in other threads it has no effect.
+
+    Within a call of CPU kernels the interrupt waits until the call returns: its other threads would wait at a barrier
+    for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    from faser_backend.cpu.runner import LlvmRunner
+
+    call = LlvmRunner._on_all_threads.__code__
+
+    def at_return(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is call:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not call:
+            frame = frame.f_back
+        if frame is None:
+            raise KeyboardInterrupt
+        sys.setprofile(at_return)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_child_of_main_thread(parent: int) -> bool:

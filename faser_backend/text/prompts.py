@@ -6,6 +6,7 @@ value, so that the engine's process can hand it to the frontends.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,3 +75,49 @@ def _read(path: Path) -> PromptFormat:
         adds_special_tokens=adds_begin_token is not False,
         adds_begin_token=adds_begin_token is True,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a file."""
+
+    text: str
+    category: str = ""  # "": the file names none
+    token_ids: tuple[int, ...] = ()  # (): not tokenised yet
+    is_chat: bool = False  # the text is a user's message, which the chat template surrounds in token_ids
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Returns the prompts of a file, in its order. Raises ConfigError with the file, the line and the reason.
+
+    In a file whose name ends in .txt, each line is a prompt. Otherwise each line is a JSON object with "turns" (as in
+    Spec-Bench; the first turn is the prompt), "prompt" or "text", and optionally a "category".
+    """
+    try:
+        # JSON strings may contain other line separators, at which splitlines() would split.
+        lines = read_text(path).removeprefix("\ufeff").split("\n")
+    except FileError as error:
+        raise ConfigError(f"prompts {error}") from None
+    read = (lambda line, place: Prompt(line)) if path.suffix == ".txt" else _read_line
+    stripped = ((f"prompts {path}, line {number}", line.strip("\r")) for number, line in enumerate(lines, 1))
+    found = [read(line, place) for place, line in stripped if line.strip()]
+    if not found:
+        raise ConfigError(f"prompts {path}: the file holds no prompts")
+    return found
+
+
+def _read_line(line: str, place: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not JSON ({error}); only files named .txt hold plain lines") from None
+    field_name = next((name for name in ("turns", "prompt", "text") if isinstance(record, dict) and name in record), "")
+    if not field_name:
+        raise ConfigError(f'{place}: must be a JSON object with "turns", "prompt" or "text"')
+    text, category = record[field_name], record.get("category")
+    if field_name == "turns":
+        text = text[0] if isinstance(text, list) and text else None
+    for name, value in ((field_name, text), ("category", "-" if category is None else category)):
+        if not isinstance(value, str) or not value.strip() or value != value.encode(errors="replace").decode():
+            raise ConfigError(f"{place}: {name} = {ascii(record[name])[:80]}: must be text, not empty, valid Unicode")
+    return Prompt(str(text), str(category or ""))

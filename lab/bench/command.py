@@ -42,7 +42,6 @@ from faser_backend.lab.contestants import (
     split_names,
 )
 from faser_backend.lab.drive import ClosedLoop, InProcess
-from faser_backend.lab.interrupts import terminable
 from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
 from faser_backend.lab.steps import StepLog
@@ -51,6 +50,7 @@ from faser_backend.lab.traces import read_trace
 from faser_backend.manifest import EngineManifest
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.processes import terminable
 from faser_backend.serving.profile_store import load_profile
 from faser_backend.text.tokenizer import load_tokenizer
 
@@ -68,7 +68,7 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
         try:
             is_whole = BenchRun(options, sizing).run(command)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{options.output} is as it was") from None
+            raise KeyboardInterrupt(f"{options.output} is unchanged") from None
     if not is_whole:
         raise KeyboardInterrupt("the files hold what was measured until then")
 

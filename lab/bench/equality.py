@@ -26,7 +26,7 @@ from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
 from faser_backend.lab.drive import write_all
 from faser_backend.lab.options import make_parser
-from faser_backend.lab.prompts import DEMO_PROMPTS, interleaved, read_prompts
+from faser_backend.lab.prompts import DEMO_PROMPTS, interleaved
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.lab.target import OpenTarget
@@ -35,6 +35,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.profile_store import load_knowledge
+from faser_backend.text.prompts import read_prompts
 
 COLUMNS = (
     Column("way", "name"),

@@ -26,9 +26,10 @@ from faser_backend.lab.answers import (
 from faser_backend.lab.bench.plan import CLOSED_LOADS, PROBE_TOKENS, Speed
 from faser_backend.lab.contestants import LOADS, MAX_NUM_SEQS, REFERENCE, Contestant, Load, Sizing, taking_part
 from faser_backend.lab.drive import ClosedLoop, Feed, InProcess, OpenLoop, turn_orders
-from faser_backend.lab.prompts import Prompt, PromptMaker
+from faser_backend.lab.prompts import PromptMaker
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.lab.traces import Trace, fitted_to, make_lengths, picked, with_rate_curve
+from faser_backend.text.prompts import Prompt
 
 PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER paper replays
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated

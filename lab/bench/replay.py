@@ -27,10 +27,11 @@ from faser_backend.lab.bench.measure import trace_jobs
 from faser_backend.lab.bench.wire import RefusedError, ask, make_request, read_answer
 from faser_backend.lab.command_options import ReplayOptions
 from faser_backend.lab.progress import progress_bar
-from faser_backend.lab.prompts import DEMO_PROMPTS, PromptMaker, read_prompts
+from faser_backend.lab.prompts import DEMO_PROMPTS, PromptMaker
 from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled
 from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.text.prompts import read_prompts
 
 CONNECT_TIMEOUT_S = 10.0
 REPORT_BYTES = 1 << 20

@@ -17,11 +17,12 @@ from faser_backend.lab.contestants import choose_contestants
 from faser_backend.lab.drive import ClosedLoop, InProcess
 from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.pairs import DTYPE, checked_device
-from faser_backend.lab.prompts import DEMO_PROMPTS, read_prompts
+from faser_backend.lab.prompts import DEMO_PROMPTS
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.manifest import EngineManifest
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.text.prompts import read_prompts
 
 FIELDS = (
     "policy", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "speedup", "e2e_ms_p50", "ttft_ms_p50",

@@ -24,13 +24,14 @@ from faser_backend.engines.build import build_engines
 from faser_backend.lab.drive import write_all
 from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.pairs import checked_device, write_untrained_head
-from faser_backend.lab.prompts import DEMO_PROMPTS, read_prompts
+from faser_backend.lab.prompts import DEMO_PROMPTS
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.model_call import run_model
 from faser_backend.plugins.tensorrt_import import Flavour, TensorRtError, import_tensorrt
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
+from faser_backend.text.prompts import read_prompts
 
 EXIT_LAYERS = (2,)
 # A token that differs where the reference's two best logits are no further apart than this is a near-tie.

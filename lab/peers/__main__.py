@@ -18,11 +18,12 @@ from typing import Any
 
 from faser_backend.core.errors import FaserError
 from faser_backend.lab.compare import measure_loads, one_after_the_other, write
-from faser_backend.lab.interrupts import terminable
 from faser_backend.lab.options import add_prompt_options, asked_prompts, integers, make_parser
 from faser_backend.lab.peers.files import ModelFiles, model_files, profile, smollm2
 from faser_backend.lab.peers.programs import PIECES, Setting, ours
-from faser_backend.lab.prompts import PromptSet, read_prompts
+from faser_backend.lab.prompts import PromptSet
+from faser_backend.serving.processes import terminable
+from faser_backend.text.prompts import read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from typing import Any
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab.command_options import SimulateOptions
 from faser_backend.lab.contestants import (
     FIXED_REFERENCE,
@@ -20,7 +23,6 @@ from faser_backend.lab.contestants import (
     split_names,
 )
 from faser_backend.lab.environment import commit
-from faser_backend.lab.interrupts import in_processes, terminable
 from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.simulation.engine import World, build_sim_engine, run_open_loop
 from faser_backend.lab.simulation.worlds import (
@@ -32,7 +34,7 @@ from faser_backend.lab.simulation.worlds import (
     spread_levels,
     with_levels,
 )
-from faser_backend.lab.tables import Column, check_output, markdown_table, table_console, terminal_table
+from faser_backend.lab.tables import Column, check_output, markdown_table
 from faser_backend.lab.traces import (
     Trace,
     arriving_as,
@@ -42,7 +44,12 @@ from faser_backend.lab.traces import (
     with_mean_lengths,
     with_rate_curve,
 )
+from faser_backend.profiling.tables import table_console, terminal_table
+from faser_backend.serving.processes import die_with_parent, terminable
 
+J = TypeVar("J")
+R = TypeVar("R")
+POLL_S = 1.0  # between two checks that all workers are alive
 AT_ONCE = 9e5  # requests per second
 MOST_REQUESTS = 1000  # unless more are asked for
 REPORT_BYTES = 1 << 20  # of both files, at most
@@ -193,7 +200,8 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     console = table_console()
     for load, table in tables.items():
         title = load or f"{world.name}: {len(trace)} requests, {trace.description}"
-        console.print(terminal_table(title, COLUMNS, table))
+        cells = [[column.show(row) for column in COLUMNS] for row in table]
+        console.print(terminal_table(title, [column.heading for column in COLUMNS], cells))
     for line in [
         *(f"not simulated: {each}" for each in missing),
         "assumptions:",
@@ -217,6 +225,33 @@ def simulate_all(jobs: list[tuple[SimulateOptions, Contestant]], what: str) -> l
     with terminable(), progress_bar() as bar:
         results = map(simulate_one, jobs) if num_workers == 1 else in_processes(simulate_one, jobs, num_workers)
         return list(bar.track(results, total=len(jobs), description=what))
+
+
+def in_processes(work: Callable[[J], R], jobs: Sequence[J], num_workers: int) -> Iterator[R]:
+    """Yields the result of `work` for each job, in order. Raises FaserError if a worker was killed.
+
+    An error or an interrupt ends the workers in the middle of their work, and none outlives this process.
+    """
+    others = set(multiprocessing.active_children())
+    # ProcessPoolExecutor cannot end work that has begun.
+    with multiprocessing.get_context("spawn").Pool(num_workers, _follow_parent, (os.getpid(),)) as pool:
+        workers = set(multiprocessing.active_children()) - others
+        results = pool.imap(work, jobs)
+        for _ in jobs:
+            while True:
+                try:
+                    yield results.next(timeout=POLL_S)
+                    break
+                except multiprocessing.TimeoutError:
+                    if not all(worker.is_alive() for worker in workers):
+                        raise FaserError("a process that worked on this was killed; is there enough memory?") from None
+
+
+def _follow_parent(pid: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends its workers
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != pid:  # it was quicker
+        os._exit(1)
 
 
 def simulate_one(job: tuple[SimulateOptions, Contestant]) -> Row:

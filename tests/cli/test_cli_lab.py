@@ -27,14 +27,13 @@ from faser_backend.lab.bench.measure import Ladder
 from faser_backend.lab.bench.plan import CLOSED_LOADS, MIN_TOKENS, Speed, estimate_s, fitted, plan_memory
 from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import Sizing, choose_contestants
-from faser_backend.lab.interrupts import terminable
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR
 from faser_backend.profiling import profile as profile_module
-from faser_backend.profiling.effort import share_within
+from faser_backend.profiling.cases import share_within
 from faser_backend.profiling.measure import Share, shares_of
 from faser_backend.profiling.profile import run_profile
-from faser_backend.serving.processes import children, is_running
+from faser_backend.serving.processes import children, is_running, terminable
 from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 from tests.support.brief_profile import BRIEF
 from tests.support.serving_pair import build_pair
@@ -140,7 +139,7 @@ def test_an_interrupted_command_says_so_in_one_line(
     monkeypatch.setattr(profile_module, "open_runtime", interrupted)
     rest = (options.engine_dir,) if arguments == ("profile",) else ("--output", tmp_path / "out")
     status, out, err = run(*arguments, *rest)
-    assert (status, out) == (130, "") and re.fullmatch(r"interrupted(: .* is as it was)?", err.splitlines()[-1])
+    assert (status, out) == (130, "") and re.fullmatch(r"interrupted(: .* is unchanged)?", err.splitlines()[-1])
     assert "Traceback" not in err and not (tmp_path / "out").exists()
 
 
@@ -162,7 +161,7 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
         with pytest.raises(KeyboardInterrupt) as interrupted_with:
             run_bench(options.model_copy(update={"output": output}), TINY, command="faser bench --test")
         assert {path.name for path in output.iterdir()} == names
-        assert interrupted_with.value.args == (HELD if num_whole else f"{output} is as it was",)
+        assert interrupted_with.value.args == (HELD if num_whole else f"{output} is unchanged",)
     bench = json.loads((output / "bench.json").read_text())
     assert {row["load"] for row in bench["rows"]} == {"low", "middle"} and not bench["meta"]["is_whole"]
     assert "The run was interrupted" in (output / "report.html").read_text()
@@ -223,7 +222,7 @@ def test_a_profile_within_a_budget_says_what_it_does(options: BenchOptions, tmp_
     run_profile(directory, is_quick=True, budget_s=0.01)
     told = capsys.readouterr().err
     assert re.search(r"time: about \d+ s, of which 10% is done\n", told)
-    assert re.search(r"^ +\d+ s +\d+%  target on whole$", told, re.MULTILINE)
+    assert re.search(r"^ +[\d.]+ s +\d+%  target on whole$", told, re.MULTILINE)
     assert load_profile(directory, EngineManifest.load(directory)).errors
     with pytest.raises(ConfigError, match="--budget-s = 0: must be above 0"):
         run_profile(directory, is_quick=True, budget_s=0.0)

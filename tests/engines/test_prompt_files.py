@@ -11,9 +11,9 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.answers import jobs_of
-from faser_backend.lab.prompts import Prompt, PromptLimits, PromptSet, interleaved, load_prompt_set, read_prompts
+from faser_backend.lab.prompts import PromptLimits, PromptSet, interleaved, load_prompt_set
 from faser_backend.manifest import EngineManifest
-from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.serving_pair import MAX_CONTEXT, build_pair
 
@@ -83,9 +83,9 @@ def test_a_malformed_file_is_refused_by_line(tmp_path: Path, content: str, messa
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: missing"):
         read_prompts(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ConfigError, match=r"not readable as UTF-8 text .*Is a directory"):
+    with pytest.raises(ConfigError, match=r"not readable .*Is a directory"):
         read_prompts(tmp_path)
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
     with pytest.raises(ConfigError, match="not readable as UTF-8 text"):
@@ -146,7 +146,7 @@ def test_comparisons_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: 
     given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]
     done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"error: prompts {tmp_path / 'nowhere.jsonl'}: no such file\n"
+    assert done.stderr == f"error: prompts {tmp_path / 'nowhere.jsonl'}: missing\n"
 
 
 def test_spec_bench_is_read_where_it_is_present():

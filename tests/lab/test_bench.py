@@ -36,10 +36,10 @@ from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import Contestant, Sizing, choose_contestants, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns, turn_orders
 from faser_backend.lab.peers.programs import body_of
-from faser_backend.lab.prompts import Prompt
 from faser_backend.lab.steps import StepLog, StepNote, count_lost, figures
 from faser_backend.policy import registry
 from faser_backend.policy.baselines import FixedLength
+from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load
 from tests.support.harness import drive, fake_engine, request

@@ -26,8 +26,8 @@ from faser_backend.lab.peers import files, programs
 from faser_backend.lab.peers.files import ModelFiles
 from faser_backend.lab.peers.programs import PIECES, Library, Piece, Setting, Vllm
 from faser_backend.lab.places import DEMO
-from faser_backend.lab.prompts import Prompt
 from faser_backend.serving.processes import is_stopped
+from faser_backend.text.prompts import Prompt
 from tests.support.family_models import random_model
 from tests.support.gguf_models import write_gguf
 

@@ -7,8 +7,7 @@ import pytest
 
 from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibration
 from faser_backend.policy.early_exit import logits, sigmoid
-from faser_backend.profiling.calibration import RETENTION, fit, fit_logistic, threshold_for
-from faser_backend.profiling.chains import Chains
+from faser_backend.profiling.calibration import RETENTION, Chains, fit, fit_logistic, threshold_for
 from tests.policy.test_calibration import true_chance
 
 K = 6

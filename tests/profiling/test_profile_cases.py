@@ -19,8 +19,7 @@ from faser_backend.profiling.cases import (
     choose_cases,
     make_batch,
 )
-from faser_backend.profiling.measure import shares_of
-from faser_backend.profiling.timed_calls import chain_case, is_chain
+from faser_backend.profiling.measure import chain_case, is_chain, shares_of
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.profiling import calibration, step_costs
 from faser_backend.profiling import profile as profile_module
 from faser_backend.profiling.cases import Case, choose_cases, make_batch
-from faser_backend.profiling.measure import DRAFT_RUN, Bench, Share
+from faser_backend.profiling.measure import DRAFT_RUN, Bench, Share, TimedRunner, open_loop
 from faser_backend.profiling.profile import profile_engine
 from faser_backend.profiling.step_costs import wait_for_calls
-from faser_backend.profiling.timed_calls import TimedRunner, open_loop
 from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_knowledge, load_profile
@@ -113,7 +112,7 @@ def test_chains_of_a_head_are_measured_on_features_of_its_own(tmp_path: Path, mo
         return draft(loop, *arguments)
 
     monkeypatch.setattr(TorchDraftLoop, "draft", noted)
-    measured = bench.measure(Share(DRAFT, WHOLE, runtime.menu.whole, None), 0.1, lambda done: None)
+    measured = bench.measure(Share(DRAFT, WHOLE, runtime.menu.whole, None), 0.1)
     assert len(lengths) >= 3 and {tuple(each) for each in lengths} == {(DRAFT_RUN,) * 3}
     assert len(measured) == 3 and all(len(each.segment_us) == 2 and min(each.segment_us) > 0 for each in measured)
 

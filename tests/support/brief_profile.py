@@ -1,5 +1,5 @@
 """The least that `faser profile` measures in tests."""
 
-from faser_backend.profiling.effort import Effort
+from faser_backend.profiling.cases import Effort
 
 BRIEF = Effort(0.2, 3, case_share=0.2, num_requests=16, num_steps=2, num_trim_steps=6, num_exit_repeats=3)
