@@ -1,4 +1,4 @@
-"""The Python API, loaded when it is asked for: `from faser_backend import LLM, SamplingParams`."""
+"""The Python API, loaded on first use: `from faser_backend import LLM, SamplingParams`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "api.llm",
     **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "api.outputs"),
-    "TextPiece": "serving.answer_stream",
+    "TextPiece": "text.answer_stream",
     **dict.fromkeys(("GuidedDecodingParams", "SamplingParams"), "api.params"),
     **dict.fromkeys(("ConfigError", "FaserError", "ManifestError", "RequestError"), "core.errors"),
 }

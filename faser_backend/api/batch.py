@@ -1,6 +1,6 @@
-"""One call of the Python API: prompts become the engine's requests, and its outputs the answers to them.
+"""One call of the Python API: turns prompts into the engine's requests, and its outputs into answers.
 
-Everything is checked before a request starts, so that a bad field leaves nothing running. Knows nothing of threads.
+Every prompt is checked before any request starts, so that a bad field leaves nothing running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = "must be text, token ids or a conversation, or a list of these"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Everything that reading a prompt takes."""
+    """The model of an engine, as needed to read prompts."""
 
     tokenizer: TextTokenizer
     limits: Limits
@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A prompt and the answers to it."""
+    """A prompt and its answers."""
 
     index: int
     prompt: str | None
@@ -58,10 +58,10 @@ class _Asked:
 
 
 class Batch:
-    """The prompts of one call. Raises RequestError for the first that cannot be answered."""
+    """The prompts of one call and their answers."""
 
     def __init__(self, prompts: Prompt | Sequence[Prompt], params: AnyParams, model: Model, call_id: str) -> None:
-        """call_id: begins the ids of this call's requests."""
+        """call_id: prefix of the ids of this call's requests. Raises RequestError for the first invalid prompt."""
         listed = _listed(prompts)
         self._asked: list[_Asked] = []
         for index, (prompt, wanted) in enumerate(zip(listed, _params_of(params, len(listed)), strict=True)):
@@ -79,10 +79,10 @@ class Batch:
             engine.submit(answer.request, "")
 
     def take(self, outputs: list[EngineOutput] | None, engine: Subscription) -> None:
-        """Adds what steps emitted. The engine need not go on with an answer whose text a stop string has ended.
+        """Adds outputs of the engine, and stops requests whose text a stop string has ended.
 
-        An answer that failed ends with its error, and the others are kept. Raises FaserError where there are no others,
-        and where the engine is gone.
+        An answer that failed ends with its error, and the others go on. Raises FaserError if it is the only answer, or
+        if the engine has failed.
         """
         if outputs is None:
             raise UnavailableError("the engine was closed")
@@ -97,13 +97,13 @@ class Batch:
                 engine.stop(output.request_id)
 
     def news(self) -> Iterator[RequestOutput]:
-        """The prompts whose answers have grown or ended since the last call."""
+        """Yields the prompts whose answers have grown or ended since the last call."""
         for asked in self._asked:
             if any(answer.has_news for answer in asked.answers):
                 yield asked.snapshot()
 
     def results(self) -> list[RequestOutput]:
-        """All answers, in the order of the prompts."""
+        """Returns all answers, in the order of the prompts."""
         return [asked.snapshot() for asked in self._asked]
 
 
@@ -112,7 +112,7 @@ def is_conversation(prompt: object) -> TypeGuard[Conversation]:
 
 
 def _listed(prompts: object) -> list[Prompt]:
-    """A list of prompts, where one was given too."""
+    """Returns a list of prompts, also for a single prompt."""
     if isinstance(prompts, str) or is_conversation(prompts):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -134,7 +134,7 @@ def _params_of(params: AnyParams, count: int) -> list[SamplingParams]:
 
 @contextmanager
 def _naming(where: str | None) -> Iterator[None]:
-    """Errors say which of several prompts they are about."""
+    """Adds the position of the prompt to errors."""
     try:
         yield
     except RequestError as error:
@@ -153,7 +153,7 @@ def _ask(prompt: Prompt, params: SamplingParams, model: Model, index: int, reque
 
 
 def _read(prompt: object, tokenizer: TextTokenizer) -> tuple[str | None, list[int]]:
-    """The text of a prompt, and its token ids."""
+    """Returns the text of a prompt and its token ids."""
     if isinstance(prompt, str):
         return prompt, tokenizer.encode_prompt(prompt)
     if is_conversation(prompt):
@@ -182,7 +182,7 @@ def _request(prompt_ids: list[int], params: SamplingParams, model: Model, reques
 
 
 def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
-    """Compiled here, so that what is wrong with it is told before anything runs; the engine finds it compiled."""
+    """Compiles the guide, so that its errors are raised before anything runs; the engine reuses the result."""
     try:
         guide = guided.guide()
         guides.compile(guide)
@@ -199,7 +199,7 @@ def _max_tokens(asked: int | None, limits: Limits, num_prompt_tokens: int, reque
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises RequestError for what no model could be asked."""
+    """Raises RequestError for parameters that are invalid for every model."""
     if params.max_tokens is not None and params.max_tokens < 1:
         raise RequestError("max_tokens", params.max_tokens, "must be at least 1")
     _sampling(params).validate(vocab_size=2**31)

@@ -1,6 +1,6 @@
-"""`LLM`: an engine in the caller's own process, with the step loop that serves behind Triton.
+"""`LLM`: an engine in the caller's process, with the same step loop as behind Triton.
 
-Calls may come from several threads and event loops at once; their requests share the engine's batches.
+Several threads and event loops may call it at once; their requests share the engine's batches.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Prompts = Prompt | Sequence[Prompt]
 
 
 class LLM:
-    """A loaded engine directory. `close` it, or use it as a context manager; else it ends with the process.
+    """A loaded engine directory. Use it as a context manager, or `close` it; else it ends with the process.
 
-    A prompt is text, a list of token ids, or a conversation [{"role": ..., "content": ...}]; calls take one prompt or
-    a list of them, and SamplingParams for all or one for each. Every call raises RequestError for the first field that
-    is out of range, before anything runs, and FaserError where the engine fails. Where one of several answers fails, it
-    ends with `error`, and the others are kept.
+    A prompt is text, a list of token ids, or a conversation [{"role": ..., "content": ...}]. A call takes one prompt or
+    a list of them, and one SamplingParams or one per prompt. Every call raises RequestError for the first field out of
+    range, before anything runs, and FaserError if the engine fails. If one of several answers fails, it ends with
+    `error`, and the others go on.
     """
 
     def __init__(
@@ -52,11 +52,14 @@ class LLM:
         on_step: Callable[[StepRecord], None] | None = None,
         **options: Any,
     ) -> None:
-        """engine_dir: None is the demo pair, built on first use, of which progress tells. chat_template: a file,
-        instead of the checkpoint's. on_step: sees every step, on the engine's thread. options: fields of
-        config.EngineConfig, such as policy, draft, max_num_seqs and num_threads; any number of requests may wait.
+        """Loads the engine.
 
-        Raises ManifestError, ConfigError or, where the engine cannot be warmed up, FaserError.
+        engine_dir: None for the demo pair, which is built on first use. progress: called while it is built.
+        chat_template: a file to use instead of the checkpoint's. on_step: called after every step, on the engine's
+        thread. options: fields of core.config.EngineConfig, such as policy, draft, max_num_seqs and num_threads; the
+        queue is unlimited by default.
+
+        Raises ManifestError or ConfigError; FaserError if the engine cannot be warmed up.
         """
         config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
         self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir(progress)
@@ -71,29 +74,31 @@ class LLM:
             engine.step_runner.observers.append(on_step)
         guides = GuideCompiler(tokenizer_file, engine.limits.vocab_size, self.manifest.end_ids)
         self._loop = EngineLoop(engine, prepare=prepare, guides=guides)
-        self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the end of the process at the latest
+        self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the latest when the process ends
         self._model = Model(tokenizer, engine.limits, self.manifest.end_ids, guides)
         self._call_ids = itertools.count()
 
     def generate(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
-        """The answers, in the order of the prompts."""
+        """Returns the answers, in the order of the prompts."""
         batch = self._batch(prompts, sampling_params)
         for _ in self._run(batch):
             pass
         return batch.results()
 
     def chat(self, messages: Conversation | Sequence[Conversation], params: AnyParams = None) -> list[RequestOutput]:
-        """As generate, of one conversation or a list of them."""
+        """Works as generate for one conversation or a list of them."""
         return self.generate(_conversations(messages), params)
 
     def stream(self, prompts: Prompts, sampling_params: AnyParams = None) -> Iterator[RequestOutput]:
-        """Answers as they grow, each time whole; `new_pieces` and `text_diff` of an answer are what is new. Closing the
-        iterator ends the requests."""
+        """Yields growing answers, each with its whole text; `new_pieces` and `text_diff` hold what is new.
+
+        Closing the iterator ends the requests.
+        """
         batch = self._batch(prompts, sampling_params)
         return (output for _ in self._run(batch) for output in batch.news())
 
     async def generate_async(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
-        """As generate. Cancelling the task ends its requests."""
+        """Works as generate. Cancelling the task ends its requests."""
         batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
         async with contextlib.aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
@@ -103,7 +108,7 @@ class LLM:
     async def stream_async(
         self, prompts: Prompts, sampling_params: AnyParams = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As stream."""
+        """Works as stream."""
         batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
         async with contextlib.aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
@@ -112,7 +117,7 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         return self._model.limits.max_context
 
     @property
@@ -120,11 +125,11 @@ class LLM:
         return self._model.tokenizer.chat_template is not None
 
     def metrics(self) -> EngineMetrics:
-        """Counters of everything since the engine was opened; those of a step under way are not in it yet."""
+        """Returns counters since the engine was opened, without the step that is running."""
         return replace(self._loop.engine.metrics())
 
     def close(self) -> None:
-        """Ends the engine's thread and frees what it holds; calls under way fail. A second call changes nothing."""
+        """Ends the engine and frees its memory; running calls fail. A second call has no effect."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -139,7 +144,7 @@ class LLM:
         return Batch(prompts, params, self._model, f"{next(self._call_ids)}")
 
     def _run(self, batch: Batch) -> Iterator[None]:
-        """Answers the batch; yields whenever it has grown."""
+        """Answers the batch; yields after every output."""
         with ExitStack() as stack:
             subscription = self._loop.subscribe()
             stack.callback(subscription.close)
@@ -152,7 +157,7 @@ class LLM:
         events, outputs = asyncio.get_running_loop(), asyncio.Queue()
 
         def deliver(news: list[EngineOutput] | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 events.call_soon_threadsafe(outputs.put_nowait, news)
 
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`faser generate`: one prompt through the Python API."""
+"""`faser generate`: answers one prompt with the Python API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_prompt(
     messages_file: Path | None = None,
     chat_template: Path | None = None,
 ) -> Prompt:
-    """Returns what the options of these names ask for. Raises RequestError where they contradict each other."""
+    """Returns the prompt that the options of these names give. Raises RequestError if they contradict each other."""
     if not is_chat:
         for flag, value in (("--system", system), ("--messages", messages_file), ("--chat-template", chat_template)):
             if value is not None:
@@ -63,10 +63,11 @@ def generate_once(
     on_loaded: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Streams text to `on_text`; returns token_ids, text, num_drafted, num_accepted, both by
-    source as well (accepted tokens behind the end of the answer included), num_pruned, num_rows_verified (anchors
-    included), kept_per_verification (draft tokens), tokens_per_s, finish_reason, seed, and in words why_no_drafts and
-    why_no_pruning, empty where there were some or could have been. options: of LLM. Raises FaserError.
+    """Streams an answer to `on_text` and returns its figures. options: of LLM. Raises FaserError.
+
+    The counts by source include accepted tokens after the end of the answer, num_rows_verified includes the anchors,
+    and kept_per_verification counts draft tokens. why_no_drafts and why_no_pruning are empty if some were, or could
+    have been.
     """
     num_rows: list[int] = []
 
@@ -88,12 +89,12 @@ def generate_once(
 
 
 def accepted_words(num_drafted: int, num_accepted: int) -> str:
-    """For a person, of an answer for which tokens were drafted."""
+    """Returns the acceptance in words. num_drafted: at least 1."""
     return f"accepted {num_accepted} of {num_drafted} drafted tokens ({num_accepted / num_drafted:.0%})"
 
 
 def report_line(result: dict[str, Any]) -> str:
-    """For a person, behind the text."""
+    """Returns the figures that follow the text."""
     drafted, accepted = result["num_drafted"], result["num_accepted"]
     speculation = result["why_no_drafts"] or accepted_words(drafted, accepted)
     pruning = result["why_no_pruning"] or f"{result['num_pruned']} rows pruned"
@@ -107,12 +108,12 @@ def _why_no_drafts(*, is_plain: bool, has_profile: bool) -> str:
     if is_plain:
         return "policy none drafts nothing"
     if not has_profile:
-        return "nothing drafted: without a profile the policy has only guesses of what it would bring"
-    return "nothing drafted: it did not promise to pay"
+        return "nothing drafted: without a profile the policy can only guess its gain"
+    return "nothing drafted: no gain was expected"
 
 
 def _why_no_pruning(*, has_exits: bool, has_profile: bool) -> str:
-    """Empty where rows could have been pruned."""
+    """Returns why no rows were pruned; empty if they could have been."""
     if not has_exits:
         return "no exits, so no rows pruned"
     return "" if has_profile else "exits are not calibrated without a profile, so no rows pruned"
@@ -124,9 +125,9 @@ def _run(llm: LLM, prompt: Prompt, params: SamplingParams, on_text: Callable[[st
     for last in llm.stream(prompt, params):
         on_text(last.outputs[0].text_diff)
     seconds = time.perf_counter() - started_s
-    assert last is not None  # the last output comes in any case
+    assert last is not None  # a stream has at least one output
     answer = last.outputs[0]
-    assert answer.stats is not None  # of every answer that has ended
+    assert answer.stats is not None  # every answer that has ended has them
     metrics = llm.metrics()
     return {
         "token_ids": answer.token_ids,
@@ -144,7 +145,7 @@ def _run(llm: LLM, prompt: Prompt, params: SamplingParams, on_text: Callable[[st
 
 
 def _finish_reason(answer: CompletionOutput) -> FinishReason:
-    """In the server's words."""
+    """Returns the reason in the server's words."""
     if answer.finish_reason == "length":
         return FinishReason.LENGTH
     return FinishReason.END_ID if answer.stop_reason is None else FinishReason.STOP_WORDS

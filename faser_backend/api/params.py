@@ -1,7 +1,7 @@
-"""Parameters of a call of the Python API: `SamplingParams`, and in it `GuidedDecodingParams`.
+"""The parameters of a call of the Python API: `SamplingParams` and `GuidedDecodingParams`.
 
-Names are those of vLLM and TensorRT-LLM where they mean the same. Types are checked here, ranges by the engine's own
-`Request.validate`. Knows nothing of engines.
+Names are those of vLLM and TensorRT-LLM where they mean the same. Types are checked here, ranges by
+`core.request.Request.validate`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
 from faser_backend.core.validation import refusal_of
 from faser_backend.text.guides import read_guide
 
-MAX_SEQUENCES = 1024  # answers to one prompt
+MAX_SEQUENCES = 1024  # answers per prompt
 MAX_LOGPROBS = 20
 
 
 class _Fields(BaseModel):
-    """Frozen keyword fields. Raises RequestError for the first that is unknown or not of its type."""
+    """Frozen keyword fields. Raises RequestError for the first that is unknown or has the wrong type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -35,7 +35,7 @@ class _Fields(BaseModel):
 
 
 class GuidedDecodingParams(_Fields):
-    """The form that an answer must have: exactly one of the fields.
+    """The grammar of an answer: exactly one of the fields.
 
     json: a JSON schema as a dict or text, or a pydantic model. grammar: GBNF or Lark. json_object: any JSON object.
     structural_tag: XGrammar's, as JSON text.
@@ -48,7 +48,7 @@ class GuidedDecodingParams(_Fields):
     structural_tag: str | None = None
 
     def guide(self) -> str:
-        """The grammar as the engine's compiler reads it. Raises RequestError."""
+        """Returns the grammar as the engine's compiler reads it. Raises RequestError."""
         given = {
             "json_schema": _schema_text(self.schema_),
             "regex": self.regex,
@@ -71,19 +71,19 @@ def _schema_text(schema: dict[str, Any] | str | type[BaseModel] | None) -> str |
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
-        raise RequestError("guided_decoding.json", schema, f"is no JSON schema: {error}") from None
+        raise RequestError("guided_decoding.json", schema, f"must be a JSON schema: {error}") from None
 
 
 class SamplingParams(_Fields):
-    """How one prompt is answered. Defaults decode greedily; fields that are left out change nothing."""
+    """The sampling parameters of one prompt. The defaults decode greedily without penalties."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1  # answers, whose seeds count up from `seed`
-    max_tokens: int | None = 64  # at most what the context holds; None: all of that
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1  # answers; their seeds are seed, seed + 1, ...
+    max_tokens: int | None = 64  # clamped to the rest of the context; None: all of it
     temperature: float = 0.0  # 0 decodes greedily
     top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1 are off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None  # None: a fresh one, which the output tells
+    seed: int | None = None  # None: a fresh one, which the output reports
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -1,7 +1,7 @@
-"""Messages [{role, content}] -> the prompt that a chat template makes of them.
+"""Renders conversations: messages [{role, content}] -> the prompt that a chat template makes of them.
 
-Templates are rendered by a process of their own (chat_worker.py), started with the first conversation, so that a
-template that loops, fills memory or crashes costs its request and nothing else. Knows nothing of token ids.
+A separate process (chat_worker.py) renders the templates, so that one that loops, fills memory or crashes fails its own
+request only. It starts with the first conversation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NO_TEMPLATE = (
     "or build again from a checkpoint that has one"
 )
 
-Message = dict[str, Any]  # what templates read: role and content, and of OpenAI's API tool_calls and the like
+Message = dict[str, Any]  # as templates read it: role, content, and from OpenAI's API tool_calls and others
 
 
 class PlainMessage(BaseModel):
-    """A message is its role and its content."""
+    """A message with a role and a text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ _MESSAGES = TypeAdapter(Annotated[list[PlainMessage], Field(min_length=1)])
 
 
 def read_messages(field: str, given: str | list[Any]) -> list[Message]:
-    """The conversation, or the one in a JSON text. Raises RequestError naming the part that is wrong and its value."""
+    """Reads a conversation, or the JSON text of one. Raises RequestError naming the wrong part and its value."""
     try:
         messages = _MESSAGES.validate_json(given) if isinstance(given, str) else _MESSAGES.validate_python(given)
     except ValidationError as error:
@@ -48,19 +48,19 @@ def read_messages(field: str, given: str | list[Any]) -> list[Message]:
 
 
 class ChatRenderer:
-    """One chat template. Thread-safe: conversations are rendered one at a time."""
+    """A renderer for one chat template. Thread-safe: it renders one conversation at a time."""
 
     def __init__(self, template: str | None, special_tokens: Mapping[str, str]) -> None:
         self._template = template
         self._special_tokens = dict(special_tokens)
-        # -P: the worker's own folder must not hide modules of the standard library behind files of ours
+        # -P: files in the worker's folder must not hide modules of the standard library
         self._worker = Worker("-P", str(Path(__file__).with_name("chat_worker.py")))
 
     def render(self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        """The prompt, ending where the assistant's answer begins. tools: functions that the template shows the model.
+        """Returns the prompt up to the assistant's answer. tools: functions that the template shows to the model.
 
-        Raises RequestError naming `field` where the template refuses these messages or there is none, and
-        chat_template where the template fails.
+        Raises RequestError: for `field` if there is no template or it refuses the messages, for chat_template if the
+        template fails.
         """
         if self._template is None:
             raise RequestError(field, messages, NO_TEMPLATE)
@@ -70,7 +70,7 @@ class ChatRenderer:
         return reply["text"]
 
     def compile(self) -> None:
-        """Raises RequestError naming chat_template where it is not a template."""
+        """Raises RequestError naming chat_template if it is not a template."""
         self._call(None)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class ChatRenderer:
 
 
 def check_template(template: str) -> None:
-    """Raises RequestError naming chat_template where it cannot be compiled."""
+    """Raises RequestError naming chat_template if it cannot be compiled."""
     renderer = ChatRenderer(template, {})
     try:
         renderer.compile()

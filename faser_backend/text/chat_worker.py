@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own (worker.Worker): JSON in, JSON out, until its socket is closed.
+"""The process that renders chat templates (worker.Worker): JSON in, JSON out, until its socket is closed.
 
-A template is a program that came with a checkpoint. The sandbox keeps it from files and attributes; the process
-keeps what a sandbox cannot: its memory is limited, and the kernel ends it when a call takes too much processor
-time, whatever it does. Imports the standard library and jinja2 alone, so that it starts quickly.
+A template is a program that came with a checkpoint. The sandbox keeps it from files and attributes. The process limits
+memory, and the kernel ends it if a call takes too much processor time. It imports the standard library and jinja2
+alone, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CPU_S = 1.0  # of one call; templates take about a millisecond
+MAX_CPU_S = 1.0  # per call; templates take about a millisecond
 MAX_MEMORY_BYTES = 1 << 30
-MAX_CHARS = 16 << 20  # of a rendered prompt
+MAX_CHARS = 16 << 20  # per rendered prompt
 
 
 class Refusal(jinja2.TemplateError):
-    """The template itself says that it cannot write these messages."""
+    """The template's own error: it cannot render these messages."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks what the assistant wrote, for training. Rendered as if it were not there."""
+    """The tag `{% generation %}`, which marks the assistant's text for training and does not change the prompt."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -42,14 +42,14 @@ class GenerationTag(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Says no at once, where Jinja's own gives an undefined value that prints as nothing."""
+    """Jinja's sandbox, but an unsafe attribute is an error instead of an empty text."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         raise jinja2.exceptions.SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is not for templates")
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, closed to names that could stand for Python's own attributes."""
+    """Jinja's namespace without names that could be Python's own attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         names = dict(*args[1:], **kwargs)  # args[0] is self, so that a template may use that name
@@ -65,7 +65,7 @@ class Namespace(jinja2.utils.Namespace):
 def render(
     template: str, special_tokens: dict[str, str], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> str:
-    """The prompt that ends where the assistant's answer begins. Raises whatever the template makes happen."""
+    """Returns the prompt up to the assistant's answer. Raises any error that the template causes."""
     parts, num_chars = [], 0
     chunks = compiled(template).generate(
         messages=messages, tools=tools, documents=None, add_generation_prompt=True, **special_tokens
@@ -74,7 +74,7 @@ def render(
         parts.append(chunk)
         num_chars += len(chunk)
         if num_chars > MAX_CHARS:
-            raise ValueError(f"wrote more than {MAX_CHARS} characters")
+            raise ValueError(f"it writes more than {MAX_CHARS} characters")
     return "".join(parts)
 
 
@@ -85,7 +85,7 @@ def compiled(template: str) -> jinja2.Template:
 
 @cache
 def environment() -> jinja2.Environment:
-    """Jinja as templates for Hugging Face's tokenizers expect it."""
+    """Returns Jinja as Hugging Face's chat templates expect it."""
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     made.filters["tojson"] = _to_json
     made.globals |= {
@@ -98,7 +98,10 @@ def environment() -> jinja2.Environment:
 
 
 def answer(call: dict[str, Any]) -> dict[str, str]:
-    """{template, special_tokens, messages or null, tools} -> {"text"}, {"refusal"} or {"error"}; null compiles only."""
+    """Maps {template, special_tokens, messages, tools} to {"text"}, {"refusal"} or {"error"}.
+
+    Messages of null only compile the template.
+    """
     try:
         if call["messages"] is None:
             compiled(call["template"])
@@ -108,13 +111,13 @@ def answer(call: dict[str, Any]) -> dict[str, str]:
         return {"refusal": str(refusal)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
-    except Exception as error:  # a template can make anything happen; it is told to the client
+    except Exception as error:  # a template can raise anything; the client sees it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
     _limit_memory()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a starter may have blocked it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; its parent may have blocked the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError):
@@ -142,7 +145,7 @@ def _refuse(message: object) -> None:
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A function in place of the class, whose attributes a template has no business with."""
+    """Makes a dict; templates get this function because the class has attributes."""
     return dict(*args, **kwargs)
 
 
@@ -153,7 +156,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's filter of this name, leaves < and > as they are."""
+    """Writes JSON; unlike Jinja's filter, it keeps < and >."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

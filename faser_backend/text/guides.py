@@ -1,8 +1,8 @@
-"""Structured output: what an answer has to look like, from TensorRT-LLM's names to compiled grammars.
+"""Structured output: reads and compiles the grammars that answers must follow.
 
-llguidance compiles JSON schemas, regular expressions and context-free grammars, and says which tokens may come next.
-It was preferred to xgrammar, which is as capable, for it rolls back a drafted path as well and needs neither torch nor
-transformers. Compiling happens off the step loop, once per grammar; what it may take is limited by the library.
+llguidance compiles JSON schemas, regular expressions and context-free grammars, and returns the tokens that may come
+next. Unlike xgrammar it rolls back a drafted path and needs neither torch nor transformers. A grammar is compiled once,
+on a thread beside the step loop; the library limits the cost.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from faser_backend.core.grammar import GUIDE, Grammar
 GUIDE_TYPE = "guided_decoding_guide_type"
 TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 MAX_GUIDE_BYTES = 256 << 10
-# The library turns GBNF into Lark in Python: as often as there are rules it goes over all that is not terminal.
+# The library converts GBNF to Lark in Python, with one pass over the non-terminals per rule.
 MAX_GBNF_BYTES = 32 << 10
 MAX_GBNF_WORK = 1 << 20  # rules times bytes: a quarter of a second
-MAX_TAGS = 256  # structures of a structural tag, and triggers
-MAX_COMPILED = 64  # grammars that are kept
+MAX_TAGS = 256  # structures per structural tag, and triggers
+MAX_COMPILED = 64  # grammars that stay compiled
 MAX_WAITING = 64  # grammars that wait to be compiled
-# Of the library, where its own are too high to share a server. Compiling runs beside everybody; a token's mask, and the
-# text that a grammar forces, are worked out between two steps, and everybody waits.
+# The library's own limits are too high for a shared server. Compiling runs beside the engine, but the engine waits for
+# a token's mask and for forced text, which are computed between two steps.
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=100_000,  # a tenth: what a regular expression may cost is 50 ms, not a second
-    max_grammar_size=20_000,  # a 25th: schemas of thousands of properties take seconds
-    step_max_items=5_000,  # a tenth: of a mask or of forced text
+    initial_lexer_fuel=100_000,  # a tenth: a regular expression may cost 50 ms instead of a second
+    max_grammar_size=20_000,  # a 25th: schemas with thousands of properties take seconds
+    step_max_items=5_000,  # a tenth: per mask or forced text
     verbose_errors=False,
 )
-MAX_TRIED = 64  # tokens that a grammar forces from the start, walked before anybody waits for it
-# As json.dumps writes: a small model given leave to indent does so until its tokens are spent.
+MAX_TRIED = 64  # forced tokens at the start, tried while compiling
+# As json.dumps writes: a small model that may indent does so until its tokens are spent.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Answer = TypeVar("Answer")
-_LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:)")  # the others are GBNF, llama.cpp's
+_LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:)")  # grammars without such a line are GBNF, llama.cpp's
 
 
 def read_guide(kind: str, guide: str) -> str:
-    """The library's text of a grammar. guide: "" for kind "json". Raises RequestError for what is not of its kind;
-    what only compiling finds is found there."""
+    """Returns a grammar as the library's text. guide: "" for kind "json".
+
+    Raises RequestError for a guide that is not of its kind; compiling may find further errors.
+    """
     if kind not in TYPES:
         raise RequestError(GUIDE_TYPE, kind, f"must be one of {', '.join(TYPES)}")
     if kind != "json" and not guide:
@@ -72,7 +74,7 @@ def read_guide(kind: str, guide: str) -> str:
     except RecursionError:
         raise RequestError(GUIDE, guide, "is nested too deeply") from None
     except Exception as error:  # the library's converters raise plain exceptions
-        raise RequestError(GUIDE, guide, f"is no {kind}: {_first_line(error)}") from None
+        raise RequestError(GUIDE, guide, f"is not a valid {kind}: {_first_line(error)}") from None
 
 
 def _check_gbnf(guide: str) -> None:
@@ -86,8 +88,10 @@ def _check_gbnf(guide: str) -> None:
 
 
 def _structural_tag(tag: Any) -> str:
-    """XGrammar's {"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text in which a structure that
-    was begun has to be finished."""
+    """Converts XGrammar's {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+
+    The text is free, but a structure that has begun must be completed.
+    """
     structures = tag["structures"]
     for name in ("structures", "triggers"):
         if len(tag[name]) > MAX_TAGS:
@@ -97,7 +101,7 @@ def _structural_tag(tag: Any) -> str:
         begin = structure["begin"]
         trigger = next((each for each in tag["triggers"] if begin.startswith(each)), None)
         if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}")
+            raise ValueError(f"begin = {begin!r}: must start with a trigger")
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=structure["end"]))
     if not tags:
         raise ValueError("structures is empty")
@@ -105,7 +109,7 @@ def _structural_tag(tag: Any) -> str:
 
 
 class LlgState:
-    """core.grammar.GrammarState. A matcher that has met a limit stays in its error."""
+    """A core.grammar.GrammarState. A matcher that has reached a limit keeps its error."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
@@ -132,7 +136,7 @@ class LlgState:
             reason = _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in the library is no Exception
+        except BaseException as error:  # a panic in the library is a BaseException
             raise RequestError(GUIDE, "given", f"the grammar failed: {_first_line(error)}") from None
         if reason:
             raise RequestError(GUIDE, "given", f"a limit of grammars was reached: {reason}")
@@ -140,7 +144,7 @@ class LlgState:
 
 
 class LlgGrammar:
-    """core.grammar.Grammar."""
+    """A core.grammar.Grammar."""
 
     def __init__(self, template: LLMatcher, vocab_size: int) -> None:
         self._template, self._vocab_size = template, vocab_size
@@ -150,19 +154,21 @@ class LlgGrammar:
 
 
 class GuideCompiler:
-    """Compiles the grammars of one model's requests, on a thread of its own. Thread-safe."""
+    """A compiler for the grammars of one model's requests, on its own thread. Thread-safe."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer_file, self._vocab_size, self._end_ids = tokenizer_file, vocab_size, end_ids
-        self._tokenizer: LLTokenizer | None = None  # read with the first grammar: it takes a third of a second
+        self._tokenizer: LLTokenizer | None = None  # loaded with the first grammar, in a third of a second
         self._compiled: OrderedDict[str, LlgGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "guides")
         self._num_waiting = 0
 
     def compile_later(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
-        """Calls on_done with the grammar or what is wrong with it, here if it is known, else on the compiler's thread.
-        Raises RequestError where too many wait."""
+        """Calls on_done with the grammar or its error: at once if it is compiled, else on the compiler's thread.
+
+        Raises RequestError if too many grammars wait.
+        """
         with self._lock:
             known = self._known(guide)
             if known is None:
@@ -176,19 +182,19 @@ class GuideCompiler:
             self._pool.submit(self._run, guide, on_done)
 
     def compile(self, guide: str) -> LlgGrammar:
-        """guide: of read_guide. Raises RequestError with the library's words where it cannot be compiled."""
+        """Compiles a guide of read_guide. Raises RequestError with the library's message."""
         with self._lock:
             if (known := self._known(guide)) is not None:
                 return known
         if not self._end_ids:
-            raise RequestError(GUIDE, "given", "the model has no end token, which an answer with a grammar needs")
+            raise RequestError(GUIDE, "given", "needs a model with an end token")
         if self._tokenizer is None:
             text = self._tokenizer_file.read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids))
         matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(GUIDE, f"{len(guide)} characters", _first_line(matcher.get_error()))
-        LlgState(matcher, self._vocab_size).allowed()  # the dearest of all: it is worked out before states are copied
+        LlgState(matcher, self._vocab_size).allowed()  # the first mask costs most; copies of the state share it
         grammar = LlgGrammar(matcher, self._vocab_size)
         trial = grammar.start()
         trial.advance(trial.forced()[:MAX_TRIED])
@@ -211,7 +217,7 @@ class GuideCompiler:
             result: Grammar | FaserError = self.compile(guide)
         except FaserError as error:
             result = error
-        except BaseException as error:  # a panic in the library must not end the thread, nor leave a request waiting
+        except BaseException as error:  # a panic in the library must neither end the thread nor leave a request waiting
             result = RequestError(GUIDE, "given", f"could not be compiled: {type(error).__name__}")
         with self._lock:
             self._num_waiting -= 1

@@ -1,7 +1,7 @@
-"""`PromptFormat`: how prompts of an engine directory begin and how its conversations are written.
+"""`PromptFormat`: the special tokens and the chat template of an engine directory's prompts.
 
-Read from the directory's prompts.json (written by `engines/prompts.py`), which the manifest has verified. A plain
-value, so that the engine's process can hand it to the frontends.
+`engines/prompts.py` writes it to prompts.json, which the manifest verifies. It is a plain value: the engine's process
+sends it to the frontends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """chat_template None: conversations are refused."""
+    """The format of prompts. Without chat_template, conversations are refused."""
 
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # as templates name them, e.g. "bos_token"
-    adds_special_tokens: bool = True  # whether plain prompts get the tokens that tokenizer.json adds
-    adds_begin_token: bool = False  # whether they begin with bos_token even where tokenizer.json adds none
+    adds_special_tokens: bool = True  # plain prompts get the tokens that tokenizer.json adds
+    adds_begin_token: bool = False  # they begin with bos_token even if tokenizer.json adds none
 
     @classmethod
     def load(
@@ -37,14 +37,14 @@ class PromptFormat:
         chat_template_file: Path | None = None,
         adds_special_tokens: bool | None = None,
     ) -> PromptFormat:
-        """The checkpoint's format, which the options override. Raises ManifestError or ConfigError naming the file."""
+        """Reads the checkpoint's format; options override it. Raises ManifestError or ConfigError naming the file."""
         found = _read(engine_dir / manifest.prompts.name)
         if chat_template_file is not None:
             found = replace(found, chat_template=read_template(chat_template_file))
         return found if adds_special_tokens is None else found.adding_special_tokens(adds_special_tokens)
 
     def adding_special_tokens(self, adds_special_tokens: bool) -> PromptFormat:
-        """The same format, but plain prompts get the tokenizer's own tokens, or none."""
+        """Returns the format with or without the tokenizer's own tokens around plain prompts."""
         begins = adds_special_tokens and self.adds_begin_token
         return replace(self, adds_special_tokens=adds_special_tokens, adds_begin_token=begins)
 
@@ -53,7 +53,7 @@ class PromptFormat:
 
 
 def read_template(file: Path) -> str:
-    """A chat template in a file of its own. Raises ConfigError naming the file."""
+    """Reads a file with a chat template. Raises ConfigError naming the file."""
     try:
         return read_text(file, MAX_TEMPLATE_BYTES)
     except FileError as error:

@@ -1,8 +1,7 @@
-"""Text <-> token ids of one engine directory, on the `tokenizers` library.
+"""Converts text to token ids and back for one engine directory, with the `tokenizers` library.
 
-Words are encoded without special tokens; prompts and conversations as the checkpoint says (prompts.py). For
-byte-level vocabularies it also gives the exact bytes of every token, which makes streaming both cheap and exact
-(see text_stream.py).
+Words get no special tokens; prompts and conversations get those of the checkpoint (prompts.py). For byte-level
+vocabularies, `token_bytes` holds the bytes of every token, with which answer_stream.py decodes exactly and fast.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is read on the thread that asks
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # encode on the calling thread
 
 from tokenizers import Tokenizer
 
@@ -24,11 +23,11 @@ from faser_backend.files import FileError, read_text
 from faser_backend.text.chat import Message, read_messages
 from faser_backend.text.prompts import PromptFormat
 
-PANIC = "PanicException"  # of pyo3, which cannot be imported
+PANIC = "PanicException"  # pyo3's exception, which cannot be imported
 
 
 class TextTokenizer:
-    """A loaded tokenizer. Thread-safe: encoding and decoding keep no state."""
+    """A loaded tokenizer with the prompt format of its checkpoint. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: PromptFormat | None = None) -> None:
         self._tokenizer = tokenizer
@@ -37,7 +36,7 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: Path, prompts: PromptFormat | None = None) -> TextTokenizer:
-        """Raises ConfigError naming the file where it is missing or not a tokenizer."""
+        """Loads a tokenizer. Raises ConfigError naming the file if it is missing or not a tokenizer."""
         return cls(load_tokenizer(path), prompts)
 
     @property
@@ -46,7 +45,7 @@ class TextTokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest token, as it is written in the vocabulary: at least those of its text."""
+        """The bytes of the longest token as the vocabulary writes it, at least as many as its text has."""
         return max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
@@ -55,26 +54,28 @@ class TextTokenizer:
         return self._special_id("pad_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Raises RequestError for a text that the library fails on."""
+        """Returns token ids. Raises RequestError if the library fails."""
         with _failures_as(lambda reason: RequestError("text", text, f"the tokenizer cannot encode it ({reason})")):
-            # As a batch of one: the library lets other threads run for batches alone.
+            # A batch of one: the library releases the interpreter's lock for batches only.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A plain prompt, with the tokens that the checkpoint puts around it; its begin token at most once."""
+        """Returns the ids of a plain prompt with the checkpoint's special tokens, the begin token at most once."""
         token_ids = self.encode(text, add_special_tokens=self._prompts.adds_special_tokens)
         begin_id = self._special_id("bos_token")
         if begin_id is None or not self._prompts.adds_special_tokens:
             return token_ids
         if self._prompts.adds_begin_token and token_ids[:1] != [begin_id]:
             return [begin_id, *token_ids]
-        if token_ids[:2] == [begin_id, begin_id]:  # the text came with one
+        if token_ids[:2] == [begin_id, begin_id]:  # the text has its own begin token
             return token_ids[1:]
         return token_ids
 
     def encode_chat(self, field: str, messages: str | list[Any], max_bytes: int | None = None) -> tuple[str, list[int]]:
-        """[{role, content}], or its JSON -> the prompt and its ids, which hold the special tokens that the template
-        writes and no others. Raises RequestError naming the field, where the template writes more than max_bytes too.
+        """Returns the prompt of a conversation [{role, content}], or of its JSON, and its ids.
+
+        The ids hold the special tokens that the template writes and no others. Raises RequestError naming the field,
+        also for a prompt of more than max_bytes.
         """
         return self.encode_conversation(field, read_messages(field, messages), max_bytes=max_bytes)
 
@@ -86,7 +87,7 @@ class TextTokenizer:
         *,
         max_bytes: int | None = None,
     ) -> tuple[str, list[int]]:
-        """As encode_chat, of messages that have been checked; tools are shown to the model if the template does."""
+        """Works as encode_chat for checked messages. tools: functions that the template may show to the model."""
         text = self._chat.render(field, messages, tools)
         if max_bytes is not None and (num_bytes := len(text.encode())) > max_bytes:
             limit = f"must be at most {max_bytes} bytes, rendered"
@@ -98,11 +99,11 @@ class TextTokenizer:
         return self._prompts.chat_template
 
     def close(self) -> None:
-        """Ends the process that renders conversations, if one was needed."""
+        """Ends the process that renders conversations, if it runs."""
         self._chat.close()
 
     def encode_words(self, name: str, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of stop or bad words. Raises RequestError for a word without tokens."""
+        """Returns the token sequences of stop or bad words. Raises RequestError for a word without tokens."""
         encoded = tuple(tuple(self.encode(word)) for word in words)
         for word, token_ids in zip(words, encoded, strict=True):
             if not token_ids:
@@ -110,9 +111,9 @@ class TextTokenizer:
         return encoded
 
     def decode(self, token_ids: list[int], *, skips_special_tokens: bool = True) -> str:
-        """Text of ids, by default without special tokens; invalid UTF-8 becomes U+FFFD.
+        """Returns the text of ids, by default without special tokens; invalid UTF-8 becomes U+FFFD.
 
-        Raises RequestError for ids that the library fails on.
+        Raises RequestError if the library fails.
         """
         with _failures_as(lambda reason: RequestError("token_ids", token_ids, f"cannot be decoded ({reason})")):
             return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
@@ -123,7 +124,7 @@ class TextTokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """Bytes of every token id (b"" for special tokens and holes), or None if not byte-level."""
+        """The bytes of every token id, b"" for special tokens and unused ids; None if not byte-level."""
         description = json.loads(self._tokenizer.to_str())
         if not _is_byte_level(description.get("decoder")):
             return None
@@ -136,7 +137,7 @@ class TextTokenizer:
                 continue
             if all(char in byte_of for char in token):
                 table[token_id] = bytes(byte_of[char] for char in token)
-            else:  # added text that never went through the byte alphabet
+            else:  # an added token, written as plain text
                 table[token_id] = token.encode()
         return table
 
@@ -151,7 +152,7 @@ def check_length(name: str, text: object, max_bytes: int) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The library's tokenizer. Raises ConfigError naming the file, without its folder: clients may read it."""
+    """Loads the library's tokenizer. Raises ConfigError with the file's name alone, because clients may see it."""
     try:
         text = read_text(path)
     except FileError as error:
@@ -162,7 +163,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 @contextmanager
 def _failures_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
-    """The library raises plain Exception for every cause, and where it panics a BaseException."""
+    """Converts the library's errors: a plain Exception for any cause, a BaseException for a panic."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -182,9 +183,9 @@ def _is_byte_level(decoder: dict | None) -> bool:
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The 256 printable characters that stand for bytes 0..255 in byte-level vocabularies.
+    """Returns the 256 printable characters that represent bytes 0..255 in byte-level vocabularies.
 
-    Printable Latin-1 bytes stand for themselves; the other 68 take code points from 256 on, in order.
+    Printable Latin-1 bytes represent themselves; the other 68 use code points from 256 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))

@@ -1,6 +1,6 @@
-"""`Worker`: a Python program in a process of its own, which answers one message after the other.
+"""`Worker`: a Python program in a separate process, which answers one message after the other.
 
-What loops, fills memory or crashes in it costs the message and nothing else.
+A message that makes the program loop, fill memory or crash fails alone; the next one starts a new process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from faser_backend.core.errors import FaserError
 
 
 class WorkerError(FaserError):
-    """The process ended before it could answer. status: its exit status."""
+    """The process ended before it answered. status: its exit status."""
 
     def __init__(self, status: int, last_line: str) -> None:
         super().__init__(f"its process ended with status {status}: {last_line}")
@@ -22,11 +22,13 @@ class WorkerError(FaserError):
 
 
 class Worker:
-    """Started with the first call, and again after it has died. Thread-safe: calls wait for one another."""
+    """A process that starts with the first call, and again after it has died. Thread-safe: one call at a time."""
 
     def __init__(self, *arguments: str) -> None:
-        """arguments: of Python; one more is the descriptor of the socket by which messages come. The program ends where
-        that is closed."""
+        """arguments: of Python. The descriptor of the socket for messages is appended.
+
+        The program must end when that socket is closed.
+        """
         self._arguments = arguments
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,7 +62,7 @@ class Worker:
             )
 
     def _end(self) -> tuple[int, str]:
-        """Returns the status and what was written last."""
+        """Returns the exit status and the last line of stderr."""
         process, connection, self._process, self._connection = self._process, self._connection, None, None
         if process is None or connection is None:
             return 0, ""

@@ -210,6 +210,7 @@ def test_bad_options_and_directories(engine_dir: Path, tmp_path: Path):
             LLM(engine_dir, **options)
     with pytest.raises(faser_backend.ManifestError, match="manifest"):
         LLM(tmp_path)
+    assert all(getattr(faser_backend, name) for name in faser_backend.__all__)
 
 
 def test_async_calls_share_the_engine(llm: LLM):

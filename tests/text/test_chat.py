@@ -217,7 +217,7 @@ def test_without_a_template_a_conversation_is_refused():
         ("{% include '/etc/hostname' %}", "no loader"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ range(10**9) }}", "OverflowError"),
-        ("{% for i in range(90000) %}{{ 'a' * 1000 }}{% endfor %}", f"wrote more than {MAX_CHARS} characters"),
+        ("{% for i in range(90000) %}{{ 'a' * 1000 }}{% endfor %}", f"writes more than {MAX_CHARS} characters"),
         (f"{{{{ 'a' * {2 * MAX_MEMORY_BYTES} }}}}", "MemoryError"),
     ],
 )

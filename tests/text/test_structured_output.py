@@ -203,11 +203,11 @@ def test_the_walker_says_what_a_fresh_one_says(built: Built) -> None:
     [
         ("yaml", "x", "guided_decoding_guide_type = 'yaml': must be one of json, json_schema, regex"),
         ("regex", "", "guided_decoding_guide = '': is required with guided_decoding_guide_type = 'regex'"),
-        ("json_schema", "{", "is no json_schema: "),
-        ("json_schema", "[" * 100_000, "is no json_schema: "),
+        ("json_schema", "{", "is not a valid json_schema: "),
+        ("json_schema", "[" * 100_000, "is not a valid json_schema: "),
         ("json_schema", " " * (MAX_GUIDE_BYTES + 1), f"must be at most {MAX_GUIDE_BYTES} bytes"),
         ("structural_tag", '{"structures": [], "triggers": []}', "structures is empty"),
-        ("structural_tag", "{}", "is no structural_tag: "),
+        ("structural_tag", "{}", "is not a valid structural_tag: "),
         # found by compiling
         ("regex", "(a+", "guided_decoding_guide = "),
         ("json_schema", '{"type": "nope"}', "guided_decoding_guide = "),
