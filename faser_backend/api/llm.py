@@ -6,11 +6,10 @@ Several threads and event loops may call it at once; their requests share the en
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -100,7 +99,7 @@ class LLM:
     async def generate_async(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
         """Works as generate. Cancelling the task ends its requests."""
         batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
-        async with contextlib.aclosing(self._run_async(batch)) as steps:
+        async with aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
                 pass
         return batch.results()
@@ -110,7 +109,7 @@ class LLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Works as stream."""
         batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
-        async with contextlib.aclosing(self._run_async(batch)) as steps:
+        async with aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
                 for output in batch.news():
                     yield output
@@ -145,9 +144,7 @@ class LLM:
 
     def _run(self, batch: Batch) -> Iterator[None]:
         """Answers the batch; yields after every output."""
-        with ExitStack() as stack:
-            subscription = self._loop.subscribe()
-            stack.callback(subscription.close)
+        with closing(self._loop.subscribe()) as subscription:
             batch.submit(subscription)
             while not batch.is_ended:
                 batch.take(subscription.outputs.get(), subscription)
@@ -157,12 +154,10 @@ class LLM:
         events, outputs = asyncio.get_running_loop(), asyncio.Queue()
 
         def deliver(news: list[EngineOutput] | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 events.call_soon_threadsafe(outputs.put_nowait, news)
 
-        with ExitStack() as stack:
-            subscription = self._loop.subscribe(deliver)
-            stack.callback(subscription.close)
+        with closing(self._loop.subscribe(deliver)) as subscription:
             batch.submit(subscription)
             while not batch.is_ended:
                 batch.take(await outputs.get(), subscription)

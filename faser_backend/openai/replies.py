@@ -63,10 +63,6 @@ class Answer:
         """The stop string that ended the answer."""
         return self._stream.matched_stop
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.wanted.request.prompt_ids.size
-
     def add(self, output: EngineOutput, is_drafted: Sequence[bool]) -> Piece | None:
         """Returns what the output adds, or None. is_drafted: per token."""
         echo = AnswerPart([]) if self._has_echoed else self._echo(output)
@@ -160,9 +156,9 @@ class ApiReply:
     def usage(self) -> dict[str, Any]:
         """Token counts. A prompt counts once for all its answers; cached tokens are whole KV blocks."""
         firsts = self.answers[:: self.body.num_choices]
-        prompt = sum(answer.num_prompt_tokens for answer in firsts)
-        block_size = self.answers[0].model.kv_block_size
-        cached = (min(answer.stats.num_reused_blocks * block_size, answer.num_prompt_tokens) for answer in firsts)
+        sizes = [answer.wanted.request.prompt_ids.size for answer in firsts]
+        prompt, block_size = sum(sizes), self.answers[0].model.kv_block_size
+        cached = (min(one.stats.num_reused_blocks * block_size, size) for one, size in zip(firsts, sizes, strict=True))
         completion = sum(answer.num_tokens for answer in self.answers)
         return {
             "prompt_tokens": prompt,
@@ -174,8 +170,7 @@ class ApiReply:
     @property
     def metrics(self) -> dict[str, Any]:
         """The acceptance of the request's drafts; empty unless the request asks for it."""
-        wanted = self.body.spec_decode_metrics
-        if wanted is None:
+        if (wanted := self.body.spec_decode_metrics) is None:
             return {}
         return {"metrics": {"speculative_decoding": speculation_of(self.answers, is_detailed=wanted == "detailed")}}
 
@@ -188,11 +183,8 @@ class ChoicesReply(ApiReply):
 
     def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
         super().__init__(body, answers)
-        self._frame = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
-            "created": int(time.time()),
-            "model": answers[0].model.name,
-        }
+        reply_id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._frame = {"id": reply_id, "created": int(time.time()), "model": answers[0].model.name}
         self._texts = ["" for _ in answers]
         self._tokens: list[list[AnswerToken]] = [[] for _ in answers]
 

@@ -44,11 +44,8 @@ class FunctionCall:
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.call_id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 class ToolForm:

@@ -183,9 +183,6 @@ def _output_of(result: Any) -> tuple[EngineOutput, list[bool]]:
 
 
 def _failure_of(text: str) -> Failure:
-    """Reads the model's failure. Any other text is Triton's own and means that the model is not available.
-
-    Triton's errors have no code in a stream. Its header `triton_grpc_error` would add one, but makes the server crash
-    if a client leaves at the same time.
-    """
+    """Reads the model's failure. Any other text is Triton's own and means that the model is not available."""
+    # The header `triton_grpc_error` would add a code, but crashes the server if a client leaves at the same time.
     return Failure.from_json(text) or Failure(ErrorCode.UNAVAILABLE, f"Triton: {text}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,8 +91,5 @@ class ChatRenderer:
 
 def check_template(template: str) -> None:
     """Raises RequestError naming chat_template if it cannot be compiled."""
-    renderer = ChatRenderer(template, {})
-    try:
+    with closing(ChatRenderer(template, {})) as renderer:
         renderer.compile()
-    finally:
-        renderer.close()

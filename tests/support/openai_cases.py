@@ -108,11 +108,7 @@ FIELDS: dict[type, dict[str, Field]] = {
         "store": Field(True, "nothing is stored"),
     },
 }
-PATHS = {
-    CompletionBody: "/v1/completions",
-    ChatBody: "/v1/chat/completions",
-    ResponsesBody: "/v1/responses",
-}
+PATHS = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions", ResponsesBody: "/v1/responses"}
 BASE: dict[type, dict[str, Any]] = {
     CompletionBody: {"prompt": "def f", "max_tokens": 4},
     ChatBody: {"messages": MESSAGES, "max_tokens": 4},
