@@ -17,9 +17,9 @@ import pytest
 
 from faser_backend.lab.bench.servers import free_ports
 from faser_backend.serving.processes import arguments
+from tests.support.clients import metric, wait_for_free_blocks
 from tests.support.served import serve as serve_one
 from tests.support.serving_pair import build_pair
-from tests.support.triton_clients import metric, wait_for_free_blocks
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 

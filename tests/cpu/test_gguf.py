@@ -24,12 +24,11 @@ from faser_backend.manifest import EngineManifest, ModelEngine
 from tests.cpu.test_runner import BLOCK_SIZE, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import K_QUANTISED, QUANTISED, linear
-from tests.support.family_models import random_model, write_model
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.gguf_models import add_vocabulary, write_gguf
 from tests.support.precision import assert_computed_alike
 from tests.support.stored_matrices import restore_matrix
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
 TIED = {"tie_word_embeddings": True}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"

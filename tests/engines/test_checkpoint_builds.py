@@ -22,7 +22,7 @@ from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.safetensors_file import NewTensor, SafetensorsFile, write_safetensors
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import EngineManifest
-from tests.support.family_models import random_model, write_model
+from tests.support.tiny_models import random_model, write_model
 
 # Builds argv[1] into argv[2] and hangs for good once progress says argv[3].
 CHILD = """

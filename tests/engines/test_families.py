@@ -18,9 +18,17 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 from faser_backend.manifest import EngineManifest
-from tests.support.family_models import EXPERTS, VARIANTS, random_model, write_model
 from tests.support.gathered_runner import GatheredRunner
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
+from tests.support.tiny_models import (
+    EXPERTS,
+    VARIANTS,
+    VOCAB_SIZE,
+    make_rows,
+    random_model,
+    reference_logits,
+    run_all,
+    write_model,
+)
 
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 60

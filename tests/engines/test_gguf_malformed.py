@@ -18,8 +18,8 @@ from gguf import GGUFValueType as Kind
 
 from faser_backend.core.errors import FaserError
 from faser_backend.engines.build import build_engines
-from tests.support.family_models import random_model
 from tests.support.gguf_models import add_vocabulary, write_gguf
+from tests.support.tiny_models import random_model
 
 Words = list[str]
 Edit = Callable[[gguf.GGUFWriter], object]

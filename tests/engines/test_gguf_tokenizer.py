@@ -22,8 +22,8 @@ from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.vocabulary import read_vocabulary
 from tests.support.chat_templates import CHATML, USER
-from tests.support.family_models import random_model
 from tests.support.gguf_models import Edit, add_vocabulary, write_gguf
+from tests.support.tiny_models import random_model
 
 TEXTS = (
     "",

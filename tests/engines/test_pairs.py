@@ -14,9 +14,8 @@ from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint_base import CheckpointError
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import MAX_ERROR, NUM_BLOCKS, open_runner
-from tests.support.family_models import random_model, write_model
 from tests.support.serving_pair import byte_level_tokenizer
-from tests.support.tiny_models import make_rows, reference_logits, run_all, write_tokenizer
+from tests.support.tiny_models import make_rows, random_model, reference_logits, run_all, write_model, write_tokenizer
 from tests.support.trtllm_models import write_trtllm
 
 

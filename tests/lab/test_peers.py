@@ -28,8 +28,8 @@ from faser_backend.lab.peers.programs import PIECES, Library, Piece, Setting, Vl
 from faser_backend.lab.places import DEMO
 from faser_backend.serving.processes import is_stopped
 from faser_backend.text.prompts import Prompt
-from tests.support.family_models import random_model
 from tests.support.gguf_models import write_gguf
+from tests.support.tiny_models import random_model
 
 
 @pytest.mark.parametrize("given", [["--only", "llama,tgi"], ["--jobs", "0"], ["--prompts", "nowhere.jsonl"]])

@@ -28,6 +28,7 @@ from faser_backend.openai.requests import Generation
 from faser_backend.openai.server import check_exposure, check_server, read_keys
 from faser_backend.openai.triton_client import TokenClient
 from tests.support.chat_templates import HERMES
+from tests.support.clients import metric, wait_for_free_blocks
 from tests.support.openai_cases import (
     BASE,
     COLOUR,
@@ -45,7 +46,6 @@ from tests.support.openai_cases import (
 )
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
-from tests.support.triton_clients import metric, wait_for_free_blocks
 
 KEY = "sk-of-this-test"
 REQUESTS = "nv_trt_llm_request_metrics"

@@ -24,11 +24,11 @@ from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.triton.frontend import Frontend
 from faser_backend.triton.tensor_io import Reply
 from tests.pipeline.test_engine import alone
+from tests.support.clients import token_request
 from tests.support.fakes import ThreadLanes
 from tests.support.forced_engine import open_forced
 from tests.support.forcing import forced
 from tests.support.harness import VOCAB, Driven, FakeEngine, drive, open_fake, request
-from tests.support.strict_clients import token_request
 from tests.triton.test_contract import HELLO, TOKENIZER
 
 VICTIM = "r3"

@@ -1,4 +1,4 @@
-"""Drafting by look-ups and a draft model: tokens of plain decoding, distributions, what either source is worth."""
+"""Drafting by look-ups and a draft model: tokens of plain decoding, and the value of either source."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
+from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.joint import Guess, JointProposer
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
 from faser_backend.policy.candidates import ChainTable, mixed
@@ -18,8 +19,7 @@ from faser_backend.policy.trim import admit, admit_by_price
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.forced_engine import Case, agrees, open_forced
 from tests.support.forcing import Change, forced
-from tests.support.harness import FakeEngine, drive, request
-from tests.support.kinds import record
+from tests.support.harness import FakeEngine, drive, request, step_record
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 
@@ -42,6 +42,12 @@ def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(DrafterChoice, "takes_look_up", by_chance)
         monkeypatch.setattr(DrafterChoice, "takes_over_tree", by_chance)
     return request.param
+
+
+@pytest.fixture
+def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes every look-up that finds something."""
+    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
 
 
 def run(case: Case, policy: str, change: Change, **options) -> FakeEngine:
@@ -110,17 +116,6 @@ def test_the_draft_makes_no_call_where_look_ups_stand_in(monkeypatch: pytest.Mon
     assert calls["look-ups"] < 0.3 * calls["model"]
 
 
-# -- distributions -----------------------------------------------------------------------------------
-
-BAD_DRAFT = {"vocab_size": 5, "has_both": True, "draft_noise": 16.0}  # often wrong, so that steps begin anew
-
-
-@pytest.fixture
-def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look-up that finds something is taken."""
-    monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
-
-
 # -- what a source is worth ------------------------------------------------------------------------------
 
 
@@ -172,7 +167,8 @@ def rule(call_us: float, row_price: float = 0.0) -> TrimRule:
 def in_steps_of_two(num_accepted: list[int]) -> StepRecord:
     """Two greedy requests, the draft model's chain and a look-up's, with the same margins."""
     margins = np.full((2, 5), 2.0, np.float32)
-    made = record("gg", num_accepted, margins=margins)
+    sequences = [Sequence.from_request(request(str(b), [1, 2, 3], 300), 0) for b in range(2)]
+    made = step_record(sequences, [5, 5], num_accepted, margins=margins)
     return replace(made, frontier=replace(made.frontier, sources=np.array([MAIN, NGRAM])))
 
 

@@ -8,11 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import Decision
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
@@ -78,18 +74,9 @@ def test_rising_shares_are_the_nearest_that_never_fall(seed: int) -> None:
     assert rising_shares(shares * tested, tested) == pytest.approx(expected)
 
 
-def record_of(margins: np.ndarray, num_accepted: np.ndarray, num_kept: np.ndarray) -> StepRecord:
-    size, width = margins.shape
-    frontier = Frontier(np.zeros((size, width), np.int64), np.full(size, width), np.full(size, width + 1), margins)
-    verification = Verification(np.zeros((0, 1), np.float32), np.zeros(size + 1, np.int64), num_kept, 0)
-    acceptance = Acceptance(np.zeros((size, width + 1), np.int64), num_accepted, num_accepted + 1)
-    plan = StepPlan(Decision([]), InFlight.empty())
-    return StepRecord(plan, frontier, verification, acceptance, np.ones(size, np.int64), 0, 0, 0.0, 0.0, 0.0)
-
-
 def observe(matches: MatchCalibration, margins: np.ndarray, num_accepted: np.ndarray, num_kept: np.ndarray) -> None:
-    record = record_of(margins, num_accepted, num_kept)
-    matches.observe(margins, num_accepted, np.minimum(num_accepted + 1, record.num_testable))
+    """Teaches chains of margins.shape[1] tokens each, of which num_kept - 1 were tested."""
+    matches.observe(margins, num_accepted, np.minimum(num_accepted + 1, np.minimum(margins.shape[1], num_kept)))
 
 
 def test_traffic_moves_the_chances() -> None:

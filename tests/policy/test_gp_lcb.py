@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import WHOLE, Decision
-from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.record import StepRecord
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.gp_lcb import GpLcb, GridProcess, hats, smooth
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
-from tests.support.harness import guessed, request
+from tests.support.harness import guessed, request, step_record
 
 LENGTHS = range(MAX_ADAPTIVE_TOKENS + 1)
 NUM_OUTPUT_TOKENS = 200  # of a synthetic request; then the next one takes its place
@@ -49,25 +46,6 @@ def step_us(engine: CostModel, lengths: list[int]) -> float:
         total += float(engine.call_us(DRAFT, WHOLE, deep, deep, 100)) + float(engine.overhead.draft_call(deep))
     verify_us = engine.call_us(TARGET, WHOLE, num_rows, size, 100, max_rows=max(lengths) + 1)
     return total + float(verify_us) + float(engine.overhead.step(size, num_rows))
-
-
-def step_record(sequences: list[Sequence], lengths: list[int], accepted: list[int], us: float) -> StepRecord:
-    drafted, kept = np.array(lengths), np.array(accepted)
-    size, width = drafted.size, int(drafted.max())
-    plan = StepPlan(Decision(lengths), InFlight.empty(), decodes=sequences, num_draft_tokens=lengths)
-    cu_rows = np.concatenate([[0], np.cumsum(drafted + 1)])
-    return StepRecord(
-        plan,
-        Frontier(np.zeros((size, width), np.int64), drafted, drafted + 1, np.full((size, width), 1.2, np.float32)),
-        Verification(np.zeros((0, 0), np.float32), cu_rows, drafted + 1, 0),
-        Acceptance(np.zeros((size, width + 1), np.int64), kept, kept + 1),
-        np.array([sequence.num_tokens for sequence in sequences]),
-        0,
-        int(us * 1e3),
-        0.3 * us,
-        0.6 * us,
-        0.0,
-    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +93,7 @@ class Run:
                 sequence.num_tokens += kept + 1
                 sequence.stats.num_tested += min(kept + 1, length)
                 sequence.stats.num_accepted += kept
-            self.policy.observe(step_record(list(self.sequences), lengths, accepted, us))
+            self.policy.observe(step_record(list(self.sequences), lengths, accepted, us=us))
             self.lengths.append(lengths)
             total_us += us
             num_emitted += sum(accepted) + load.size
@@ -223,7 +201,7 @@ def test_any_batch_gets_lengths_in_range(size: int):
         assert len(lengths) == size
         usable = [s.num_remaining_tokens - 1 for s in sequences]
         assert all(0 <= k <= min(MAX_ADAPTIVE_TOKENS, u) for k, u in zip(lengths, usable, strict=True))
-        policy.observe(step_record(sequences, lengths, [int(rng.integers(k + 1)) for k in lengths], 900.0 * size))
+        policy.observe(step_record(sequences, lengths, [int(rng.integers(k + 1)) for k in lengths], us=900.0 * size))
 
 
 def test_a_request_that_opted_out_is_left_alone():

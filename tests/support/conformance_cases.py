@@ -15,7 +15,7 @@ import numpy as np
 from faser_backend.triton import tensors
 from faser_backend.triton.model_configs import INFLIGHT_BATCHER, LLMAPI, ModelConfig
 from faser_backend.triton.tensors import UNSUPPORTED, WITHOUT_EFFECT, TritonTensor
-from tests.support.strict_clients import Arrays, ids, one, text, text_request, token_request
+from tests.support.clients import Arrays, ids, one, text, text_request, token_request
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- conformance: written by tests/support/conformance_cases.py -->", "<!-- end of conformance -->"

@@ -1,4 +1,4 @@
-"""Builds an engine on fake runners, and drives it with arrivals, cancellations and checks."""
+"""Builds an engine on fake runners and drives it with arrivals, cancellations and checks; makes records of steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import WHOLE
+from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
+from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Lanes, Partition
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
+from faser_backend.core.sequence import Sequence
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.draft import ModelProposer
@@ -29,7 +33,7 @@ SPLIT = "1/1"  # the partition on which fake engines can overlap
 
 
 def guessed() -> Knowledge:
-    """The conservative default for the demo pair's sizes: no engine was measured."""
+    """Returns the conservative default for the demo pair's sizes, as if no engine had been measured."""
     target = ModelSize(num_layers=(6,), layer_weights=800_000, head_weights=520_000, kv_width=256)
     draft = ModelSize(num_layers=(2,), layer_weights=200_000, head_weights=260_000, kv_width=128)
     return Knowledge(default_cost_model(target, draft))
@@ -37,7 +41,7 @@ def guessed() -> Knowledge:
 
 @dataclass
 class FakeEngine:
-    """An engine and the fakes in it; the runners of both partitions share their K/V."""
+    """An engine and its fakes. The runners of both partitions share their K/V."""
 
     engine: Engine
     targets: list[HashRunner]  # of WHOLE, and of SPLIT if there are lanes
@@ -46,7 +50,7 @@ class FakeEngine:
 
 
 def fake_engine(policy: str | SpeculationPolicy = "none", **options) -> tuple[Engine, HashRunner]:
-    """The real scheduler, pipeline and sampler on fake models. Returns the engine and its target."""
+    """Returns an engine with the real scheduler, pipeline and sampler on fake models, and its target."""
     fake = open_fake(policy, **options)
     return fake.engine, fake.targets[0]
 
@@ -70,8 +74,11 @@ def open_fake(
     has_both: bool = False,
     **ports,
 ) -> FakeEngine:
-    """As fake_engine, with all parts. num_layers: of the target's segments. has_ngrams: they draft, no model does;
-    has_both: both do. ports: further fields of Ports."""
+    """Returns such an engine with its parts.
+
+    num_layers: layers of each segment of the target. has_ngrams: n-grams draft instead of a model; has_both: n-grams
+    and a model draft. ports: further fields of Ports.
+    """
     if isinstance(policy, str):
         policy = parse_policy(policy, guessed)
     num_partitions = 1 if lanes is None else 2
@@ -115,9 +122,44 @@ def request(request_id: str, prompt: list[int], max_tokens: int = 20, **options)
     return Request(request_id, np.array(prompt, np.int64), max_tokens, sampling, **options)
 
 
+def step_record(
+    sequences: list[Sequence],
+    num_drafted: list[int] | np.ndarray,
+    num_accepted: list[int] | np.ndarray,
+    *,
+    num_kept: np.ndarray | None = None,
+    margins: np.ndarray | None = None,
+    us: float = 0.0,
+) -> StepRecord:
+    """Returns the record of a serial step of `us` microseconds, of which 0.3 drafted and 0.6 verified.
+
+    num_kept: by default every row runs through the whole target. margins: [B, K], 1.2 unless given.
+    """
+    drafted, accepted = np.array(num_drafted), np.array(num_accepted)
+    size, width, lengths = drafted.size, int(drafted.max()), drafted.tolist()
+    margins = np.full((size, width), 1.2, np.float32) if margins is None else margins
+    return StepRecord(
+        StepPlan(Decision(lengths), InFlight.empty(), decodes=sequences, num_draft_tokens=lengths),
+        Frontier(np.zeros((size, width), np.int64), drafted, drafted + 1, margins),
+        Verification(
+            np.zeros((0, 0), np.float32),
+            np.concatenate([[0], np.cumsum(drafted + 1)]),
+            drafted + 1 if num_kept is None else num_kept,
+            0,
+        ),
+        Acceptance(np.zeros((size, width + 1), np.int64), accepted, accepted + 1),
+        np.array([sequence.num_tokens for sequence in sequences]),
+        start_ns=0,
+        end_ns=int(us * 1e3),
+        propose_us=0.3 * us,
+        verify_us=0.6 * us,
+        overlap_us=0.0,
+    )
+
+
 @dataclass
 class Driven:
-    """Tokens and the end of every request of a run."""
+    """Tokens and final output of every request of a run."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     log_probs: dict[str, list[float]] = field(default_factory=dict)
@@ -132,7 +174,7 @@ def drive(
     cancel: dict[str, int] | None = None,
     check: bool = True,
 ) -> Driven:
-    """Submits all at once, or at random times if a seed is given; steps until all have ended.
+    """Submits all requests at once, or at random times if a seed is given, and steps until all have ended.
 
     cancel: request id -> number of output tokens after which it is cancelled.
     """

@@ -15,8 +15,7 @@ import torch
 from faser_backend.cuda import torch_segment
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
-from tests.support.family_models import random_model, write_model
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, reference_logits, write_model
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 MAX_ERROR = 2e-4

@@ -1,4 +1,4 @@
-"""Processes that this one has started, found and ended as somebody from outside would."""
+"""Finds and ends processes that tests started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faser_backend.serving import processes
 
 
 def children(words: str, parent: int | None = None) -> list[int]:
-    """Processes of this one, or of `parent`, whose command line holds the words."""
+    """Returns children of this process, or of `parent`, whose command line holds the words."""
     return [pid for pid in processes.children(parent or os.getpid()) if words in " ".join(processes.arguments(pid))]
 
 
@@ -19,11 +19,12 @@ def kill_children(words: str) -> None:
     assert pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    wait_until_gone(pids)
+    assert still_running(pids) == []
 
 
-def wait_until_gone(pids: list[int], timeout_s: float = 5.0) -> None:
+def still_running(pids: list[int], timeout_s: float = 5.0) -> list[int]:
+    """Waits until the processes have ended, and returns those that have not by then."""
     deadline_s = time.monotonic() + timeout_s
-    while any(map(processes.is_running, pids)):
-        assert time.monotonic() < deadline_s, f"still running: {pids}"
+    while (left := [pid for pid in pids if processes.is_running(pid)]) and time.monotonic() < deadline_s:
         time.sleep(0.02)
+    return left

@@ -1,4 +1,4 @@
-"""Small random Llama checkpoints and their engines, for tests that need a real model."""
+"""Small random checkpoints of every model family, and the logits that transformers computes for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
@@ -30,29 +40,72 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama_attention_bias": ("llama", {"attention_bias": True}),
+    "llama_all_biases_tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_tied_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen3_moe_plain_shares": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 3}),
+}
+
+
 def write_tokenizer(directory: Path, vocab_size: int = VOCAB_SIZE, first: str = "token0") -> None:
     vocab = {f"token{i}" if i else first: i for i in range(vocab_size)}
     content = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocab, "unk_token": first}}
     (directory / "tokenizer.json").write_text(json.dumps(content))
 
 
-def write_checkpoint(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A random checkpoint with weights large enough that every part of the model shows in the logits."""
+def random_model(variant: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Returns a model of a variant, or of a plain family. Its weights are large enough to show in the logits."""
+    family, own = VARIANTS.get(variant, (variant, {}))
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**DEFAULTS, **changes}))
+    config = CONFIGS[family](**{**DEFAULTS, **own, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.25)
             if name.endswith("norm.weight"):
                 parameter.add_(1.0)
+    return model
+
+
+def write_model(model: PreTrainedModel, directory: Path, **options: Any) -> Path:
+    """Writes a Hugging Face checkpoint, and a tokenizer of as many tokens as the model reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    model.to(dtype).save_pretrained(directory)
+    model.save_pretrained(directory, **options)
     write_tokenizer(directory, model.config.vocab_size)
     return directory
 
 
+def write_checkpoint(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Writes a random Llama with a tokenizer."""
+    return write_model(random_model("llama", seed=seed, **changes).to(dtype), directory)  # pyright: ignore[reportArgumentType]
+
+
 def write_draft(source: Path, directory: Path, *, noise: float = 0.05, seed: int = 1) -> Path:
-    """The checkpoint `source` with noisy weights: a draft that is often right, but not always."""
+    """Writes the checkpoint `source` with noise on its weights: a draft that is often right, but not always."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
@@ -68,7 +121,7 @@ def reference_model(directory: Path) -> LlamaForCausalLM:
 
 
 def reference_logits(model: LlamaForCausalLM, token_ids: np.ndarray) -> np.ndarray:
-    """Logits [num_tokens, vocab_size] of one sequence in a single dense pass."""
+    """Returns logits [num_tokens, vocab_size] of one sequence in a single dense pass."""
     with torch.no_grad():
         return model(torch.from_numpy(token_ids)[None]).logits[0].numpy()
 
@@ -80,7 +133,7 @@ def make_rows(
     block_tables: np.ndarray,
     logit_rows: np.ndarray | None = None,
 ) -> RowBatch:
-    """Rows [start, start + count) of each sequence; logits of all rows unless given."""
+    """Returns rows [start, start + count) of each sequence. logit_rows: by default all."""
     cu_rows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     parts = [tokens[s : s + n] for tokens, s, n in zip(sequences, starts, counts, strict=True)]
     return RowBatch(
@@ -93,7 +146,7 @@ def make_rows(
 
 
 def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
-    """Every segment in order; a copy of the logits [R, vocab_size]."""
+    """Runs every segment in order and returns a copy of the logits [R, vocab_size]."""
     hidden = None
     for segment in range(runner.num_segments):
         hidden = runner.run_segment(segment, rows, hidden)

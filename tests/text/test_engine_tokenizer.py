@@ -17,8 +17,8 @@ from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.chat_templates import CHATML, USER
-from tests.support.family_models import random_model
 from tests.support.serving_pair import END_ID, byte_level_tokenizer, write_pair
+from tests.support.tiny_models import random_model
 from tests.support.trtllm_models import write_trtllm
 
 CONFIG = "tokenizer_config.json"

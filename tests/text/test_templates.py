@@ -24,7 +24,7 @@ from faser_backend.lab.bench.servers import free_ports
 from faser_backend.places import MODEL_REPO, data_folder
 from faser_backend.triton import server
 from faser_backend.triton.model_configs import write_repositories
-from tests.support.strict_clients import ids_of, infer_grpc, stream_grpc, text_of, text_request, token_request
+from tests.support.clients import ids_of, infer_grpc, stream_grpc, text_of, text_request, token_request
 
 # What guides to TensorRT-LLM's backend fill in, by model.
 KEYS = {

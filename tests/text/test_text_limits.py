@@ -22,7 +22,7 @@ from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
 from faser_backend.triton.long_texts import LONG_TEXT_BYTES, LongTexts, SeparateTokenizer
 from faser_backend.triton.tensor_values import default_text_bytes
-from tests.support.processes import children, kill_children, wait_until_gone
+from tests.support.processes import children, kill_children, still_running
 from tests.support.serving_pair import byte_level_tokenizer
 from tests.triton.test_contract import HELLO, number, parse, text
 
@@ -189,7 +189,7 @@ def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_pat
         workers = children("-m faser_backend.triton.long_texts", parent.pid)
         parent.kill()
     assert len(workers) == 1
-    wait_until_gone(workers)
+    assert still_running(workers) == []
 
 
 def test_the_openai_server_has_the_same_limit():

@@ -20,24 +20,27 @@ from faser_backend.triton import launch
 from faser_backend.triton.model_configs import CONTRACTS, INFLIGHT_BATCHER, LLMAPI, ModelConfig
 from faser_backend.triton.server import LaunchOptions
 from faser_backend.triton.tensors import UNSUPPORTED, TritonTensor
-from tests.support.conformance_cases import DOCS, VOCAB_SIZE, base_request, neutral, output_of, shape_of, used, written
-from tests.support.served import Served, serve
-from tests.support.serving_pair import MAX_CONTEXT, build_pair, byte_level_tokenizer
-from tests.support.strict_clients import (
+from tests.support.clients import (
     Arrays,
+    Stream,
+    events_of,
     ids,
     ids_of,
     infer_grpc,
     infer_http,
     names_of,
     one,
+    post,
     stream_grpc,
     text,
     text_of,
     text_request,
     token_request,
+    wait_for_free_blocks,
 )
-from tests.support.triton_clients import Stream, events_of, post, wait_for_free_blocks
+from tests.support.conformance_cases import DOCS, VOCAB_SIZE, base_request, neutral, output_of, shape_of, used, written
+from tests.support.served import Served, serve
+from tests.support.serving_pair import MAX_CONTEXT, build_pair, byte_level_tokenizer
 
 PROMPT = "def größe(x):\n"
 LONG = 200  # tokens: even a busy machine cannot join all of such a stream in one response
@@ -310,7 +313,8 @@ def test_every_row_of_the_behaviours_names_a_test_that_exists():
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
     assert len(named) > 25
     for file, test in named:
-        assert f"def {test}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), f"{file}::{test}"
+        [path] = Path(__file__).parents[1].rglob(file)
+        assert f"def {test}(" in path.read_text(encoding="utf-8"), f"{file}::{test}"
 
 
 # -- the llmapi contract ----------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from faser_backend.pipeline.engine import STEP_KINDS
+from tests.support.clients import infer_http, text_request, token_request
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
-from tests.support.strict_clients import infer_http, text_request, token_request
 
 ROOT = Path(__file__).parents[2]
 OURS = ("price", "drafted_tokens", "wasted_tokens")

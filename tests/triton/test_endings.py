@@ -23,10 +23,21 @@ from faser_backend.core.errors import SHUTTING_DOWN, ConfigError
 from faser_backend.lab.bench.servers import free_ports
 from faser_backend.serving.processes import PARENT_POLL_S, children, is_running
 from faser_backend.triton.server import LaunchOptions, TritonServer, check_ports
+from tests.support.clients import (
+    Arrays,
+    arrays_of,
+    infer_grpc,
+    inputs_of,
+    one,
+    post,
+    stream_grpc,
+    text,
+    text_request,
+    wait_for_free_blocks,
+)
+from tests.support.processes import still_running
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
-from tests.support.strict_clients import Arrays, infer_grpc, one, stream_grpc, text, text_request
-from tests.support.triton_clients import inputs_of, post, wait_for_free_blocks
 
 PROMPT = "def f(x):\n"
 NUM_TOKENS, NUM_STREAMS = 1200, 4
@@ -50,7 +61,7 @@ class Clients:
         self.received: queue.Queue = queue.Queue()
         self.client.start_stream(lambda result, error: self.received.put((result, error)))
         for number in range(NUM_STREAMS):
-            inputs = inputs_of(text_input=PROMPT, max_tokens=NUM_TOKENS, end_id=-1, stream=True)
+            inputs = inputs_of(arrays_of(text_input=PROMPT, max_tokens=NUM_TOKENS, end_id=-1, stream=True))
             self.client.async_stream_infer("ensemble", inputs, request_id=str(number), enable_empty_final_response=True)
         begun: set[str] = set()
         while len(begun) < NUM_STREAMS:
@@ -156,7 +167,7 @@ def test_a_unary_server_cancels_refuses_foreign_stops_and_drains(engine_dir: Pat
 
 def start_unary(client: triton.InferenceServerClient, request_id: str = "") -> tuple[Any, queue.Queue]:
     received: queue.Queue = queue.Queue()
-    inputs = inputs_of(text_input=PROMPT, max_tokens=480, end_id=-1)
+    inputs = inputs_of(arrays_of(text_input=PROMPT, max_tokens=480, end_id=-1))
     call = client.async_infer(
         "ensemble", inputs, lambda result, error: received.put((result, error)), request_id=request_id
     )
@@ -188,18 +199,10 @@ def test_killing_the_server_leaves_no_process_behind(engine_dir: Path):
         assert len(family) >= 5, "a server and a process for each Python model"
         time.sleep(3 * PARENT_POLL_S)
         for pid in family[1:]:
-            os.kill(pid, signal.SIGSTOP)  # as if its interpreter never came to its turn
+            os.kill(pid, signal.SIGSTOP)
         served.process.kill()
         served.process.wait()
         assert still_running(family, 2.0) == []
-
-
-def still_running(pids: list[int], timeout_s: float) -> list[int]:
-    """Those that have not ended by then."""
-    deadline = time.monotonic() + timeout_s
-    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def test_a_process_ends_with_the_thread_that_started_it_and_another_does_not():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from faser_backend.core.errors import FaserError
 from faser_backend.engines.build import build_engines
-from tests.support.family_models import random_model, write_model
+from tests.support.tiny_models import random_model, write_model
 
 Words = list[str]
 WEIGHTS = "model.safetensors"

@@ -22,10 +22,10 @@ from faser_backend.core.errors import SHUTTING_DOWN
 from faser_backend.lab.bench.servers import free_ports
 from faser_backend.triton.admin import AdminError, Administration
 from faser_backend.triton.metrics import REQUESTS
+from tests.support.clients import Answer, Stream, metric, post, wait_for_free_blocks
 from tests.support.collector import Collector, attributes_of, collecting
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
-from tests.support.triton_clients import Answer, Stream, metric, post, wait_for_free_blocks
 
 KEY = "a-key_of-20-letters0"
 PROMPT, LONG = [5, 6, 7], 1900

@@ -21,8 +21,8 @@ from faser_backend.lab.bench.servers import free_ports
 from faser_backend.serving.access import GRPC_PREFIX, KEY_HEADER
 from faser_backend.triton.server import LaunchOptions, TritonServer
 from tests.support.chat_templates import CHATML
+from tests.support.clients import Stream, post, wait_for_free_blocks
 from tests.support.serving_pair import END_ID, MAX_CONTEXT, build_pair
-from tests.support.triton_clients import Stream, post, wait_for_free_blocks
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
@@ -117,7 +117,7 @@ def test_stop_words_end_the_text_across_token_borders(stream: Stream):
 
 KILLED_CLIENT = """
 import sys
-from tests.support.triton_clients import Stream
+from tests.support.clients import Stream
 streams = [Stream(sys.argv[1]) for _ in range(4)]
 for stream in streams:
     stream.send("ensemble", text_input="def f", max_tokens=400, end_id=-1, stream=True)

@@ -83,7 +83,7 @@ def test_an_endpoint_that_is_none_and_a_missing_extra_are_told_by_the_option(mon
 
 def test_nothing_of_opentelemetry_is_loaded_unless_it_is_wanted():
     program = (
-        "import sys; from faser_backend.serving import frontend; from faser_backend.openai import app; "
+        "import sys; from faser_backend.triton import frontend; from faser_backend.openai import app; "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -15,7 +15,7 @@ import tritonclient.grpc as triton
 
 from faser_backend.lab.bench.servers import free_ports
 from faser_backend.triton.server import LaunchOptions, TritonServer
-from tests.support.triton_clients import Stream
+from tests.support.clients import Stream
 
 MODELS = ["ensemble", "tensorrt_llm_bls"]
 PROMPT = "def größe(x):\n"
