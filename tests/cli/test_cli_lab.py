@@ -110,22 +110,22 @@ HELD = "the files hold what was measured until then"
 
 
 def test_an_interrupt_within_a_call_of_kernels_waits_for_its_end():
-    """The other thread would be at the barrier for ever, and whoever closes the runner with it."""
-    meeting = threading.Barrier(2)
+    """The other thread would wait at the barrier for ever, and so would a close of the runner."""
+    barrier = threading.Barrier(2)
 
     class Interrupted(Helper):
         def start(self, *work: Any) -> None:
             super().start(*work)
-            while not meeting.n_waiting:
+            while not barrier.n_waiting:
                 time.sleep(0.001)
             signal.raise_signal(signal.SIGINT)
 
     for scope, is_whole in ((terminable, True), (contextlib.nullcontext, False)):
         runner = SimpleNamespace(_helpers=[Interrupted()])
         with pytest.raises(KeyboardInterrupt), scope():
-            LlvmRunner._on_all_threads(runner, lambda: meeting.wait(9), [(), ()])  # type: ignore[arg-type]
-        assert (meeting.n_waiting == 0) == is_whole
-    meeting.abort()
+            LlvmRunner._on_all_threads(runner, lambda: barrier.wait(9), [(), ()])  # type: ignore[arg-type]
+        assert (barrier.n_waiting == 0) == is_whole
+    barrier.abort()
 
 
 @pytest.mark.parametrize("arguments", [("build", "--target", DEMO_PAIR / "target"), ("profile",)], ids=lambda a: a[0])

@@ -53,7 +53,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
 
 @dataclass
 class Call:
-    """One call of the kernel; blocks that no context needs and cells behind a context hold NaN."""
+    """One call of the kernel; unused blocks and positions behind a context hold NaN."""
 
     q: np.ndarray  # [T, H, head_dim]
     k: np.ndarray  # [T, Hkv, head_dim]
@@ -167,7 +167,7 @@ def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(
 
 
 @BOTH_DTYPES
-def test_keys_and_values_reach_their_cells_and_no_others(dtype: DTypeLike):
+def test_keys_and_values_reach_their_positions_and_no_others(dtype: DTypeLike):
     call = random_call(3, block=4, head_dim=24, dtype=dtype)
     expected = {"k": call.k_pool.copy(), "v": call.v_pool.copy()}
     for b, (begin, end) in enumerate(pairwise(call.cu_rows)):

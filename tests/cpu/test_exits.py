@@ -46,7 +46,7 @@ class Scene:
     def run_first(self) -> tuple[np.ndarray, np.ndarray]:
         return self.runner.run_segment_with_scores(0, self.rows, None, self.candidates)
 
-    def cells(self, num_from: list[int], num_to: list[int]) -> list[tuple[int, int]]:
+    def positions(self, num_from: list[int], num_to: list[int]) -> list[tuple[int, int]]:
         """(block, offset) of rows [num_from, num_to) of each sequence."""
         spans = zip(STARTS, num_from, num_to, TABLES, strict=True)
         return [
@@ -56,7 +56,7 @@ class Scene:
         ]
 
     def is_changed(self, before: np.ndarray, layer: int) -> np.ndarray:
-        """[NUM_BLOCKS, BLOCK_SIZE] whether every key and value of a cell was written; all or none may be."""
+        """Returns [NUM_BLOCKS, BLOCK_SIZE]: which positions were written, by all heads or by none."""
         changed = (
             (self.storage != before)[layer][:, :, :NUM_BLOCKS]
             .transpose(2, 3, 0, 1, 4)
@@ -114,7 +114,7 @@ def test_rows_that_left_touch_no_deeper_layer(scene: Scene) -> None:
     scene.runner.run_segment(1, rows, hidden)
     for layer in range(NUM_LAYERS):
         written = {(int(block), int(offset)) for block, offset in np.argwhere(scene.is_changed(before, layer))}
-        assert written == set(scene.cells([0, 0, 0], COUNTS if layer < EXIT_LAYER else num_kept))
+        assert written == set(scene.positions([0, 0, 0], COUNTS if layer < EXIT_LAYER else num_kept))
 
 
 def test_positions_that_left_are_computed_anew_by_the_next_step(scene: Scene) -> None:

@@ -30,12 +30,11 @@ from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import QUANTISED
 from tests.engines.test_weight_formats import round_matrices
 from tests.pipeline.test_eagle3_drafting import make_requests
+from tests.support.cpu_products import assert_computed_alike, restore_matrix
 from tests.support.forcing import Forced, at_random, forced
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.gguf_models import write_gguf
 from tests.support.harness import drive, guessed
-from tests.support.precision import assert_computed_alike
-from tests.support.stored_matrices import restore_matrix
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
 # Sizes that fill no block of columns, and a router of two blocks, so that two threads share it.

@@ -24,10 +24,9 @@ from faser_backend.manifest import EngineManifest, ModelEngine
 from tests.cpu.test_runner import BLOCK_SIZE, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import K_QUANTISED, QUANTISED, linear
+from tests.support.cpu_products import assert_computed_alike, restore_matrix
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.gguf_models import add_vocabulary, write_gguf
-from tests.support.precision import assert_computed_alike
-from tests.support.stored_matrices import restore_matrix
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
 TIED = {"tie_word_embeddings": True}

@@ -30,14 +30,17 @@ def where_am_i() -> tuple[int, set[int]]:
 
 
 def test_both_run_at_once_and_each_result_has_its_place(lanes: ThreadLanes) -> None:
-    meeting = threading.Barrier(2)  # passed only by two at a time
+    barrier = threading.Barrier(2)  # passed only by two at a time
 
-    def meet(name: str) -> str:
-        meeting.wait(WAIT_S)
+    def reach(name: str) -> str:
+        barrier.wait(WAIT_S)
         return name
 
     for _ in range(3):
-        assert lanes.run_both(lambda: meet("verified"), lambda: meet("proposed")) == ("verified", "proposed")
+        assert lanes.run_both(lambda: reach("verified"), lambda: reach("proposed")) == (
+            "verified",
+            "proposed",
+        )
 
 
 def test_each_lane_is_one_lasting_thread_on_its_cores(lanes: ThreadLanes) -> None:

@@ -86,7 +86,7 @@ class TestDefinition:
             GumbelNoise(2_000_000)
 
 
-class TestLaw:
+class TestDistribution:
     def test_single_values_are_gumbel(self) -> None:
         rows = GumbelNoise(4).gumbel(np.arange(NUM_DRAWS, dtype=np.uint64), np.full(NUM_DRAWS, 3))
         assert stats.kstest(rows[:, 2], "gumbel_r").pvalue > 1e-3

@@ -19,7 +19,7 @@ from faser_backend.cpu.kernels.layouts import FORMATS, LANES, num_blocks, store_
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS
 from faser_backend.cpu.kernels.products import multiply_rows, read_column, score_columns, scratch_size
 from faser_backend.cpu.kernels.vector_products import most_tile_rows
-from tests.support.stored_matrices import restore_matrix
+from tests.support.cpu_products import restore_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs

@@ -24,8 +24,8 @@ from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import BLOCK_SIZE, NUM_BLOCKS
 from tests.engines.test_families import build as build_any
 from tests.engines.test_weight_formats import TORCH_TYPES, round_matrices
+from tests.support.cpu_products import assert_computed_alike
 from tests.support.gathered_runner import GatheredRunner
-from tests.support.precision import assert_computed_alike
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")

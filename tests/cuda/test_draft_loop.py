@@ -84,7 +84,7 @@ def add_loops(fake: FakeEngine) -> list[FakeLoop]:
 
 def recorded_frontiers(step_runner: StepRunner) -> list[tuple]:
     """Filled step by step with all that a frontier tells. The engine's clock is not read for phase times any more:
-    laps differ in number, and policies may look at the clock."""
+    laps differ in number, and policies may read the clock."""
     frontiers: list[tuple] = []
 
     def note(record: StepRecord) -> None:

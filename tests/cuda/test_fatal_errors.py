@@ -1,4 +1,4 @@
-"""Errors of a GPU that stay end the engine: requests are answered, the loop tells who watches; others fail one step."""
+"""Permanent errors of a GPU end the engine, answer its requests and are reported; other errors fail one step."""
 
 from __future__ import annotations
 

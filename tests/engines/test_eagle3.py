@@ -21,8 +21,8 @@ from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.runtimes import open_runtime
+from tests.support.cpu_products import UNIT_ERROR
 from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
-from tests.support.precision import UNIT_ERROR
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
 
 MAX_ERROR = 1e-4

@@ -93,7 +93,7 @@ def check_tensors(segment: SegmentSpec, layers: range, dtype: str, *, inputs: se
 
 def test_half_precision_engines_hold_half_the_weights(demo: dict[str, Path]) -> None:
     """Matrices stay in the dtype though products are summed in float32. Not so the head, whose logits are float32:
-    hence the target's first segment, which has none."""
+    so the target's first segment, which has none."""
     config = json.loads((DEMO / "target" / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     num_weights = EXIT_LAYER * (4 * hidden * hidden + 3 * hidden * inner) + config["vocab_size"] * hidden
@@ -149,7 +149,7 @@ def without_hashes(manifest: EngineManifest) -> EngineManifest:
     return replace(manifest, target=model(manifest.target), draft=model(manifest.draft))
 
 
-def test_the_same_inputs_give_the_same_manifest_and_progress_tells_of_phases(source: Path, tmp_path: Path) -> None:
+def test_the_same_inputs_give_the_same_manifest_and_progress_names_phases(source: Path, tmp_path: Path) -> None:
     """But for the engines' hashes: TensorRT-RTX writes other bytes in every build, of equal number."""
     calls: list[tuple[str, int, int]] = []
     first = build_tiny(source, tmp_path / "first", progress=lambda *call: calls.append(call))

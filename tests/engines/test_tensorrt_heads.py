@@ -161,15 +161,15 @@ class PluginHead:
         return np.asarray(joined)
 
     def run(self, tokens: np.ndarray, hidden: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of one sequence at cells from `first` on, its blocks in falling order -> logits, hidden."""
+        """Rows of one sequence at positions from `first` on, its blocks in falling order -> logits, hidden."""
         num_rows = tokens.size
         table = np.arange(NUM_BLOCKS, dtype=np.int32)[::-1].copy()
-        cells = first + np.arange(num_rows)
+        positions = first + np.arange(num_rows)
         feeds = {
             "token_ids": tokens,
             "hidden": hidden,
-            "positions": cells,
-            "slot_mapping": table[cells // BLOCK_SIZE] * BLOCK_SIZE + (cells % BLOCK_SIZE).astype(np.int32),
+            "positions": positions,
+            "slot_mapping": table[positions // BLOCK_SIZE] * BLOCK_SIZE + (positions % BLOCK_SIZE).astype(np.int32),
             "cu_rows": np.array([0, num_rows], np.int32),
             "context_lens": np.array([first], np.int32),
             "block_table": table[None],

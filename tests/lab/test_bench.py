@@ -299,7 +299,7 @@ def test_figures_of_a_category_are_those_of_its_requests():
 
 
 class MachineTime:
-    """Stands in for the machine's clock."""
+    """Replaces the machine's clock."""
 
     def __init__(self) -> None:
         self.s = 100.0

@@ -144,7 +144,7 @@ def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
 
 
 def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch):
-    """Weights of runtime llvm stand in for engines, which need a GPU."""
+    """Weights of runtime llvm replace engines, which need a GPU."""
 
     def build(*places, **options):
         if options.get("runtime") != "tensorrt_rtx":

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server as its users meet it: the official client against `faser serve --openai-port`."""
+"""The OpenAI-compatible server as its users see it: the official client against `faser serve --openai-port`."""
 
 from __future__ import annotations
 

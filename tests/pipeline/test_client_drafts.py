@@ -22,7 +22,7 @@ from tests.support.harness import VOCAB, FakeEngine, drive, fake_engine, open_fa
 
 
 def test_reused_prefixes_hold_what_the_draft_has_read():
-    """Blocks full of guessed tokens are reused with the draft's K/V, which check_kv looks at."""
+    """Blocks full of guessed tokens are reused with the draft's K/V, which check_kv reads."""
     prompt = list(range(20)) * 2
     first = request("first", prompt, 30)
     answer = alone([first])["first"]

@@ -1,4 +1,4 @@
-"""Whatever belongs to one request fails that request alone: one among eight meets an error in each of its hooks.
+"""Whatever belongs to one request fails that request alone: one among eight has an error in each of its hooks.
 
 The other seven keep the tokens of an undisturbed run, no step counts as failed, and the error names the field.
 """
@@ -45,10 +45,10 @@ class ParityGrammar:
         self._hook, self._at_call, self.num_calls = hook, at_call, 0
 
     def start(self) -> ParityState:
-        self.meet("start")
+        self.reach("start")
         return ParityState(self)
 
-    def meet(self, hook: str) -> None:
+    def reach(self, hook: str) -> None:
         self.num_calls += hook == self._hook
         if hook == self._hook and self.num_calls >= self._at_call:
             raise OSError("poison")
@@ -70,7 +70,7 @@ class ParityState:
         self._grammar, self._tokens = grammar, []
 
     def advance(self, tokens: list[int]) -> int:
-        self._grammar.meet("advance")
+        self._grammar.reach("advance")
         for count, token in enumerate(tokens):
             if token % 2 != len(self._tokens) % 2:
                 return count
@@ -78,15 +78,15 @@ class ParityState:
         return len(tokens)
 
     def rollback(self, num_tokens: int) -> None:
-        self._grammar.meet("rollback")
+        self._grammar.reach("rollback")
         del self._tokens[len(self._tokens) - num_tokens :]
 
     def allowed(self) -> np.ndarray:
-        self._grammar.meet("allowed")
+        self._grammar.reach("allowed")
         return np.arange(VOCAB) % 2 == len(self._tokens) % 2
 
     def forced(self) -> list[int]:
-        self._grammar.meet("forced")
+        self._grammar.reach("forced")
         return [6 + len(self._tokens) % 2, 7 - len(self._tokens) % 2] if len(self._tokens) == 8 else []
 
 

@@ -88,7 +88,7 @@ def record_sampler(sampler: Any, cuda: FakeCuda) -> None:
 def open_recorded(
     seed: int, make_lanes: Callable[[SmPartition, SmPartition], Lanes], *, hops: bool = True
 ) -> tuple[FakeEngine, FakeCuda, PartitionMenu[SmPartition]]:
-    """hops: runners of a split compute on their share whoever calls."""
+    """hops: runners of a split compute on their share in any thread."""
     cuda = FakeCuda()
     menu = open_menu(cuda, 0, FakeDriver).menu
     draft, target = menu.splits[0]

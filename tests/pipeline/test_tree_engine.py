@@ -1,6 +1,6 @@
 """Trees through the real scheduler, step and sampler: tokens are those of plain decoding, whatever is proposed.
 
-Fake models read every cell that a row sees; after each step what counts as known is compared with the pools of both.
+Fake models read every position that a row sees. After each step the pools of both hold what counts as known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The graph that full TensorRT's parser reads: attributes, two nodes for one, and the same results as before.
 
 ONNX's reference evaluator runs it with stand-ins for the ops; a dense run of the model is the reference.
-The parser of TensorRT-RTX is that of full TensorRT as far as making the plugin.
+The parser of TensorRT-RTX is that of full TensorRT up to making the plugin.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_modes(monkeypatch: pytest.MonkeyPatch):
         assert {record.plan.decision.mode for record in records} == {PipelineMode.SERIAL}
 
 
-def test_looks_at_speculation_within_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
+def test_explores_speculation_within_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
     records = steps_of(WORLDS["plain is best, 16"], "faser", monkeypatch)
     has_drafted = np.array([record.frontier.num_drafted.any() for record in records])
     late = has_drafted[len(has_drafted) // 4 :]
@@ -95,7 +95,7 @@ def test_does_not_change_back_and_forth(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_easy_requests_draft_more_than_hard_ones(monkeypatch: pytest.MonkeyPatch):
-    """In a batch of both, told of neither."""
+    """In a batch of both, when neither is reported."""
     drafted: dict[bool, list[int]] = {True: [], False: []}
     for record in steps_of(WORLDS["mixed 0.9/0.6, 8"], "faser", monkeypatch):
         for sequence, length in zip(record.plan.decodes, record.frontier.num_drafted.tolist(), strict=True):
@@ -149,11 +149,11 @@ def test_does_not_catch_up_for_answers_that_are_nearly_over():
     assert chosen == [None, PipelineMode.SERIAL]
 
 
-# -- what chains come to ------------------------------------------------------------------------------
+# -- expected values of chains ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [-1.5, 0.0, 0.4])
-def test_chains_come_to_what_drawing_them_does(offset: float):
+def test_expected_chains_are_the_mean_of_drawn_ones(offset: float):
     curve = MatchCalibration(None).curve
     chains = ChainTable(curve, 4).of(np.full(3, offset))
     rng = np.random.default_rng(0)

@@ -2,10 +2,10 @@
 
 - A thread opens its cuBLAS handle with its first product. Under capture that fails, and the capture is lost.
 - A handle has a workspace per stream, opened with the first product there. A graph keeps its address. Whenever a graph
-  is destroyed, PyTorch frees the workspaces of the stream that it was captured on, whoever else uses them.
-- A capture that fails leaves the allocator in the graph's pool, until somebody ends that; a pool that is being
+  is destroyed, PyTorch frees the workspaces of the stream that it was captured on, even while others use them.
+- A capture that fails leaves the allocator in the graph's pool, until that is ended; a pool that is being
   allocated into takes no other capture.
-- Whoever captures may not wait for the device; trying loses the capture.
+- A capturing thread may not wait for the device; trying loses the capture.
 Breaches that a GPU would answer with wrong numbers, not with an error, are in `broken`.
 """
 
@@ -28,7 +28,7 @@ class Workspace:
 
 
 class CaptureMachine(FakeCuda):
-    """torch.cuda as far as shares and captures need it; `product` stands for a matrix product on the calling thread."""
+    """The parts of torch.cuda that shares and captures use. `product` is a matrix product on the calling thread."""
 
     def __init__(self) -> None:
         super().__init__()

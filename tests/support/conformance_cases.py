@@ -199,11 +199,11 @@ def table_lines() -> Iterator[str]:
                     meaning, kind = sending_of(models, spec)
                 rows.setdefault(names, {}).setdefault(meaning, {}).setdefault(kind, []).append(f"`{spec.name}`")
             for names, meanings in rows.items():
-                cells = [
+                columns = [
                     f"{meaning}: " + "; ".join(f"{kind} {', '.join(found)}" for kind, found in kinds.items())
                     for meaning, kinds in meanings.items()
                 ]
-                yield f"| {names} | {'<br>'.join(cells)} |"
+                yield f"| {names} | {'<br>'.join(columns)} |"
             yield ""
 
 

@@ -189,7 +189,7 @@ class Use(NamedTuple):
 
 
 class FakeCuda:
-    """torch.cuda as far as shares need it. priorities: (least, greatest) of the GPU."""
+    """torch.cuda with the parts that shares use. priorities: (least, greatest) of the GPU."""
 
     def __init__(self, num_sms: int = 132, priorities: tuple[int, int] = (0, -5)) -> None:
         self._num_sms = num_sms

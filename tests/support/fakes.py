@@ -56,7 +56,7 @@ class HashRunner:
         self.fails_at_call: int | None = None
         self.known = _KNOWN.setdefault((vocab_size, memory, noise), {})
         self._is_running = threading.Lock()
-        self._lent: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        self._shared: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         output, _ = self._run(segment, rows, hidden)
@@ -95,19 +95,19 @@ class HashRunner:
             agrees = (hidden[:, 1] == digests) | (segment == 0)
             states = np.where(agrees, digests, hidden[:, 1] * 31 + digests)
             if segment < self.num_segments - 1:
-                return self._lend(segment, np.stack([rows.token_ids, states], axis=1)), prefixes
+                return self._share(segment, np.stack([rows.token_ids, states], axis=1)), prefixes
             wanted = rows.logit_rows.tolist()
             logits = [self.logits_after(prefixes[r]) if agrees[r] else self._garbage(int(states[r])) for r in wanted]
-            return self._lend(segment, np.array(logits, np.float32).reshape(-1, self.vocab_size)), prefixes
+            return self._share(segment, np.array(logits, np.float32).reshape(-1, self.vocab_size)), prefixes
         finally:
             self._is_running.release()
 
-    def _lend(self, segment: int, output: np.ndarray) -> np.ndarray:
-        """The array may be used until the next call of this shape: then the one lent before is spoilt."""
-        old = self._lent.get((segment, output.shape))
+    def _share(self, segment: int, output: np.ndarray) -> np.ndarray:
+        """The array may be used until the next call of this shape: then the array before it is spoilt."""
+        old = self._shared.get((segment, output.shape))
         if old is not None:
             old.fill(-1 if old.dtype == np.int64 else np.nan)
-        self._lent[segment, output.shape] = output
+        self._shared[segment, output.shape] = output
         return output
 
     def _count_call(self, rows: RowBatch, segment: int) -> None:
@@ -130,16 +130,16 @@ class HashRunner:
         return prefixes
 
     @staticmethod
-    def _seen(rows: RowBatch, index: int, offset: int, cell: int) -> np.ndarray:
-        """Cells that a row of sequence `index` sees, in the order of their positions."""
+    def _seen(rows: RowBatch, index: int, offset: int, position: int) -> np.ndarray:
+        """Returns the positions that a row of sequence `index` sees, in order."""
         row = int(rows.cu_rows[index]) + offset
         bits = 0 if rows.tree is None else int(rows.tree.ancestors[row]) % 2**64
         if rows.tree is None or bits == 0:
-            assert rows.positions[row] == cell
-            return np.arange(cell + 1)
+            assert rows.positions[row] == position
+            return np.arange(position + 1)
         trunk = int(rows.tree.trunk_lens[index])
         branch = [trunk + bit for bit in range(64) if bits >> bit & 1]
-        assert branch[-1] == cell and rows.positions[row] == trunk + len(branch) - 1
+        assert branch[-1] == position and rows.positions[row] == trunk + len(branch) - 1
         return np.concatenate([np.arange(trunk), branch])
 
     def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:

@@ -104,12 +104,12 @@ class GatheredRunner:
         sequence = np.repeat(np.arange(counts.shape[0]), counts)
         offset = np.arange(rows.num_rows) - rows.cu_rows[sequence]
         width = int(counts.max()) + padding.rows_per_sequence
-        cells = np.minimum(rows.cu_rows[:-1, None] + np.arange(width), rows.cu_rows[1:, None] - 1)
+        sources = np.minimum(rows.cu_rows[:-1, None] + np.arange(width), rows.cu_rows[1:, None] - 1)
         table = np.pad(rows.block_tables, ((0, padding.sequences), (0, padding.blocks)))
         return {
             "token_ids": _padded(rows.token_ids, padding.rows),
             "positions": _padded(rows.context_lens[sequence] + offset, padding.rows),
-            "pad_idx": _padded(cells, padding.sequences),
+            "pad_idx": _padded(sources, padding.sequences),
             "unpad_idx": _padded(sequence * width + offset, padding.rows),
             "context_lens": _padded(rows.context_lens, padding.sequences),
             "block_table": table,
@@ -123,12 +123,12 @@ class GatheredRunner:
         counts = np.diff(rows.cu_rows)
         sequence = np.repeat(np.arange(counts.shape[0]), counts)
         positions = rows.context_lens[sequence] + np.arange(rows.num_rows) - rows.cu_rows[sequence]
-        block, cell = np.divmod(positions, self._block_size)
+        block, offset = np.divmod(positions, self._block_size)
         blocks = rows.block_tables[sequence, block]
         for name, new in outputs.items():
             if "_new." in name:  # [T, Hkv, head_dim]
                 pool = self._pools[name.replace("_new.", "_pool.")]
-                pool[:, blocks, cell] = new[: rows.num_rows].swapaxes(0, 1)
+                pool[:, blocks, offset] = new[: rows.num_rows].swapaxes(0, 1)
 
 
 def _padded(array: np.ndarray, num_more: int) -> np.ndarray:

@@ -168,8 +168,8 @@ def test_pools_beyond_two_to_the_thirty_one_elements():
         assert torch.equal(pool[:, shift:].contiguous().view(torch.int16), tensor.view(torch.int16))
         assert not pool[:, :2].any(), "an index that wrapped"
     write_kv(large.k_new, large.v_new, large.slot_mapping - 1, *pools)
-    cells = (large.slot_mapping - 1).long()
-    assert torch.equal(pools[0].view(2, -1, 256)[:, cells], large.k_new.transpose(0, 1))
+    written = (large.slot_mapping - 1).long()
+    assert torch.equal(pools[0].view(2, -1, 256)[:, written], large.k_new.transpose(0, 1))
 
 
 def test_attention_of_a_longer_context_under_the_launch_of_a_captured_graph():

@@ -1,6 +1,6 @@
 """A stand-in for a peer's OpenAI server: `python -m tests.support.openai_peer --port N ...` answers with its input.
 
-Its text counts the prompt's ids and names the law, two tokens to an event. Refuses a prompt that is no list of ids.
+Its text has the number of prompt ids and the distribution, two tokens to an event. A prompt must be a list of ids.
 """
 
 from __future__ import annotations

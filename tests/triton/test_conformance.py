@@ -107,7 +107,7 @@ def documented_commands() -> list[str]:
 
 
 def test_every_documented_command_is_one_that_starts(engine_dir: Path, run, monkeypatch: pytest.MonkeyPatch):
-    """As far as the server itself, which other tests start with both contracts, streaming and not."""
+    """Runs each command up to the start of the server."""
     started: list[LaunchOptions] = []
     monkeypatch.setattr(launch, "serve_until_signalled", lambda options, **_: started.append(options) or 0)
     for command in documented_commands():

@@ -51,7 +51,7 @@ def check_labels(lines: str) -> None:
 
 
 def check_dashboard(lines: str) -> None:
-    """Asserts that the server tells whatever the dashboard asks for, and that it adds up."""
+    """Asserts that the server has every metric of the dashboard, and that they add up."""
     shown = {line.partition("{")[0] for line in lines.splitlines() if line and not line.startswith("#")}
     panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
     queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
@@ -114,7 +114,7 @@ def test_all_four_models_count_alike_and_lines_have_the_labels_that_dashboards_s
             assert time.monotonic() < deadline, "no draft token is accepted"
             infer_http(served.http_port, "ensemble", text_request(PROMPT, 40))
             time.sleep(0.3)
-        time.sleep(1.0)  # periods of all metrics: they tell of the last step, and of all requests
+        time.sleep(1.0)  # periods of all metrics: they then cover the last step and all requests
         check_labels(metrics_of(served))
         check_dashboard(metrics_of(served))
         num_before = counters_of(served)["tensorrt_llm"]["request_success"]

@@ -156,7 +156,7 @@ def test_a_refused_request_has_a_span_and_a_line_with_its_error(server: Operated
     assert line["level"] == "WARNING" and "max_tokens = -1" in line["error"] and line["process"] == "ensemble"
 
 
-def test_lines_of_the_log_tell_of_their_requests(server: Operated):
+def test_lines_of_the_log_name_their_requests(server: Operated):
     server.ask("ensemble", "of-a-client", text_input="def f(x):\n", max_tokens=9, end_id=-1)
     line = server.request_line("of-a-client")
     assert line["message"] == "request ended" and line["num_output_tokens"] == 9

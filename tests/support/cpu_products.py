@@ -1,16 +1,19 @@
-"""Matrices read back from the layout of the CPU's products: the reference of what their kernels multiply with."""
+"""References for the CPU's products: stored matrices read back, and the error that products may have."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from faser_backend.cpu.kernels.layouts import LANES, LAYOUTS, num_blocks
+from faser_backend.cpu.kernels.matrix_units import has_matrix_units
+
+UNIT_ERROR = 1e-3  # of logits near 1, where a CPU's matrix units compute; weights that are off by a step give more
 
 
 def restore_matrix(stored: np.ndarray, num_inputs: int, num_outputs: int, weight_format: str) -> np.ndarray:
-    """uint8 [stored_bytes] -> [num_inputs, num_outputs] float32.
+    """Returns uint8 [stored_bytes] as [num_inputs, num_outputs] float32.
 
-    They are exact but for int4, where number * scale + minimum is rounded here and not in a product.
+    Exact except for int4, where number * scale + minimum is rounded here and not in a product.
     """
     layout = LAYOUTS[weight_format]
     units = stored.reshape(num_blocks(num_outputs), -1, layout.unit_bytes)  # [block, unit, bytes]
@@ -29,3 +32,9 @@ def restore_matrix(stored: np.ndarray, num_inputs: int, num_outputs: int, weight
         rows = rows * scales + (minimums[0] if minimums else 0)
     weight = rows.reshape(len(rows), -1, LANES).transpose(1, 0, 2).reshape(-1, len(rows) * LANES)
     return weight[:num_inputs, :num_outputs]
+
+
+def assert_computed_alike(found: np.ndarray, wanted: np.ndarray, error: float = 0.0) -> None:
+    """error: of vector kernels; by default 0, as they widen weights and compute in float32."""
+    error = UNIT_ERROR if has_matrix_units() else error
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=error)
