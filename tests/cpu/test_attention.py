@@ -324,7 +324,7 @@ def random_lines(rng: np.random.Generator, count: int) -> np.ndarray:
     return tree.lines.ancestors[0]
 
 
-def cells_seen(trunk: int, bits: int) -> list[int]:
+def positions_seen(trunk: int, bits: int) -> list[int]:
     return [*range(trunk), *(trunk + bit for bit in range(64) if bits >> bit & 1)]
 
 
@@ -342,17 +342,17 @@ def tree_call(rng: np.random.Generator, counts: list[int], earlier: list[int], *
 def as_chain(call: Call, sequence: int, row: int) -> Call:
     """The row alone, behind what it sees in the order of positions. The pools of `call` hold all its rows."""
     bits = int(call.ancestors[row]) % 2**64
-    cells = np.array(cells_seen(int(call.trunk_lens[sequence]), bits)[:-1], np.int64)
+    seen = np.array(positions_seen(int(call.trunk_lens[sequence]), bits)[:-1], np.int64)
     if not bits:
-        cells = np.arange(call.context_lens[sequence] + row - call.cu_rows[sequence])
+        seen = np.arange(call.context_lens[sequence] + row - call.cu_rows[sequence])
     block = call.k_pool.shape[2]
-    table = np.arange(-(-(cells.size + 1) // block))[::-1].copy()
+    table = np.arange(-(-(seen.size + 1) // block))[::-1].copy()
     pools = [np.full_like(pool[:, : table.size], np.nan) for pool in (call.k_pool, call.v_pool)]
-    at, old = np.arange(cells.size), call.block_table[sequence]
+    at, old = np.arange(seen.size), call.block_table[sequence]
     for mine, pool in zip(pools, (call.k_pool, call.v_pool), strict=True):
-        mine[:, table[at // block], at % block] = pool[:, old[cells // block], cells % block]
+        mine[:, table[at // block], at % block] = pool[:, old[seen // block], seen % block]
     packed = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
-    return Call(*packed, *pools, table[None], np.array([0, 1]), np.array([cells.size]), call.scale)
+    return Call(*packed, *pools, table[None], np.array([0, 1]), np.array([seen.size]), call.scale)
 
 
 @BOTH_DTYPES
@@ -433,7 +433,7 @@ def test_a_mask_that_shows_siblings_changes_logits(runner: LlvmRunner) -> None:
 
 
 def test_a_path_of_a_tree_is_plain_decoding(runner: LlvmRunner) -> None:
-    """Logits of every row, and of what follows an accepted path once its cells are where they belong."""
+    """Logits of every row, and of what follows an accepted path once its keys and values are in place."""
     rng = np.random.default_rng(8)
     tables = rng.permutation(NUM_BLOCKS)[:20].reshape(2, 10)
     prompts = [rng.integers(0, VOCAB_SIZE, 11), rng.integers(0, VOCAB_SIZE, 6)]
