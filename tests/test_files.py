@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from faser_backend.cli.main import doctor
+from faser_backend.cli import doctor
 from faser_backend.core.errors import ConfigError, ManifestError, RequestError
 from faser_backend.engines import build
 from faser_backend.files import FileError, check_room, read_bytes, read_json, read_text

@@ -46,7 +46,7 @@ IN_FLOATS, IN_HALVES = (f"ragged_calls and {types}" for types in ("fp32", "(fp16
 
 @pytest.mark.parametrize("selection", [IN_FLOATS, IN_HALVES, f"not ({IN_FLOATS}) and not ({IN_HALVES})"])
 def test_interpreted_kernels_match_their_references(selection: str):
-    files = [f"tests/interpreted_{name}.py" for name in ("kernels", "plugin_kernels", "segment")]
+    files = [f"tests/support/interpreted_{name}.py" for name in ("kernels", "plugin_kernels", "segment")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", *files, "-k", selection],
         cwd=ROOT,
