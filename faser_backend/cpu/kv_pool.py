@@ -1,7 +1,6 @@
-"""The paged key/value storage of one model: one array, in blocks, head-major.
+"""`KvPool`: the paged key/value storage of one model in host memory: one array, in blocks, head-major.
 
-Knows nothing of who owns a block; the block manager does. Keys and values stay where they were
-written until the same slot is written again.
+The block manager decides which sequence owns a block.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import numpy as np
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import ModelSpec
 
-DTYPES = {"fp32": np.float32, "fp16": np.float16}  # by the manifest's words
+DTYPES = {"fp32": np.float32, "fp16": np.float16}  # by the manifest's names
 
 
 class KvPool:
-    """`storage` [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim], zeroed.
+    """Keys, values and features of one model; all start as zeros.
 
-    `features`, by layer: what goes into it,
-    [num_blocks, kv_block_size, hidden_size] float32, of every token; the layers are those that a draft head reads.
+    storage: [num_layers, 2, num_kv_heads, num_blocks, kv_block_size, head_dim]. features: every token's input of the
+    layers that a draft head reads, by layer, [num_blocks, kv_block_size, hidden_size] float32.
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int, *, dtype: str = "fp32") -> None:
-        """dtype: of DTYPES. Raises ConfigError where the pool is empty or does not fit into memory."""
+        """dtype: one of DTYPES. Raises ConfigError if num_blocks < 1 or the pool does not fit into memory."""
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
@@ -36,16 +35,16 @@ class KvPool:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit into memory") from None
 
     def keep_features(self, spec: ModelSpec) -> None:
-        """Room of its own for the features of a model, which is not that of the keys where a head is timed alone."""
+        """Allocates features of `spec`: of the pool's own model, or of a target if a head is timed alone."""
         shape = (self.num_blocks, self.kv_block_size, spec.hidden_size)
         self.features = {layer: np.zeros(shape, np.float32) for layer in spec.feature_layers}
 
     def keys(self, layer: int) -> np.ndarray:
-        """The keys of a layer, [num_kv_heads, num_blocks, kv_block_size, head_dim]; a view."""
+        """Returns a view of a layer's keys, [num_kv_heads, num_blocks, kv_block_size, head_dim]."""
         return self.storage[layer, 0]
 
     def values(self, layer: int) -> np.ndarray:
-        """The values of a layer, of the shape of its keys; a view."""
+        """Returns a view of a layer's values, in the shape of its keys."""
         return self.storage[layer, 1]
 
     def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
@@ -63,7 +62,7 @@ class KvPool:
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str = "fp32") -> int:
-        """Bytes that one block takes over all layers, keys, values and features."""
+        """Returns the bytes of one block: keys, values and features of all layers."""
         kv_bytes = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * np.dtype(DTYPES[dtype]).itemsize
         return (kv_bytes + len(spec.feature_layers) * spec.hidden_size * 4) * kv_block_size
 

@@ -1,7 +1,7 @@
 """Processing of logits, vectorised over rows: penalties, top-k, top-p, min-p, softmax, log-softmax.
 
-Pure functions of arrays. Those that say "in place" change their first argument. Every row is processed
-independently of its batch, bit for bit. Knows nothing of requests or slots.
+Functions documented as "in place" change their first argument. Every row is processed independently of its batch, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def penalize(
     presence: np.ndarray,
     frequency: np.ndarray,
 ) -> None:
-    """Penalties in place on C-contiguous logits [n, V]; output_counts [n, V], in_prompt [n, V] bool, the rest
-    [n] float32.
+    """Applies penalties in place to C-contiguous logits [n, V].
 
-    Repetition (Keskar et al. 2019) divides positive and multiplies other logits of every token of prompt
-    or output; presence and frequency are then subtracted once and per occurrence in the output.
+    output_counts [n, V]; in_prompt [n, V] bool; the rest [n] float32. Repetition (Keskar et al. 2019) divides positive
+    and multiplies other logits of every token of prompt or output. Presence is then subtracted once, and frequency per
+    occurrence in the output.
     """
-    # Few tokens of a vocabulary have been seen, so the arithmetic runs on these alone.
+    # The arithmetic runs on seen tokens only, which are few.
     seen = np.flatnonzero(in_prompt | (output_counts > 0))
     line = seen // logits.shape[1]
     flat = logits.reshape(-1)
@@ -40,11 +40,11 @@ def penalize(
 
 
 def keep_top(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
-    """Top-k, then top-p, in place on [n, V]: -inf below each row's threshold; top_k [n] in [1, V], top_p [n].
+    """Applies top-k, then top-p, in place to logits [n, V]; top_k [n] in [1, V], top_p [n].
 
-    Top-p keeps the smallest set of largest tokens that top-k left whose share is at least top_p: a token
-    stays if those strictly before it in descending order hold less. Ties with the last one stay; so does the
-    largest. One sort serves both and is cheaper than a partition where numpy sorts float32 with AVX-512.
+    Logits below a row's threshold become -inf. Top-p keeps the smallest set of largest tokens, of those that top-k
+    kept, whose share is at least top_p: a token stays if those strictly before it in descending order hold less. Ties
+    with the last one stay; so does the largest. One sort serves both; with AVX-512 it is cheaper than a partition.
     """
     descending = np.sort(logits, axis=1)[:, ::-1]
     thresholds = descending[np.arange(logits.shape[0]), top_k - 1]
@@ -56,12 +56,12 @@ def keep_top(logits: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
 
 
 def _nucleus_thresholds(descending: np.ndarray, limits: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """[n]: smallest logit of the top-p set of descending [n, V], counting only logits >= limits [n]."""
+    """Returns [n], the smallest logit of the top-p set of descending [n, V], counting only logits >= limits [n]."""
     weights = np.exp(descending - descending[:, :1])
     weights[descending < limits[:, None]] = 0.0
     targets = top_p * weights.sum(axis=1, dtype=np.float64)
     width = _NUCLEUS_WIDTH
-    while True:  # a prefix sum over all of V would cost more than the sort, and nuclei are small
+    while True:  # a prefix sum over all of V would cost more than the sort, and top-p sets are small
         cumulative = np.cumsum(weights[:, :width], axis=1, dtype=np.float64)
         if width >= weights.shape[1] or (cumulative[:, -1] >= targets).all():
             break
@@ -71,14 +71,14 @@ def _nucleus_thresholds(descending: np.ndarray, limits: np.ndarray, top_p: np.nd
 
 
 def keep_min_p(logits: np.ndarray, min_p: np.ndarray) -> None:
-    """In place on [n, V]: keeps tokens with probability >= min_p [n] times the largest one; 0 keeps all."""
+    """Keeps, in place in [n, V], tokens with probability >= min_p [n] times the largest one; 0 keeps all."""
     with np.errstate(divide="ignore"):
         margins = np.log(min_p.astype(np.float32))
     np.copyto(logits, _NEG_INF, where=logits < logits.max(axis=1, keepdims=True) + margins[:, None])
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """[n, V] float32 -> [n, V] float32; each row needs a finite maximum."""
+    """Returns the softmax of logits [n, V] float32; each row needs a finite maximum."""
     probs = logits - logits.max(axis=1, keepdims=True)
     np.exp(probs, out=probs)
     probs /= probs.sum(axis=1, keepdims=True)
@@ -86,7 +86,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_softmax_at(logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """log softmax(logits [R, V])[r, token_ids[r]] -> [R] float32, without the other entries."""
+    """Returns log softmax(logits [R, V])[r, token_ids[r]], [R] float32."""
     maxima = logits.max(axis=1, keepdims=True)
     chosen = logits[np.arange(token_ids.shape[0]), token_ids] - maxima[:, 0]
     shifted = logits - maxima
@@ -94,8 +94,10 @@ def log_softmax_at(logits: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 def second_best(scores: np.ndarray, best_ids: np.ndarray) -> np.ndarray:
-    """[n]: the largest of scores [n, V] but for best_ids [n]; -inf where there is no other. `scores` is written
-    to and restored, which is cheaper than a copy."""
+    """Returns [n], the largest of scores [n, V] except best_ids [n], or -inf if there is no other.
+
+    It overwrites and restores entries of `scores`, which is cheaper than a copy.
+    """
     index = np.arange(best_ids.size)
     best = scores[index, best_ids]
     scores[index, best_ids] = -np.inf
@@ -108,10 +110,10 @@ def second_best(scores: np.ndarray, best_ids: np.ndarray) -> np.ndarray:
 def rank(
     scores: np.ndarray, best_ids: np.ndarray, num_ranks: int, *, can_overwrite: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([n, num_ranks] ids of the largest of scores [n, V], best_ids [n] first; [n] the second largest score).
+    """Returns ids [n, num_ranks] of the largest scores [n, V], best_ids [n] first, and the second largest score [n].
 
-    num_ranks in [2, V]. Ties go to the lowest id. -inf counts as the lowest number, so that ids are distinct.
-    Rounds of argmax: for a few ranks numpy's argpartition is ten times dearer.
+    num_ranks is in [2, V]. Ties go to the lowest id. -inf counts as the lowest number, so ids are distinct. For a few
+    ranks, repeated argmax is ten times faster than numpy's argpartition.
     """
     rest = np.maximum(scores, _LOWEST, out=scores if can_overwrite else None)
     index = np.arange(best_ids.size)
@@ -120,7 +122,7 @@ def rank(
     rest[index, best_ids] = -np.inf
     ids[:, 1] = rest.argmax(axis=1)
     second = rest[index, ids[:, 1]]
-    for place in range(2, num_ranks):
-        rest[index, ids[:, place - 1]] = -np.inf
-        ids[:, place] = rest.argmax(axis=1)
+    for column in range(2, num_ranks):
+        rest[index, ids[:, column - 1]] = -np.inf
+        ids[:, column] = rest.argmax(axis=1)
     return ids, second

@@ -1,17 +1,16 @@
 """Counter-based noise: Gumbel rows for sample-and-match, uniforms for rejection sampling.
 
-A row of noise is a pure function of (seed, position), and of the table's size above 2^17 tokens: draft and
-target draw the same in any batch. The integers behind it are the same on every machine; the two logarithms
-may differ in their last bits. Hashing every (position, token) would be 1.5 to 3 times dearer, so a row is the
-sum modulo 1 of two windows of one fixed table of uniforms, at two offsets hashed from (seed, position).
+A row of noise is a pure function of (seed, position), and of the table's size above 2^17 tokens: draft and target draw
+the same in any batch. Its integers are the same on every machine; the two logarithms may differ in their last bits.
+A row is the sum modulo 1 of two windows of one fixed table of uniforms, at two offsets hashed from (seed, position).
+Hashing every (position, token) would take 1.5 to 3 times as long.
 
-Why the sum. The table holds N >= 2^20 stratified uniforms in a fixed random order, so the distribution of one window
-over all offsets is off by O(1/sqrt(N)) jointly (total variation 0.007-0.008 over 2048 tokens, exactly counted).
-The maximum of two Gumbel windows keeps a first-order error and fails a chi-square test at 10^8 draws. Addition
-modulo 1 is a convolution: each Fourier coefficient of the error is squared, which leaves O(1/N), and 10^8 draws
-see nothing of it. Resolution is 2^-23: a token of probability 1e-6 is drawn as often as it should, one of 1e-7
-at 94 %, one of 1e-8 at 3 % of its due.
-Measured figures: docs/sampling.md. Knows nothing of requests, slots or logits.
+Why two windows: the table holds N >= 2^20 stratified uniforms in a fixed random order, so the joint distribution of one
+window over all offsets has an error of O(1/sqrt(N)) (total variation 0.007-0.008 over 2048 tokens, counted exactly).
+The maximum of two Gumbel windows keeps a first-order error and fails a chi-square test at 10^8 draws. Addition modulo 1
+is a convolution: it squares each Fourier coefficient of the error, which leaves O(1/N), invisible in 10^8 draws. The
+resolution is 2^-23: a token of probability 1e-6 is drawn at its rate, one of 1e-7 at 94 % and one of 1e-8 at 3 % of it.
+docs/sampling.md has measured figures.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SHIFTS = (_word(30), _word(27), _word(31))
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Scrambles uint64 words in place; a bijection."""
+    """Scrambles uint64 words in place by a bijection."""
     words ^= words >> _SHIFTS[0]
     words *= _MULTIPLIERS[0]
     words ^= words >> _SHIFTS[1]
@@ -48,7 +47,7 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def seed_keys(seeds: np.ndarray) -> np.ndarray:
-    """Seeds [R] uint64 -> keys [R] uint64, distinct for distinct seeds. Make once per request."""
+    """Returns keys [R] uint64 of seeds [R] uint64, distinct for distinct seeds."""
     return _mix(seeds.astype(np.uint64) + _INCREMENT)
 
 
@@ -60,10 +59,10 @@ def _counters(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray, purpose: int, rounds: np.ndarray) -> np.ndarray:
-    """float64 [R] in (0, 1), a pure function of (key [R], position [R], purpose, round [R]).
+    """Returns float64 [R] in (0, 1), a pure function of (key [R], position [R], purpose, round [R]).
 
-    `purpose` tells apart the draws of one position (proposal, test, recovery); `rounds` makes a
-    position that is verified again draw afresh.
+    `purpose` separates the draws of one position (proposal, test, recovery). `rounds` gives a position that is verified
+    again new draws.
     """
     words = _counters(keys, positions)
     words += rounds.astype(np.uint64) * _MULTIPLIERS[0]
@@ -75,10 +74,10 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, purpose: int, rounds: np.n
 
 @lru_cache(maxsize=4)
 def _table(log2_size: int, num_padding: int) -> np.ndarray:
-    """[2^log2_size + num_padding] uint32, each A 2^9 + 2^7 with A of 23 bits; the end repeats the start.
+    """Returns [2^log2_size + num_padding] uint32, each A 2^9 + 2^7 with A of 23 bits; the end repeats the start.
 
-    The leading bits of A run through every value once, in an order made from Philox's raw words, whose
-    stream numpy's compatibility policy fixes.
+    The leading bits of A take every value once, in an order made from Philox's raw words, whose stream numpy's
+    compatibility policy fixes.
     """
     size = 1 << log2_size
     raw = np.random.Philox(key=_TABLE_SEED).random_raw(2 * size)
@@ -90,7 +89,7 @@ def _table(log2_size: int, num_padding: int) -> np.ndarray:
 
 
 def noise_table(vocab_size: int) -> tuple[np.ndarray, int]:
-    """The table for a vocabulary, [2^log2_size + vocab_size] uint32, and log2_size. Raises ValueError above 2^20."""
+    """Returns a vocabulary's table, [2^log2_size + vocab_size] uint32, and log2_size. Raises ValueError above 2^20."""
     log2_size = max(_MIN_LOG2_SIZE, (8 * vocab_size - 1).bit_length())
     if log2_size > _MAX_LOG2_SIZE:
         raise ValueError(f"vocab_size = {vocab_size}: noise rows hold at most {2 ** (_MAX_LOG2_SIZE - 3)} tokens")
@@ -98,7 +97,7 @@ def noise_table(vocab_size: int) -> tuple[np.ndarray, int]:
 
 
 class GumbelNoise:
-    """Noise rows over a vocabulary. Immutable; the table is shared by all instances of a process."""
+    """Noise rows over a vocabulary. Immutable; all instances of a process share the table."""
 
     def __init__(self, vocab_size: int) -> None:
         table, log2_size = noise_table(vocab_size)
@@ -108,13 +107,13 @@ class GumbelNoise:
         self._shift = _word(64 - log2_size)
 
     def log_exponentials(self, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[R, V] float32, log of an Exp(1) variate = minus a Gumbel variate, for keys [R], positions [R].
+        """Returns [R, V] float32, log of an Exp(1) variate = minus a Gumbel variate, for keys [R] and positions [R].
 
         argmax(scores - log_exponentials) draws from softmax(scores). All values are finite, in (-16.7, 2.9).
         """
         words = _counters(keys, positions)
         # A table entry is A 2^9 + 2^7 with A of 23 bits, so a sum modulo 2^32 is C 2^9 + 2^8: 24 bits that
-        # float32 holds exactly, the midpoint of one of 2^23 cells of (0, 1).
+        # float32 holds exactly, the midpoint of one of 2^23 intervals of (0, 1).
         sums = self._windows[(words & self._mask).view(np.int64)]
         sums += self._windows[(words >> self._shift).view(np.int64)]
         rows = sums.astype(np.float32)
@@ -124,12 +123,12 @@ class GumbelNoise:
         return np.log(rows, out=rows)
 
     def log_exponentials_at(self, keys: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """[R, C] float32: entries token_ids [R, C] of the rows of `log_exponentials`."""
+        """Returns [R, C] float32, the entries token_ids [R, C] of the rows of `log_exponentials`."""
         words = _counters(keys, positions)
         first, second = (words & self._mask).view(np.int64), (words >> self._shift).view(np.int64)
         sums = self._windows[first[:, None], token_ids] + self._windows[second[:, None], token_ids]
         return np.log(-np.log(sums.astype(np.float32) * _MIN_UNIFORM_STEP))
 
     def gumbel(self, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[R, V] float32 standard Gumbel noise for seeds [R] uint64 and positions [R] int64."""
+        """Returns [R, V] float32 standard Gumbel noise for seeds [R] uint64 and positions [R] int64."""
         return -self.log_exponentials(seed_keys(seeds), positions)

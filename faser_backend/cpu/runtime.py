@@ -1,4 +1,4 @@
-"""The runtime of a CPU, on the cores of this machine: kernels of ours; implements device.runtime.Runtime."""
+"""`LlvmRuntime`: opens the parts of an engine on this machine's cores; implements device.runtime.Runtime."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ Split = tuple[CorePartition, CorePartition]  # (draft, target)
 
 
 class LlvmRuntime:
-    """Runs the pair of one engine directory. Holds nothing itself: runners, lanes and pools are the caller's, and all
-    runners of a model read one mapped file."""
+    """The CPU's runtime for one engine directory. The caller owns everything that it opens."""
 
     def __init__(
         self,
@@ -40,10 +39,9 @@ class LlvmRuntime:
         num_threads: int | None = None,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """kv_cache_dtype: of kv_pool.DTYPES. num_threads: as of LlvmRunner. menu: the cores to use, by default all of
-        this process."""
-        # Numpy's threads stay awake for tens of milliseconds after a product of matrices, as policies make them, and
-        # take the cores from the calls that come next: with them calls took a quarter longer.
+        """kv_cache_dtype: one of kv_pool.DTYPES. num_threads: see LlvmRunner. menu: all cores by default."""
+        # Numpy's threads spin for tens of milliseconds after a matrix product of a policy. They took cores from the
+        # next calls, which then ran a quarter longer.
         threadpool_limits(1, user_api="blas")
         self.kv_block_size = kv_block_size
         self.menu = menu or core_partitions()
@@ -55,24 +53,24 @@ class LlvmRuntime:
         self.splits = tuple(splits)
 
     def free_bytes(self) -> int:
-        """Weights are not counted: they are small beside what a share of free memory leaves."""
+        """Returns the free memory. Weights are not subtracted: KV pools take only a share of it."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
-        """A share of free memory; no weight of it is spent on calls."""
+        """Returns KV_MEMORY_SHARE of the free memory."""
         return int(self.free_bytes() * KV_MEMORY_SHARE)
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
         return KvPool.bytes_per_block(spec, self.kv_block_size, self._kv_cache_dtype)
 
     def bind_step_thread(self) -> None:
-        """Calls run where they are made, and end before they return."""
+        """Does nothing: calls are synchronous."""
 
     def open_pool(self, model: ModelEngine, num_blocks: int) -> KvPool:
         return KvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._kv_cache_dtype)
 
     def fill_pool(self, pool: KvPool, numbers: np.ndarray) -> None:
-        """Pages that were never written would all be one page in the cache."""
+        """Writes every page: pages that were never written share one page in the cache."""
         pool.storage[:] = numbers
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
@@ -91,17 +89,17 @@ class LlvmRuntime:
         return NumpySampler(vocab_size, max_num_seqs)
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
-        """The host sees the logits without asking anyone, so it picks the tokens itself."""
+        """Returns None: logits are in host memory, so the host draws tokens without a transfer."""
 
     def is_fatal(self, error: BaseException) -> bool:
-        """A CPU goes on computing."""
+        """Returns False: no error of a step breaks a CPU."""
         return False
 
     def synchronize(self) -> None:
-        """Calls end before they return."""
+        """Does nothing: calls are synchronous."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the caller owns what was opened."""
 
 
 def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> LlvmRuntime:
@@ -118,7 +116,7 @@ def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) 
 def useful_splits(
     menu: PartitionMenu[CorePartition], models: ModelPair, num_threads: int | None
 ) -> tuple[list[Split], str]:
-    """The splits of the menu on which both models use all their cores, and in words how many of how many and why."""
+    """Returns the splits on which both models use all their cores, and a note on how many and why."""
     num_cores, draft = menu.whole.size, models.draft
     if draft is None:
         return [], NO_DRAFT
@@ -138,7 +136,7 @@ def useful_splits(
 
 
 def cpu_identity() -> dict[str, str | int]:
-    """The facts that decide how long calls take here, by name: processor, cores in use, who compiles and computes."""
+    """Returns the facts that determine the time of calls: processor, number of cores, compiler, matrix units."""
     from faser_backend.cpu.kernels.matrix_units import (
         find_matrix_units,  # not above: it loads numba, which GPUs' runtimes do without
     )
@@ -149,7 +147,7 @@ def cpu_identity() -> dict[str, str | int]:
 
 
 def cpu_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
+    """Returns the processor's model name, or its architecture if the system does not report one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The weight file of runtime "llvm", and the tables by which a segment's kernel finds what it reads there."""
+"""The weight file of runtime "llvm", and the tables of offsets with which a segment's kernel reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine, SegmentSpec
 
-# A model this small is done before a second thread has woken.
+# A call of such a small model ends before a second thread has woken up.
 ONE_THREAD_BYTES = 8 << 20
 
 _ATTENTION = ("q", "k", "v", "attention_out")
@@ -22,32 +22,32 @@ _VECTORS += ("down_bias", "q_norm", "k_norm", "hidden_norm")
 
 
 class WeightFile:
-    """A mapped weight file: `data` [bytes] uint8, and where its tensors begin."""
+    """A mapped weight file: `data` [bytes] uint8, and the offsets of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         num_header_bytes = int.from_bytes(self.data[:8].tobytes(), "little")
         entries = json.loads(self.data[8 : 8 + num_header_bytes].tobytes())
         start = 8 + num_header_bytes
-        self._places = {name: [start + at for at in entry["data_offsets"]] for name, entry in entries.items()}
+        self._spans = {name: [start + at for at in entry["data_offsets"]] for name, entry in entries.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._spans
 
     def offset(self, name: str) -> int:
-        """Bytes from the beginning of the file."""
-        return self._places[name][0]
+        """Returns a tensor's offset in bytes from the beginning of the file."""
+        return self._spans[name][0]
 
     def vector(self, name: str, dtype: type[np.generic] = np.float32) -> np.ndarray | None:
-        """A norm or bias, or what else has one axis; None where the model has none of that name."""
-        if name not in self._places:
+        """Returns a tensor with one axis, or None if the file has none of that name."""
+        if name not in self._spans:
             return None
-        first, last = self._places[name]
+        first, last = self._spans[name]
         return self.data[first:last].view(dtype)
 
 
 class SegmentTables(NamedTuple):
-    """A segment as the kernel is given it; see cpu/kernels/segment.py."""
+    """The tables of a segment that its kernel reads; see cpu/kernels/segment.py."""
 
     spec: SegmentSpec
     feature_layers: list[int]  # of this segment, rising
@@ -58,7 +58,7 @@ class SegmentTables(NamedTuple):
 
 
 def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -> SegmentTables:
-    """The tables of a model's segment; empty ones for a segment without layers."""
+    """Builds the tables of a model's segment; a segment without layers gets empty ones."""
     layers, names = range(segment.first_layer, segment.last_layer), _matrix_names(spec)
     matrices = np.full((len(layers), len(names)), -1, np.int64)
     offsets = np.full((len(layers), len(_VECTORS) + 1), -1, np.int64)
@@ -80,12 +80,12 @@ def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -
 
 
 def _matrix_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of a layer's matrices, in the kernel's order."""
+    """Returns the names of a layer's matrices, in the kernel's order."""
     if not spec.num_experts:
         return _ATTENTION + _MLP
     return (*_ATTENTION, "router", *(f"experts.{i}.{name}" for i in range(spec.num_experts) for name in _MLP))
 
 
 def useful_threads(model: ModelEngine, partition: CorePartition) -> int:
-    """Threads that calls of the model gain from on this partition."""
+    """Returns the number of threads that speed up calls of the model on this partition."""
     return 1 if model.num_weight_bytes <= ONE_THREAD_BYTES else partition.size

@@ -1,7 +1,6 @@
-"""Compute partitions: shares of a device that runners compute on, and the menu of splits. Here those of a CPU.
+"""Compute partitions: shares of a device (cores of a CPU, SMs of a GPU) that runners compute on, and menus of splits.
 
-The cores of a CPU, the streaming multiprocessors (SMs) of a GPU. A partition is a value; binding threads
-to it is up to the owner of the threads.
+This module has the CPU's partitions. A partition is a value; the owner of a thread binds the thread to it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class ComputePartition(Protocol):
         ...
 
     def bind_current_thread(self) -> None:
-        """Keeps what the calling thread computes from now on to this share."""
+        """Binds the calling thread's further work to this share."""
         ...
 
 
@@ -32,7 +31,7 @@ Share = TypeVar("Share", bound=ComputePartition)
 
 @dataclass(frozen=True, slots=True)
 class CorePartition:
-    """Cores that one runner computes on, by number."""
+    """Cores, by number, that one runner computes on."""
 
     name: str
     cores: tuple[int, ...]
@@ -51,7 +50,7 @@ class CorePartition:
 
 @dataclass(frozen=True, slots=True)
 class PartitionMenu(Generic[Share]):
-    """The shares that a device offers: all of it for each phase in turn, and disjoint draft/target pairs."""
+    """The shares that a device offers: all of it for serial phases, and disjoint draft/target pairs."""
 
     whole: Share
     splits: tuple[tuple[Share, Share], ...]  # (draft, target), smallest draft share first
@@ -63,9 +62,9 @@ class PartitionMenu(Generic[Share]):
 
 
 def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu[CorePartition]:
-    """The menu over `cores`, by default those that this process may use.
+    """Returns the menu over `cores`, by default those that this process may use.
 
-    The draft gets 1, 2, 4, ... cores, at most half; one core cannot be split, and `note` says so.
+    The draft gets 1, 2, 4, ... cores, at most half. One core cannot be split; `note` gives the reason.
     """
     if cores is None:
         cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -82,5 +81,5 @@ def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu[CoreP
 
 
 def split_name(draft: ComputePartition, target: ComputePartition) -> str:
-    """The name of a split: "draft share/target share", in cores or SMs."""
+    """Returns the name of a split: "draft share/target share", in cores or SMs."""
     return f"{draft.size}/{target.size}"

@@ -1,8 +1,7 @@
-"""`Runtime`: what the composition root needs of a way to run engines, whatever the device.
+"""`Runtime`: the port through which the composition root opens an engine on a device.
 
-One implementation per runtime of the manifest; the composition root picks it by name, and nothing after that
-asks which one it is. A runtime owns the device's handles (streams, green contexts); runners and lanes that it
-opened are closed before it.
+The manifest names the implementation; no caller depends on which one it is. A runtime owns the device's handles
+(streams, green contexts). Close the runners and lanes that it opened before it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler
 from faser_backend.device.partition import PartitionMenu, Share
 from faser_backend.manifest import ModelEngine
 
-# Why there are no splits.
+# Reasons why there are no splits.
 NO_DRAFT = "none (no draft model: there is nothing to overlap)"
 DRAFTS_IN_TURN = "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
 
 
 class ModelPair(NamedTuple):
-    """The two models of an engine, or its target alone where no model drafts."""
+    """The target of an engine and its draft model, if it has one."""
 
     target: ModelEngine
     draft: ModelEngine | None
@@ -44,11 +43,11 @@ class ModelPair(NamedTuple):
 
 
 class KvStorage(Protocol):
-    """The common part of all KV pools. The pool of a draft head is given its target's `features`."""
+    """The common part of all KV pools. A draft head's pool shares its target's `features`."""
 
     num_blocks: int
     kv_block_size: int
-    features: Any  # what goes into the layers that a head reads, by block and offset
+    features: Any  # inputs of the layers that a head reads, by block and offset
 
     def keep_features(self, spec: ModelSpec) -> None: ...
 
@@ -59,16 +58,16 @@ Result = TypeVar("Result")
 
 class Closable(Protocol):
     def close(self) -> None:
-        """Gives back what is held. May be called again; the object cannot be used afterwards."""
+        """Releases all resources. May be called again; the object cannot be used afterwards."""
         ...
 
 
 class OpenRunner(ModelRunner, Closable, Protocol):
-    """A runner that its owner closes."""
+    """A runner that must be closed."""
 
 
 class OpenLanes(Lanes, Closable, Protocol):
-    """Lanes that their owner closes; `on_draft` and `on_target` run work on one lane's thread and wait for it."""
+    """Lanes that must be closed; `on_draft` and `on_target` run work on one lane's thread and wait for it."""
 
     def on_draft(self, work: Callable[[], Result]) -> Result: ...
 
@@ -78,42 +77,43 @@ class OpenLanes(Lanes, Closable, Protocol):
 class Runtime(Closable, Protocol[Share, Pool]):
     """Opens pools, runners, lanes and samplers of one pair of models on one device.
 
-    Pools are shared by all runners of a model: what one partition wrote another may read.
+    All runners of a model share its pool, whatever their partitions.
     """
 
     kv_block_size: int
-    menu: PartitionMenu[Share]  # what the device offers; `note` says in words what was chosen and why
-    splits: tuple[tuple[Share, Share], ...]  # of the menu, those worth opening for these models, the best guess first
-    splits_note: str  # how many of how many, and why
+    menu: PartitionMenu[Share]  # the shares that the device offers; `note` gives the reason
+    splits: tuple[tuple[Share, Share], ...]  # the menu's splits worth opening for these models, best guess first
+    splits_note: str  # how many of the menu's splits, and why
     graph_counts: GraphCounts  # of everything that it opened
     needs_warm_up: bool  # first calls are far slower than later ones: kernels are compiled, graphs captured
 
     def free_bytes(self) -> int:
-        """Free memory where KV pools live, less what the models' weights are still going to take."""
+        """Returns the device's free memory, less what unloaded weights of the models will take."""
         ...
 
     def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
-        """The part of free_bytes that KV pools may take unless somebody says how many blocks. num_partitions: that are
-        going to be opened."""
+        """Returns the part of free_bytes for KV pools unless num_kv_blocks is given; num_partitions will be open."""
         ...
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
-        """Bytes of one KV block over all layers, keys and values."""
+        """Returns the bytes of one KV block: keys and values of all layers."""
         ...
 
     def bind_step_thread(self) -> None:
-        """Called before an engine is built and before every step, on the thread that does it: what that thread
-        queues from then on follows what was queued before it. Cheap where nothing changes."""
+        """Binds the calling thread to the device's main stream, so that its work follows all work queued before.
+
+        Call it before building an engine and before every step. Cheap if nothing changes.
+        """
         ...
 
     def open_pool(self, model: ModelEngine, num_blocks: int) -> Pool: ...
 
     def fill_pool(self, pool: Pool, numbers: np.ndarray) -> None:
-        """Every key and value becomes numbers [head_dim]: for who times calls on a pool that nobody wrote."""
+        """Sets every key and value to numbers [head_dim], for timing calls on an unwritten pool."""
         ...
 
     def open_runner(self, model: ModelEngine, share: Share, pool: Pool) -> OpenRunner:
-        """On the calling thread, which has been bound to the share where it is one of a split."""
+        """Opens a runner on the calling thread, which must be bound to the share if that is one of a split."""
         ...
 
     def open_lanes(self, draft: Share, target: Share) -> OpenLanes: ...
@@ -121,13 +121,13 @@ class Runtime(Closable, Protocol[Share, Pool]):
     def open_sampler(self, vocab_size: int, max_num_seqs: int) -> Sampler: ...
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
-        """None where the host drafts token by token."""
+        """Returns the device's draft loop, or None if the host drafts token by token."""
         ...
 
     def is_fatal(self, error: BaseException) -> bool:
-        """Whether the device is of no use to this process after this error of a step."""
+        """Tells whether this process cannot use the device any more after this error of a step."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when the device has done what the calling thread queued: for who measures, never in a step."""
+        """Waits for all work that the calling thread queued; for measurements only, never in a step."""
         ...
